@@ -39,13 +39,12 @@ def report(
         Path | None,
         typer.Argument(
             metavar="[RECORDS]",
-            help="A JSON Lines file, or a directory of runs; by default all committed results.",
             show_default=False,
+            help="A JSON Lines file, or a directory of runs; by default all committed results.",
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Where to write; by default report/ beside the records."),
+        Path | None, typer.Option(help="Where to write; by default report/ beside the records.")
     ] = None,
     baseline: Baseline = strategies.BASELINE,
 ) -> None:

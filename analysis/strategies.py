@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from baselines import registry
 from baselines.description import Engine, Strategy
@@ -30,38 +31,27 @@ class Style:
     dashes: Dashes
 
 
-# One kind of line per engine; hues and markers are the strategies' own.
-_LINES: dict[str, Dashes] = {
-    "DeepSpeed": (0, (5, 1.5)),
-    "PyTorch": (0, (1.5, 1)),
-    "This engine": (0, ()),
-    "Local steps": (0, (3, 1, 1, 1)),
-    "Cyclic": (0, (1, 2)),
-    "LuWu": (0, (6, 1, 1, 1, 1, 1)),
-    "Fuyou": (0, (5, 1, 1, 1)),
+class _Family(NamedTuple):
+    """The strategies of an engine, or of several, in figures."""
+
+    engines: tuple[Engine, ...]
+    #: One kind of line each; hues and markers are the strategies' own.
+    dashes: Dashes
+    #: Hues of what has no look of its own, in degrees on the colour wheel: from, to.
+    hues: tuple[int, int]
+
+
+_FAMILIES = {
+    "DeepSpeed": _Family(("deepspeed",), (0, (5, 1.5)), (5, 65)),
+    "PyTorch": _Family(("fsdp2", "ddp"), (0, (1.5, 1)), (215, 265)),
+    "This engine": _Family(("fcdp",), (0, ()), (275, 335)),
+    "Local steps": _Family(("co2",), (0, (3, 1, 1, 1)), (66, 79)),
+    "Cyclic": _Family(("cyclic",), (0, (1, 2)), (338, 360)),
+    "LuWu": _Family(("luwu",), (0, (6, 1, 1, 1, 1, 1)), (206, 214)),
+    "Fuyou": _Family(("fuyou",), (0, (5, 1, 1, 1)), (20, 35)),
 }
-_ENGINES: dict[Engine, str] = {
-    "deepspeed": "DeepSpeed",
-    "fsdp2": "PyTorch",
-    "ddp": "PyTorch",
-    "fcdp": "This engine",
-    "co2": "Local steps",
-    "cyclic": "Cyclic",
-    "luwu": "LuWu",
-    "fuyou": "Fuyou",
-}
-#: Hues of what has no look of its own, in degrees on the colour wheel: from, to, by engine. FCDP's
-#: variants share the greens with FCDP itself.
-_HUES = {
-    "DeepSpeed": (5, 65),
-    "PyTorch": (215, 265),
-    "This engine": (275, 335),
-    "Local steps": (66, 79),
-    "Cyclic": (338, 360),
-    "LuWu": (206, 214),
-    "Fuyou": (20, 35),
-    SUBJECT: (80, 205),
-}
+#: FCDP's variants share the greens with FCDP itself.
+_HUES = {name: family.hues for name, family in _FAMILIES.items()} | {SUBJECT: (80, 205)}
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.
 _LIGHTNESS = (0.30, 0.62, 0.46)
 _STEPS_OF_HUE = (0, 4, 2, 6, 1, 5, 3, 7)
@@ -74,13 +64,14 @@ def engine(strategy: str) -> str:
     if found is None:
         starts = (each for each in registry.STRATEGIES if strategy.startswith(each.name))
         found = max(starts, key=lambda each: len(each.name), default=None)
-    return _ENGINES["fcdp" if found is None else found.engine]
+    own: Engine = "fcdp" if found is None else found.engine
+    return next(name for name, family in _FAMILIES.items() if own in family.engines)
 
 
 def ordered(strategies: Iterable[str]) -> list[str]:
     """By engine, known strategies first, others by name; FCDP and its variants last."""
     known = [each.name for each in registry.STRATEGIES if each.look is not None]
-    engines = list(_LINES)
+    engines = list(_FAMILIES)
 
     def place(strategy: str) -> tuple[bool, int, int, str]:
         at = known.index(strategy) if strategy in known else len(known)
@@ -107,7 +98,8 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
             colour, marker = _spare(family, spare[family], taken[engine(strategy)])
             spare[family] += 1
         taken[engine(strategy)].add(marker)
-        looks[strategy] = Style(label(strategy), colour, marker, _LINES[engine(strategy)])
+        dashes = _FAMILIES[engine(strategy)].dashes
+        looks[strategy] = Style(label(strategy), colour, marker, dashes)
     if SUBJECT in looks and any(map(_is_variant, looks)):
         policy = CacheSettings.model_fields["policy"].default  # beside others', it is named
         looks[SUBJECT] = replace(looks[SUBJECT], label=f"{label(SUBJECT)} {policy}")
@@ -147,7 +139,7 @@ def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
             for strategy, look in looks.items()
             if engine(strategy) == name or strategy in everywhere
         }
-        for name in _LINES
+        for name in _FAMILIES
         if any(engine(strategy) == name for strategy in looks)
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from experiments.records.comparison import Comparison
 from experiments.records.record import Metric
@@ -98,19 +98,14 @@ def percent(value: float | None) -> str:
     return f"{number(value * 100, 2 if value < 1 else 3)} %"
 
 
-def signed_percent(value: float | None) -> str:
-    """A deviation that is in per cent already."""
-    return ABSENT if value is None or math.isnan(value) else f"{value:+.2f} %"
+def _written(form: str) -> Callable[[float | None], str]:
+    return lambda value: ABSENT if value is None or math.isnan(value) else form.format(value)
 
 
-def loss(value: float | None) -> str:
-    """A loss, to the digits in which strategies may differ."""
-    return ABSENT if value is None or math.isnan(value) else f"{value:.4f}"
-
-
-def signed_loss(value: float | None) -> str:
-    """A difference of two losses."""
-    return ABSENT if value is None or math.isnan(value) else f"{value:+.4f}"
+#: A deviation that is in per cent already.
+signed_percent = _written("{:+.2f} %")
+#: A loss, to the digits in which strategies may differ; and a difference of two.
+loss, signed_loss = _written("{:.4f}"), _written("{:+.4f}")
 
 
 def metric(of: Metric, value: float | None) -> str:
@@ -139,12 +134,7 @@ def count(value: float | None) -> str:
     return f"{number(value / 1e6)} M" if value >= 1e5 else f"{value:,.0f}"
 
 
-def whole(value: float) -> str:
-    """A count of things."""
-    return f"{value:,.0f}"
-
-
-_SHOW = {"times": times, "percent": percent, "ratio": number, "whole": whole}
+_SHOW = {"times": times, "percent": percent, "ratio": number, "whole": "{:,.0f}".format}
 
 
 def one_or_range(values: Iterable[float], show: str = "times") -> str:

@@ -8,16 +8,9 @@ _RECEIVED, _SENT = 0, 8
 
 
 def interface_bytes(interface: str) -> tuple[int, int]:
-    """Bytes that an interface has received and sent since it is there.
+    """Bytes that an interface of the caller's network namespace has received and sent so far.
 
-    Args:
-        interface: its name in the caller's network namespace, such as ``eth0``.
-
-    Returns:
-        Received and sent bytes, Ethernet headers included.
-
-    Raises:
-        ValueError: there is no such interface.
+    Ethernet headers are included. Raises ``ValueError`` if there is no such interface.
     """
     # "self" would be the main thread, which may be in another namespace than the caller.
     _, _, *lines = Path("/proc/thread-self/net/dev").read_text().splitlines()

@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from baselines.settings import Strict
 
 if TYPE_CHECKING:
     import torch
@@ -20,18 +22,14 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 _Count = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Decay(_Strict):
+class Decay(Strict):
     """The learning rate is multiplied after each so many steps."""
 
     every: _Count
     by: _Share
 
 
-class Cosine(_Strict):
+class Cosine(Strict):
     """The learning rate grows to the cell's, and falls by half a cosine to nothing."""
 
     #: Steps over which it grows.
@@ -53,7 +51,7 @@ class Cosine(_Strict):
         return (1 + math.cos(math.pi * share)) / 2
 
 
-class _Optimizer(_Strict):
+class _Optimizer(Strict):
     #: How much of a parameter is taken off per step, in units of the learning rate.
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 

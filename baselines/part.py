@@ -19,6 +19,12 @@ def take_gradients(params: Sequence[nn.Parameter]) -> torch.Tensor:
     return torch.cat([grad.flatten() for grad in found])
 
 
+def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``flat`` (elements) cut as these tensors are, each part of its tensor's shape."""
+    parts = flat.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
 class Part:
     """Parameters that come and go together."""
 
@@ -30,12 +36,9 @@ class Part:
     ) -> None:
         self.params = params
         self._flat = torch.empty(numel(params), dtype=dtype, device=device)
-        begin = 0
-        for param in params:
-            end = begin + param.numel()
-            self._flat[begin:end].copy_(param.detach().flatten())
-            param.data = self._flat[begin:end].view(param.shape)
-            begin = end
+        for param, view in zip(params, views(self._flat, params), strict=True):
+            view.copy_(param.detach())
+            param.data = view
 
     @property
     def numel(self) -> int:

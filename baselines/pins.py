@@ -38,8 +38,9 @@ def variables(pin: Pin) -> dict[str, str]:
     """Environment variables with which a process of this environment imports that DeepSpeed."""
     if pin == "current":
         return {}
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return {
-        "PYTHONPATH": os.pathsep.join([str(_packages()), *_inherited_path()]),
+        "PYTHONPATH": os.pathsep.join([str(_packages()), *inherited]),
         # Operators are compiled under names that do not tell their versions apart.
         "TORCH_EXTENSIONS_DIR": str(_environment() / "operators"),
     }
@@ -53,7 +54,3 @@ def _environment() -> Path:
 def _packages() -> Path:
     """The folder of the other environment's own packages."""
     return _environment() / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-
-
-def _inherited_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from baselines.description import ExtraProcess, Look, Strategy
+from baselines.description import Engine, ExtraProcess, Look, Strategy
 from baselines.schedule import (
     CO2,
     CYCLIC,
@@ -38,106 +38,6 @@ from baselines.settings import (
     SlowMoSettings,
 )
 
-SIBLINGS: tuple[Strategy, ...] = (
-    Strategy(
-        "cyclic",
-        "ddp",
-        "Cyclic Data Parallelism's update rules, on ranks that step together",
-        CYCLIC,
-        Look("#1F1F1F", "*"),
-        numerics="own",
-        built_by="cyclic.synchronous",
-        settings=CyclicSettings,
-        title="Cyclic",
-    ),
-    Strategy(
-        "cyclic-ring",
-        "cyclic",
-        "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
-        CYCLIC_RING,
-        Look("#3B3B3B", "o"),
-        numerics="own",
-        built_by="cyclic.ring",
-        settings=CyclicSettings,
-    ),
-    Strategy(
-        "cyclic-zero",
-        "cyclic",
-        "the same, and a rank has its own stage and the one that it computes with",
-        CYCLIC_ZERO,
-        Look("#5A5A5A", "s"),
-        numerics="own",
-        built_by="cyclic.ring",
-        settings=CyclicSettings,
-    ),
-    Strategy(
-        "cyclic-interleaved",
-        "cyclic",
-        "a step's micro-batches two slots apart on one device, as constant in memory",
-        CYCLIC_INTERLEAVED,
-        Look("#787878", "D"),
-        numerics="own",
-        built_by="cyclic.interleaved",
-        settings=CyclicSettings,
-    ),
-    Strategy(
-        "local-sgd",
-        "co2",
-        "Local SGD: steps apart, then the mean of all workers",
-        LOCAL_SGD,
-        Look("#C9A227", "s"),
-        numerics="own",
-        built_by="co2.train",
-        settings=LocalSGDSettings,
-    ),
-    Strategy(
-        "slowmo",
-        "co2",
-        "SlowMo: Local SGD with an outer momentum",
-        LOCAL_SGD,
-        Look("#997515", "D"),
-        numerics="own",
-        built_by="co2.train",
-        settings=SlowMoSettings,
-        title="SlowMo",
-    ),
-    Strategy(
-        "co2",
-        "co2",
-        "CO2: steps apart, whose mean arrives while the next ones are computed",
-        CO2,
-        Look("#6B4E00", "^"),
-        numerics="own",
-        built_by="co2.train",
-        settings=CO2Settings,
-        title="CO2",
-    ),
-    Strategy(
-        "luwu",
-        "luwu",
-        "model in the network: a server steps, a switch sums and multicasts",
-        None,
-        Look("#D12E6A", "P"),
-        settings=LuWuSettings,
-        built_by="luwu.train",
-        title="LuWu",
-        extra=(
-            ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),
-            ExtraProcess("server", "baselines.luwu.server:main"),
-        ),
-    ),
-    Strategy(
-        "fuyou",
-        "fuyou",
-        "all state on SSD: one device, the optimizer inside backward",
-        None,
-        Look("#6C3D1E", "D"),
-        built_by="fuyou.train",
-        settings=FuyouSettings,
-        title="Fuyou",
-    ),
-)
-
 
 def has_cuda() -> bool:
     """Whether ranks here would compute on CUDA: an NVIDIA driver, and a torch that can use it."""
@@ -156,6 +56,11 @@ def _deepspeed(name: str, what: str, schedule: Schedule, look: Look, **more: Any
     return Strategy(name, "deepspeed", what, schedule, look, **(usual | more))
 
 
+def _pytorch(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
+    """A strategy of FSDP2's."""
+    return Strategy(name, "fsdp2", what, schedule, look, **({"built_by": "pytorch.fsdp2"} | more))
+
+
 def _preset(
     name: str, what: str, schedule: Schedule, look: Look | None = None, **more: Any
 ) -> Strategy:
@@ -164,209 +69,118 @@ def _preset(
     return Strategy(name, "fcdp", what, schedule, look, **(usual | more))
 
 
+def _apart(
+    name: str, engine: Engine, what: str, schedule: Schedule, look: Look, **more: Any
+) -> Strategy:
+    """A strategy with an optimization of its own."""
+    return Strategy(name, engine, what, schedule, look, numerics="own", **more)
+
+
+# fmt: off
+#: Systems of other papers.
+SIBLINGS: tuple[Strategy, ...] = (
+    _apart("cyclic", "ddp", "Cyclic Data Parallelism's update rules, on ranks that step together",
+           CYCLIC, Look("#1F1F1F", "*"), built_by="cyclic.synchronous", settings=CyclicSettings,
+           title="Cyclic"),
+    _apart("cyclic-ring", "cyclic",
+           "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
+           CYCLIC_RING, Look("#3B3B3B", "o"), built_by="cyclic.ring", settings=CyclicSettings),
+    _apart("cyclic-zero", "cyclic",
+           "the same, and a rank has its own stage and the one that it computes with",
+           CYCLIC_ZERO, Look("#5A5A5A", "s"), built_by="cyclic.ring", settings=CyclicSettings),
+    _apart("cyclic-interleaved", "cyclic",
+           "a step's micro-batches two slots apart on one device, as constant in memory",
+           CYCLIC_INTERLEAVED, Look("#787878", "D"), built_by="cyclic.interleaved",
+           settings=CyclicSettings),
+    _apart("local-sgd", "co2", "Local SGD: steps apart, then the mean of all workers",
+           LOCAL_SGD, Look("#C9A227", "s"), built_by="co2.train", settings=LocalSGDSettings),
+    _apart("slowmo", "co2", "SlowMo: Local SGD with an outer momentum", LOCAL_SGD,
+           Look("#997515", "D"), built_by="co2.train", settings=SlowMoSettings, title="SlowMo"),
+    _apart("co2", "co2", "CO2: steps apart, whose mean arrives while the next ones are computed",
+           CO2, Look("#6B4E00", "^"), built_by="co2.train", settings=CO2Settings, title="CO2"),
+    Strategy("luwu", "luwu", "model in the network: a server steps, a switch sums and multicasts",
+             None, Look("#D12E6A", "P"), settings=LuWuSettings, built_by="luwu.train", title="LuWu",
+             extra=(ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),
+                    ExtraProcess("server", "baselines.luwu.server:main"))),
+    Strategy("fuyou", "fuyou", "all state on SSD: one device, the optimizer inside backward",
+             None, Look("#6C3D1E", "D"), settings=FuyouSettings, built_by="fuyou.train",
+             title="Fuyou"),
+)
+
 # The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this
 # one purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and
 # Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same
 # in black and white.
 STRATEGIES: tuple[Strategy, ...] = (
-    _deepspeed(
-        "deepspeed-zero3",
-        "ZeRO stage 3",
-        DEEPSPEED,
-        Look("#D55E00", "s"),
-        title="DeepSpeed ZeRO-3",
-    ),
-    _deepspeed(
-        "deepspeed-hpz",
-        "ZeRO++ hpZ: a second shard inside the node",
-        _DEEPSPEED_HPZ,
-        Look("#E69F00", "D"),
-    ),
-    _deepspeed(
-        "deepspeed-hpz-offload",
-        "hpZ, with parameters on the CPU",
-        # A second shard in host memory: copied a parameter at a time, while nothing computes.
-        replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
-        Look("#8C3B00", "X"),
-    ),
-    _deepspeed(
-        "deepspeed-offload",
-        "ZeRO-Offload: optimizer on the CPU",
-        _DEEPSPEED_OFFLOAD,
-        Look("#F0904F", "v"),
-        operators=("CPUAdamBuilder",),
-    ),
-    _deepspeed(
-        "deepspeed-offload-param",
-        "ZeRO-Offload: parameters on the CPU too",
-        replace(_DEEPSPEED_OFFLOAD, parameters="host"),
-        Look("#A67C00", "<"),
-        operators=("CPUAdamBuilder",),
-    ),
-    _deepspeed(
-        "deepspeed-infinity",
-        "ZeRO-Infinity: parameters and optimizer on NVMe",
-        replace(DEEPSPEED, parameters="disk", optimizer="disk"),
-        Look("#5C2E00", ">"),
-        operators=("AsyncIOBuilder", "CPUAdamBuilder"),
-        needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
-    ),
-    _deepspeed(
-        "deepspeed-qwz",
-        "ZeRO++ qwZ: int8 gathers",
-        replace(DEEPSPEED, gather_codec="int8"),
-        Look("#FFB000", "P"),
-        numerics="bounded",
-        needs_cuda=_FUSED,
-    ),
-    _deepspeed(
-        "deepspeed-qgz",
-        "ZeRO++ qgZ: int4 reductions",
-        # Its quantised reduction is two all-to-alls, inside the node and across.
-        replace(DEEPSPEED, reduce_codec="int4"),
-        Look("#C04000", "p"),
-        numerics="bounded",
-        needs_cuda=_FUSED,
-    ),
-    _deepspeed(
-        "deepspeed-zeropp",
-        "ZeRO++: hpZ, qwZ and qgZ",
-        replace(_DEEPSPEED_HPZ, gather_codec="int8", reduce_codec="int4"),
-        Look("#7A5C00", "h"),
-        numerics="bounded",
-        needs_cuda=_FUSED,
-    ),
-    _deepspeed(
-        "deepspeed-mics",
-        "MiCS: sharded inside the node",
-        within_node(DEEPSPEED),
-        Look("#B35900", "*"),
-        needs_cuda=_COALESCED,
-    ),
-    _deepspeed(
-        "deepspeed-mics-hierarchical",
-        "MiCS, gathers in two hops",
-        # Its two hops are inside the shard group, here one node: the same exchanges.
-        within_node(DEEPSPEED),
-        Look("#A0522D", "d"),
-        built_by="deepspeed.configuration:in_two_hops",
-        needs_cuda=_COALESCED,
-    ),
-    Strategy(
-        "fsdp2",
-        "fsdp2",
-        "ZeRO-3 as PyTorch ships it",
-        FSDP2,
-        Look("#0072B2", "^"),
-        title="FSDP2",
-        built_by="pytorch.fsdp2",
-    ),
-    Strategy(
-        "fsdp2-hsdp",
-        "fsdp2",
-        "hybrid sharding: inside the node, replicated across",
-        within_node(FSDP2),
-        Look("#56B4E9", "D"),
-        built_by="pytorch.hybrid",
-    ),
-    Strategy(
-        "fsdp2-reshard",
-        "fsdp2",
-        "resharded over the node after forward, as hpZ does",
-        replace(FSDP2, cache="device", cached_for="micro-batch"),
-        Look("#003F6B", "s"),
-        built_by="pytorch.fsdp2",
-    ),
-    Strategy(
-        "fsdp2-offload",
-        "fsdp2",
-        "parameters and optimizer on the CPU",
-        replace(FSDP2, parameters="host", optimizer="host"),
-        Look("#7B9FC4", "v"),
-        built_by="pytorch.fsdp2",
-    ),
-    Strategy(
-        "ddp",
-        "ddp",
-        "replicated on every rank",
-        DDP,
-        Look("#4D4D4D", "P"),
-        built_by="pytorch.ddp",
-    ),
-    _preset(
-        "zero3",
-        "ZeRO-3 over this engine: nothing is cached",
-        replace(FCDP, policy="none"),
-        Look("#CC79A7", "s"),
-    ),
-    _preset(
-        "hpz",
-        "ZeRO++ hpZ over this engine: cached on the device",
-        replace(FCDP, policy="device"),
-        Look("#882255", "D"),
-    ),
-    _preset(
-        "qwz",
-        "ZeRO++ qwZ over this engine: int8 gathers",
-        replace(FCDP, policy="none", gather_codec="int8"),
-        Look("#AA4499", "v"),
-        numerics="bounded",
-    ),
-    _preset(
-        "qgz",
-        "ZeRO++ qgZ over this engine: int4 reductions",
-        replace(FCDP, policy="none", reduce_codec="int4"),
-        Look("#5B3F8C", "<"),
-        numerics="bounded",
-    ),
-    _preset(
-        "zeropp",
-        "ZeRO++ over this engine: hpZ, qwZ and qgZ",
-        replace(FCDP, policy="device", gather_codec="int8", reduce_codec="int4"),
-        Look("#9C86CF", "P"),
-        numerics="bounded",
-    ),
-    Strategy(
-        "mics",
-        "fcdp",
-        "MiCS over this engine: sharded inside the node",
-        within_node(FCDP),
-        built_by="presets.mics",
-    ),
-    _preset(
-        "offload",
-        "ZeRO-Offload over this engine: parts and optimizer on the CPU",
-        replace(FCDP, policy="none", parameters="host", optimizer="host"),
-    ),
-    Strategy(
-        "replicated",
-        "fcdp",
-        "data parallel over this engine: one all-reduce a step",
-        # One all-reduce when backward has ended.
-        replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
-        built_by="presets.replicated",
-    ),
-    Strategy(
-        "fcdp-sched",
-        "fcdp",
-        "FCDP without FCDP-Comm: frozen parameters cross each step",
-        replace(FCDP, cached_for="step"),
-        Look("#7B4173", "^"),
-        built_by="presets.fcdp",
-        settings=CacheSettings,
-    ),
-    Strategy(
-        "fcdp",
-        "fcdp",
-        "cached in host memory, or as the cell's policy says",
-        FCDP,
-        Look("#009E73", "o"),
-        title="FCDP",
-        built_by="presets.fcdp",
-        settings=CacheSettings,
-    ),
+    _deepspeed("deepspeed-zero3", "ZeRO stage 3", DEEPSPEED, Look("#D55E00", "s"),
+               title="DeepSpeed ZeRO-3"),
+    _deepspeed("deepspeed-hpz", "ZeRO++ hpZ: a second shard inside the node", _DEEPSPEED_HPZ,
+               Look("#E69F00", "D")),
+    # A second shard in host memory: copied a parameter at a time, while nothing computes.
+    _deepspeed("deepspeed-hpz-offload", "hpZ, with parameters on the CPU",
+               replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
+               Look("#8C3B00", "X")),
+    _deepspeed("deepspeed-offload", "ZeRO-Offload: optimizer on the CPU", _DEEPSPEED_OFFLOAD,
+               Look("#F0904F", "v"), operators=("CPUAdamBuilder",)),
+    _deepspeed("deepspeed-offload-param", "ZeRO-Offload: parameters on the CPU too",
+               replace(_DEEPSPEED_OFFLOAD, parameters="host"), Look("#A67C00", "<"),
+               operators=("CPUAdamBuilder",)),
+    _deepspeed("deepspeed-infinity", "ZeRO-Infinity: parameters and optimizer on NVMe",
+               replace(DEEPSPEED, parameters="disk", optimizer="disk"), Look("#5C2E00", ">"),
+               operators=("AsyncIOBuilder", "CPUAdamBuilder"),
+               needs_header=(Path("/usr/include/libaio.h"), "libaio-dev")),
+    _deepspeed("deepspeed-qwz", "ZeRO++ qwZ: int8 gathers", replace(DEEPSPEED, gather_codec="int8"),
+               Look("#FFB000", "P"), numerics="bounded", needs_cuda=_FUSED),
+    # Its quantised reduction is two all-to-alls, inside the node and across.
+    _deepspeed("deepspeed-qgz", "ZeRO++ qgZ: int4 reductions",
+               replace(DEEPSPEED, reduce_codec="int4"), Look("#C04000", "p"),
+               numerics="bounded", needs_cuda=_FUSED),
+    _deepspeed("deepspeed-zeropp", "ZeRO++: hpZ, qwZ and qgZ",
+               replace(_DEEPSPEED_HPZ, gather_codec="int8", reduce_codec="int4"),
+               Look("#7A5C00", "h"), numerics="bounded", needs_cuda=_FUSED),
+    _deepspeed("deepspeed-mics", "MiCS: sharded inside the node", within_node(DEEPSPEED),
+               Look("#B35900", "*"), needs_cuda=_COALESCED),
+    # Its two hops are inside the shard group, here one node: the same exchanges.
+    _deepspeed("deepspeed-mics-hierarchical", "MiCS, gathers in two hops", within_node(DEEPSPEED),
+               Look("#A0522D", "d"), built_by="deepspeed.configuration:in_two_hops",
+               needs_cuda=_COALESCED),
+    _pytorch("fsdp2", "ZeRO-3 as PyTorch ships it", FSDP2, Look("#0072B2", "^"), title="FSDP2"),
+    _pytorch("fsdp2-hsdp", "hybrid sharding: inside the node, replicated across",
+             within_node(FSDP2), Look("#56B4E9", "D"), built_by="pytorch.hybrid"),
+    _pytorch("fsdp2-reshard", "resharded over the node after forward, as hpZ does",
+             replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
+    _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
+             replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
+    Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),
+             built_by="pytorch.ddp"),
+    _preset("zero3", "ZeRO-3 over this engine: nothing is cached", replace(FCDP, policy="none"),
+            Look("#CC79A7", "s")),
+    _preset("hpz", "ZeRO++ hpZ over this engine: cached on the device",
+            replace(FCDP, policy="device"), Look("#882255", "D")),
+    _preset("qwz", "ZeRO++ qwZ over this engine: int8 gathers",
+            replace(FCDP, policy="none", gather_codec="int8"), Look("#AA4499", "v"),
+            numerics="bounded"),
+    _preset("qgz", "ZeRO++ qgZ over this engine: int4 reductions",
+            replace(FCDP, policy="none", reduce_codec="int4"), Look("#5B3F8C", "<"),
+            numerics="bounded"),
+    _preset("zeropp", "ZeRO++ over this engine: hpZ, qwZ and qgZ",
+            replace(FCDP, policy="device", gather_codec="int8", reduce_codec="int4"),
+            Look("#9C86CF", "P"), numerics="bounded"),
+    Strategy("mics", "fcdp", "MiCS over this engine: sharded inside the node", within_node(FCDP),
+             built_by="presets.mics"),
+    _preset("offload", "ZeRO-Offload over this engine: parts and optimizer on the CPU",
+            replace(FCDP, policy="none", parameters="host", optimizer="host")),
+    # One all-reduce when backward has ended.
+    Strategy("replicated", "fcdp", "data parallel over this engine: one all-reduce a step",
+             replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
+             built_by="presets.replicated"),
+    _preset("fcdp-sched", "FCDP without FCDP-Comm: frozen parameters cross each step",
+            replace(FCDP, cached_for="step"), Look("#7B4173", "^"), settings=CacheSettings),
+    _preset("fcdp", "cached in host memory, or as the cell's policy says", FCDP,
+            Look("#009E73", "o"), settings=CacheSettings, title="FCDP"),
     *SIBLINGS,
 )
+# fmt: on
 
 STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -47,10 +48,23 @@ class Setting:
     write: Callable[[Any], str] = _plain
 
 
-class Settings(BaseModel):
-    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
+#: Of what is compared.
+_subject = partial(Setting, role="subject")
+
+
+def _either(yes: str, no: str) -> Callable[[object], str]:
+    """How a setting is written that is on or off."""
+    return lambda value: yes if value else no
+
+
+class Strict(BaseModel):
+    """A type that allows nothing unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Settings(Strict):
+    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
 
     @property
     def why_not_run(self) -> str | None:
@@ -59,32 +73,28 @@ class Settings(BaseModel):
 
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
-Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
+Policy = Annotated[str, _subject("Policy", in_id="later")]
 #: Codec between nodes of gathers and reductions, as ``baselines.encoding`` reads it; ``none``
 #: is all that a strategy with a codec of its own allows, which it uses all the same.
-GatherCodec = Annotated[
-    str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
-]
-ReduceCodec = Annotated[
-    str, Setting("Reduce codec", "subject", in_id="later", write="reduce {}".format)
-]
+GatherCodec = Annotated[str, _subject("Gather codec", in_id="later", write="gather {}".format)]
+ReduceCodec = Annotated[str, _subject("Reduce codec", in_id="later", write="reduce {}".format)]
 ErrorFeedback = Annotated[
-    bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
+    bool, _subject("Error feedback", in_id="later", write=lambda _: "error feedback")
 ]
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
 #: gradients once per step. ``undeferred``: so too, and gradients of each micro-batch. ``flat``: in
 #: one ring over all ranks, which carries whole gradients only, so that none are deferred.
 Exchanges = Literal["hierarchical", "undeferred", "flat"]
 CellExchanges = Annotated[
-    Exchanges, Setting("Exchanges", "subject", in_id="later", write="{} exchanges".format)
+    Exchanges, _subject("Exchanges", in_id="later", write="{} exchanges".format)
 ]
 #: Whether trained adapters are sharded or replicated.
 Adapters = Annotated[
     Literal["sharded", "replicated"],
-    Setting("Adapters", "subject", in_id="later", write="{} adapters".format),
+    _subject("Adapters", in_id="later", write="{} adapters".format),
 ]
 #: Which of DeepSpeed's pins, as ``baselines.pins`` has them.
-DeepSpeedPin = Annotated[Pin, Setting("DeepSpeed", "subject", in_id="later")]
+DeepSpeedPin = Annotated[Pin, _subject("DeepSpeed", in_id="later")]
 
 
 def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
@@ -137,61 +147,51 @@ class DeepSpeedSettings(Settings):
     deepspeed: DeepSpeedPin = "current"
 
 
+_Count = Annotated[int, Field(ge=1)]
 #: Steps between two exchanges: the paper's τ.
-Interval = Annotated[int, Field(ge=1), Setting("Interval", "subject", write="τ = {}".format)]
+Interval = Annotated[_Count, _subject("Interval", write="τ = {}".format)]
 #: Who trains apart: each rank with the whole model; each node, over whose ranks FSDP2 shards it; or
 #: so many nodes, over whose ranks FCDP does.
 Worker = Annotated[
     Literal["rank", "node", "nodes"],
-    Setting(
+    _subject(
         "Worker",
-        "subject",
         write=lambda value: "FCDP inside workers" if value == "nodes" else f"a worker per {value}",
     ),
 ]
 NodesPerWorker = Annotated[
-    int,
-    Field(ge=1),
-    Setting("Nodes per worker", "subject", in_id="later", write="{} nodes per worker".format),
+    _Count, _subject("Nodes per worker", in_id="later", write="{} nodes per worker".format)
 ]
 #: Where the outer state and the snapshot lie.
 OuterPlace = Literal["device", "host"]
 OuterOn = Annotated[
-    OuterPlace,
-    Setting("Outer state on", "subject", in_id="later", write="outer state on the {}".format),
+    OuterPlace, _subject("Outer state on", in_id="later", write="outer state on the {}".format)
 ]
 #: How much of the mean displacement a worker follows: the paper's α.
 OuterLearningRate = Annotated[
     float,
     Field(gt=0, allow_inf_nan=False),
-    Setting("Outer learning rate", "subject", write="α = {:g}".format),
+    _subject("Outer learning rate", write="α = {:g}".format),
 ]
 #: The paper's β.
 OuterMomentum = Annotated[
-    float, Field(ge=0, lt=1), Setting("Outer momentum", "subject", write="β = {:g}".format)
+    float, Field(ge=0, lt=1), _subject("Outer momentum", write="β = {:g}".format)
 ]
 #: Whether displacements count in units of the learning rate, as SlowMo has it.
 ByLearningRate = Annotated[
     bool,
-    Setting(
-        "By learning rate",
-        "subject",
-        write=lambda value: "displacements ÷ learning rate" if value else "plain displacements",
+    _subject(
+        "By learning rate", write=_either("displacements ÷ learning rate", "plain displacements")
     ),
 ]
 #: The largest outer momentum of an element: the paper's φ; ``None``: as large as it is.
 Clip = Annotated[
     Annotated[float, Field(gt=0)] | None,
-    Setting(
-        "Clip",
-        "subject",
-        write=lambda value: "no clipping" if value is None else f"φ = {value:g}",
-    ),
+    _subject("Clip", write=lambda value: "no clipping" if value is None else f"φ = {value:g}"),
 ]
 #: What a late displacement is divided by; see ``baselines.co2.train``.
 Penalty = Annotated[
-    Literal["none", "first-step", "first-steps"],
-    Setting("Penalty", "subject", write="penalty {}".format),
+    Literal["none", "first-step", "first-steps"], _subject("Penalty", write="penalty {}".format)
 ]
 
 
@@ -247,14 +247,12 @@ class CyclicSettings(Settings):
     """Settings of Cyclic Data Parallelism."""
 
     #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.rule`` has it.
-    rule: Annotated[UpdateRule, Setting("Update rule", "subject", write="CDP-{}".format)] = "v2"
+    rule: Annotated[UpdateRule, _subject("Update rule", write="CDP-{}".format)] = "v2"
     #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
     stages: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        Setting(
-            "Stages",
-            "subject",
-            write=lambda value: "a stage per rank" if value is None else f"{value} stages",
+        _Count | None,
+        _subject(
+            "Stages", write=lambda value: "a stage per rank" if value is None else f"{value} stages"
         ),
     ] = None
 
@@ -264,34 +262,30 @@ class LuWuSettings(Settings):
 
     #: Threads of the server's optimizer: one each reads, casts and writes, the others step.
     threads: Annotated[
-        int, Field(ge=4), Setting("Server threads", "subject", write="{} server threads".format)
+        int, Field(ge=4), _subject("Server threads", write="{} server threads".format)
     ] = 4
     #: What crosses in one message.
     chunk_bytes: Annotated[
         int,
         Field(ge=4096, le=4 * 2**20, multiple_of=4096),
-        Setting("Chunk", "subject", write=lambda value: f"chunks of {value // 1024} KiB"),
+        _subject("Chunk", write=lambda value: f"chunks of {value // 1024} KiB"),
     ] = 256 * 1024
     #: Whether a thread of the server does one thing for all layers, or all for one layer.
     pipeline: Annotated[
-        Literal["step", "layer"], Setting("Pipeline", "subject", write="{}-centric".format)
+        Literal["step", "layer"], _subject("Pipeline", write="{}-centric".format)
     ] = "step"
     #: Whether the switch merges the workers' acknowledgements.
     merged: Annotated[
         bool,
-        Setting(
-            "Acknowledgements",
-            "subject",
-            write=lambda value: f"{'merged' if value else 'single'} acknowledgements",
+        _subject(
+            "Acknowledgements", write=_either("merged acknowledgements", "single acknowledgements")
         ),
     ] = True
     #: Whether frozen parameters are pulled once, and then kept in the worker's host memory.
     cached: Annotated[
         bool,
-        Setting(
-            "Frozen layers",
-            "subject",
-            write=lambda value: f"frozen layers {'cached' if value else 'pulled each time'}",
+        _subject(
+            "Frozen layers", write=_either("frozen layers cached", "frozen layers pulled each time")
         ),
     ] = False
 
@@ -319,32 +313,29 @@ class FuyouSettings(Settings):
 
     #: Host memory for all that the strategy keeps there.
     dram_budget: Annotated[
-        str, AfterValidator(_is_a_size), Setting("DRAM", "subject", write="{} of DRAM".format)
+        str, AfterValidator(_is_a_size), _subject("DRAM", write="{} of DRAM".format)
     ] = "1 GiB"
     #: Memory of the device; where that is the CPU, all beyond what the process has without a model.
     device_budget: Annotated[
-        str, AfterValidator(_is_a_size), Setting("Device", "subject", write="{} on device".format)
+        str, AfterValidator(_is_a_size), _subject("Device", write="{} on device".format)
     ] = "1 GiB"
     #: Blocks that are on the device at once.
     blocks_on_device: Annotated[
-        int,
-        Field(ge=2),
-        Setting("Blocks on device", "subject", write="{} blocks on device".format),
+        int, Field(ge=2), _subject("Blocks on device", write="{} blocks on device".format)
     ] = 3
-    update: Annotated[Update, Setting("Optimizer step", "subject", write="{}".format)] = "delayed"
+    update: Annotated[Update, _subject("Optimizer step", write="{}".format)] = "delayed"
     #: Outputs of matrix products that are kept instead of computed again: as many bytes as the cost
     #: model chooses, none, all, or so many.
     swap: Annotated[
-        str, AfterValidator(_is_an_amount), Setting("Swapped", "subject", write="swap {}".format)
+        str, AfterValidator(_is_an_amount), _subject("Swapped", write="swap {}".format)
     ] = "auto"
     #: The folder in which a run makes its own; ``None``: that of temporary files.
     ssd: Annotated[str | None, Setting("SSD", "incidental", in_id="never")] = None
     #: Bytes a second each way that the folder's disk is limited to, by control groups.
     ssd_limit: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        Setting(
+        _Count | None,
+        _subject(
             "SSD limit",
-            "subject",
             place="axis",
             write=lambda value: "SSD as it is" if value is None else f"SSD {value / 1e6:g} MB/s",
         ),

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 from typer._completion_classes import completion_init
 
-from experiments.commands import COMMANDS, STYLE, Lazy, stand_in
+from experiments.commands import COMMANDS, STYLE, Lazy, stand_in, summary
 
 completion_init()  # for scripts/completion.bash
 app = typer.Typer(cls=Lazy, no_args_is_help=True, **STYLE)
-for _name, _command in COMMANDS.items():
-    app.command(_name, help=_command.summary)(stand_in)
+for _name in COMMANDS:
+    app.command(_name, help=summary(_name))(stand_in)
 
 
 def _say_version(wanted: bool) -> None:

@@ -56,12 +56,8 @@ PATHS = {
     "FSDP2 gather": "FSDP2's all-gather",
     "FSDP2 reduce": "FSDP2's reduce-scatter",
 }
-#: The path that stands beside each.
-PLAIN = {
-    "gather, stale": "FSDP2 gather",
-    "gather, fresh": "FSDP2 gather",
-    "reduce": "FSDP2 reduce",
-}
+#: The path of FSDP2's that stands beside each.
+PLAIN = {name: f"FSDP2 {name.removeprefix('FSDP2 ').partition(',')[0]}" for name in PATHS}
 #: Collectives issued, by the group that they ran in.
 Counts = dict[str, int]
 
@@ -170,18 +166,12 @@ class Rank:
 
     def measure(self, path: str, rounds: int) -> tuple[Counts, list[float]]:
         """Collectives of one call, and microseconds of each, of one path."""
-        calls = {
-            "gather, stale": UnitCalls.gather,
-            "gather, fresh": UnitCalls.gather,
-            "reduce": UnitCalls.reduce,
-            "FSDP2 gather": UnitCalls.plain_gather,
-            "FSDP2 reduce": UnitCalls.plain_reduce,
-        }
-        stale = path == "gather, stale"
+        name = path.partition(",")[0].replace("FSDP2 ", "plain_")
+        call, stale = getattr(UnitCalls, name), path == "gather, stale"
         for _ in range(3):
-            self._round(calls[path], stale)
+            self._round(call, stale)
         self._collectives.named(self._topology)
-        taken = [micro for _ in range(rounds) for micro in self._round(calls[path], stale)]
+        taken = [micro for _ in range(rounds) for micro in self._round(call, stale)]
         counts = self._collectives.named(self._topology)
         assert not any(count % len(taken) for count in counts.values()), counts
         return {name: count // len(taken) for name, count in counts.items()}, taken
@@ -241,7 +231,7 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
                             taken[key] += more
                             medians[path] = statistics.median(more)
                         for path in PATHS:
-                            multiple = medians[path] / medians[PLAIN.get(path, path)]
+                            multiple = medians[path] / medians[PLAIN[path]]
                             multiples[nodes, ranks, detects, path].append(multiple)
     return {
         "command": "python -m scripts.host_cost --write",

@@ -21,18 +21,8 @@ from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
+from experiments.records import workload
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
-from experiments.records.workload import (
-    ConfiguredModel,
-    Convolutional,
-    Dataset,
-    Images,
-    JsonLines,
-    Library,
-    OwnModel,
-    ResNet,
-    TextFile,
-)
 from simulation.transformer import ModelSpec
 
 _HEAD = ("Key", "Value", "Default", "Meaning")
@@ -90,13 +80,28 @@ def of_clusters() -> str:
 
 def of_models() -> str:
     """What each kind of model is given by."""
-    kinds = (ModelSpec, ConfiguredModel, OwnModel, Convolutional, ResNet)
+    kinds = (
+        ModelSpec,
+        workload.ConfiguredModel,
+        workload.OwnModel,
+        workload.Convolutional,
+        workload.ResNet,
+    )
     return _parts(kinds, added=("configuration",))
 
 
 def of_data() -> str:
     """What each kind of data is given by."""
-    return _parts((Library, TextFile, JsonLines, Dataset, Images), added=("digest",))
+    return _parts(
+        (
+            workload.Library,
+            workload.TextFile,
+            workload.JsonLines,
+            workload.Dataset,
+            workload.Images,
+        ),
+        added=("digest",),
+    )
 
 
 def of_optimizers() -> str:

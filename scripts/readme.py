@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,8 +25,8 @@ from analysis.load import runs
 from analysis.report import simulator
 from baselines import registry
 from docs import memory
+from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
 from scripts import host_cost, matrices, tables
 
@@ -108,11 +109,8 @@ def _ordered() -> str:
         "together": "all",
     }
     head = ("Matrices", "Pairs", "In the right order", "Choices", "Cost more, median", "at most")
-    cells = (
-        (names[of.matrix], of.pairs, of.right, of.choices, of.median_cost, of.largest_cost)
-        for of in rows
-        if of.matrix in names
-    )
+    columns = itemgetter("pairs", "right", "choices", "median_cost", "largest_cost")
+    cells = ((names[row["matrix"]], *columns(row)) for row in rows if row["matrix"] in names)
     return text.table(head, ([*map(str, row)] for row in cells))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import combinations
 from statistics import mean, stdev
 
@@ -250,14 +251,14 @@ def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
 
 
-def _sent(record: Record | None) -> float | None:
-    measured = None if record is None else record.measurement
-    return None if measured is None else measured.inter_node_bytes_per_step
+def _measured(record: Record | None, name: str) -> float | None:
+    found: float | None = getattr(record and record.measurement, name, None)
+    return found
 
 
-def _least(record: Record | None) -> float | None:
-    measured = None if record is None else record.measurement
-    return None if measured is None else measured.inter_node_bytes_closed_form
+_sent = partial(_measured, name="inter_node_bytes_per_step")
+_least = partial(_measured, name="inter_node_bytes_closed_form")
+_held_out = partial(_measured, name="held_out_loss")
 
 
 def behind(records: Sequence[Record]) -> str:
@@ -336,10 +337,6 @@ def _with_interval(record: Record) -> str:
     return f"{record.cell.strategy}{interval}"
 
 
-def _held_out(record: Record) -> float | None:
-    return None if record.measurement is None else record.measurement.held_out_loss
-
-
 def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
     """How far losses are behind others of the same seeds.
 
@@ -363,9 +360,8 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
     head = (f"On {link}, k = {count}", "tokens/s", f"over {first.subject}", "MB/step")
     rows = []
     for record, factor in zip(chosen, _factors(chosen), strict=True):
-        assert record.measurement is not None
-        sent = text.megabytes(record.measurement.inter_node_bytes_per_step)
-        rows.append((record.cell.subject, text.number(record.tokens_per_s), factor, sent))
+        speed, sent = text.number(record.tokens_per_s), text.megabytes(_sent(record))
+        rows.append((record.cell.subject, speed, factor, sent))
     return text.table(head, rows) + noted(Comparison(of, chosen[0]) for of in chosen[1:])
 
 
@@ -411,7 +407,7 @@ def over_seeds(records: Sequence[Record]) -> str:
     """Held-out losses of each codec of reductions, over seeds, beside those of exact ones."""
     losses: dict[tuple[float, str], list[float]] = {}
     for record in records:
-        found = record.measurement and record.measurement.held_out_loss
+        found = _held_out(record)
         if found is not None:
             codec = str(record.cell.settings.model_dump()["reduce_codec"])
             losses.setdefault((record.cell.learning_rate, codec), []).append(found)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -172,10 +172,12 @@ class Ratio(Strict):
             return None
         ends = [sorted(map(self.of_quotient, speed.interval or ())) for _, speed in timed]
         low, high = (
-            taken([replace(of, value=end[at]) for (of, _), end in zip(timed, ends, strict=True)],
-                  self.take)
+            taken(
+                [replace(of, value=end[at]) for (of, _), end in zip(timed, ends, strict=True)],
+                self.take,
+            )
             for at in (0, 1)
-        )  # fmt: skip
+        )
         enough = all(speed.decides for _, speed in timed)
         return Timing(min(speed.rounds for _, speed in timed), enough, (low, high))
 
@@ -218,10 +220,7 @@ class LossDifference(Strict):
     of: Selection
     over: Selection
     take: Take = "max"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         found = []
@@ -238,10 +237,7 @@ class Outcome(Strict):
     of: Selection
     state: State
     take: Literal["mean"] = "mean"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         # What a matrix leaves out did not end in any state, unless that is what is asked for.
@@ -258,10 +254,7 @@ class Outcomes(Strict):
     of: Selection
     states: dict[str, State]
     take: Literal["mean"] = "mean"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         said = [(self.states.get(str(row.settings["strategy"])), row) for row in rows]

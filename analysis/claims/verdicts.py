@@ -27,11 +27,23 @@ from experiments.records.comparison import FEWEST
 from experiments.records.settings import Described
 
 Verdict = Literal[
-    "reproduced", "not reproduced", "not run", "agrees", "differs",
-    "as set up", "not as set up", "consistent", "inconsistent", "fitted", "undecided",
-    "over the whole range", "in part of the range", "outside the range",
-    "shown by a test", "read in code",
-]  # fmt: skip
+    "reproduced",
+    "not reproduced",
+    "not run",
+    "agrees",
+    "differs",
+    "as set up",
+    "not as set up",
+    "consistent",
+    "inconsistent",
+    "fitted",
+    "undecided",
+    "over the whole range",
+    "in part of the range",
+    "outside the range",
+    "shown by a test",
+    "read in code",
+]
 #: By what a comparison is for: near enough, and not.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "result": ("reproduced", "not reproduced"),
@@ -42,10 +54,17 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
 }
 #: A claim by its results alone: they may not agree, and one without any is not judged.
 Summary = Literal[
-    "reproduced", "reproduced in part", "not reproduced",
-    "over the whole range", "in part of the range", "outside the range",
-    "undecided", "shown by a test", "not run", "not judged",
-]  # fmt: skip
+    "reproduced",
+    "reproduced in part",
+    "not reproduced",
+    "over the whole range",
+    "in part of the range",
+    "outside the range",
+    "undecided",
+    "shown by a test",
+    "not run",
+    "not judged",
+]
 #: Verdicts that stand as they are where no other is beside them.
 _ALONE: tuple[Summary, ...] = (
     *("over the whole range", "in part of the range", "outside the range"),
@@ -225,7 +244,10 @@ def _check(
     unsure = _unsure(timed, interval, claim, check)
     if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
-    reasons = [check.note, _noise(claims, check), unsure]
+    # What to know of the matrix's times, where they are what is compared.
+    times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
+    noise = claims.matrices[check.matrix].noise if times else None
+    reasons = [check.note, noise, unsure]
     if not near:
         why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
         if verdict == "not reproduced" and not any(why):
@@ -298,12 +320,6 @@ def _side(cause: Cause, check: Check) -> str:
     if chosen is None or cause.setting in chosen.settings:
         return ""
     return f", of the cells with {', '.join(map(str, chosen.settings.values()))},"
-
-
-def _noise(claims: Claims, check: Check) -> str | None:
-    """What to know of the matrix's times, where they are what is compared."""
-    timed = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
-    return claims.matrices[check.matrix].noise if timed else None
 
 
 def _cells(samples: Sequence[Sample], take: str) -> str:

@@ -58,7 +58,9 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     order: list[int] = []
     place = {id(record): at for at, record in enumerate(records)}
     for number, group in enumerate(groups(records)):
-        over = _reference(group, baseline)
+        # The baseline, else a usual one, else the first that has finished.
+        finished = strategies.ordered(of.cell.subject for of in group if of.state == "ok")
+        over = reference(group, baseline) or reference(group, next(iter(finished), None))
         for record in group:
             order.append(place[id(record)])
             beside[order[-1]] = {
@@ -100,12 +102,6 @@ def ratio(value: float | None, reference: float | None) -> float:
     if value is None or not reference:
         return math.nan
     return value / reference
-
-
-def _reference(group: Sequence[Record], wanted: str) -> Record | None:
-    """The finished cell of the wanted baseline, else of a usual one, else of the first."""
-    names = strategies.ordered(of.cell.subject for of in group if of.state == "ok")
-    return reference(group, wanted) or reference(group, names[0] if names else None)
 
 
 def _compared(speed: Comparison) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -38,24 +39,16 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     )
     finished = panel[panel["state"] == "ok"]
     if finished["shaped"].any():
-        sns.lineplot(
-            finished[finished["shaped"]],
-            x="place",
-            y="tokens_per_s",
-            hue="strategy",
-            hue_order=list(looks),
-            palette={name: look.colour for name, look in looks.items()},
-            style="strategy",
-            style_order=list(looks),
-            markers={name: look.marker for name, look in looks.items()},
-            dashes={name: look.dashes[1] for name, look in looks.items()},
-            estimator="median",
-            errorbar=None,
-            legend=False,
-            linewidth=1.6,
-            ax=ax,
-        )
-    sizes = _marker_sizes(looks)
+        shown = finished[finished["shaped"]]
+        markers = {name: look.marker for name, look in looks.items()}
+        dashes = {name: look.dashes[1] for name, look in looks.items()}
+        by_style = {"style_order": list(looks), "markers": markers, "dashes": dashes}
+        drawn = {"estimator": "median", "errorbar": None, "linewidth": 1.6, "ax": ax}
+        given = _hues(looks) | by_style | drawn
+        sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **given)
+    # Smaller from strategy to strategy: where points coincide all stay visible.
+    last = max(len(looks) - 1, 1)
+    sizes = {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
     for line in ax.lines:
         line.set_markersize(sizes[str(line.get_color())])
     for _, cell in finished.iterrows():
@@ -66,6 +59,12 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     _mark_missing(ax, panel[panel["state"] != "ok"], looks)
     _annotate_speed_up(ax, finished)
     ax.margins(y=0.18)
+
+
+def _hues(looks: Looks) -> dict[str, Any]:
+    """A colour per strategy, as seaborn takes them; legends are the figures'."""
+    colours = {name: look.colour for name, look in looks.items()}
+    return {"hue": "strategy", "hue_order": list(looks), "palette": colours, "legend": False}
 
 
 @dataclass(frozen=True)
@@ -119,26 +118,18 @@ def tick_throughput(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _marker_sizes(looks: Looks) -> dict[str, float]:
-    """Smaller from strategy to strategy, by colour: where points coincide all stay visible."""
-    last = max(len(looks) - 1, 1)
-    return {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
-
-
 def _draw_spread(
     ax: Axes, cell: pd.Series, look: strategies.Style, size: float, hollow: bool
 ) -> None:
     """The middle half of the rounds; on an unshaped link the marker too, which has no line."""
     if hollow:
-        ax.plot(
-            [cell["place"]],
-            [cell["tokens_per_s"]],
-            color=look.colour,
-            marker=look.marker,
-            markerfacecolor="none",
-            markersize=size,
-            linestyle="none",
-        )
+        mark: dict[str, Any] = {
+            "marker": look.marker,
+            "markerfacecolor": "none",
+            "markersize": size,
+        }
+        at = [cell["place"]], [cell["tokens_per_s"]]
+        ax.plot(*at, color=look.colour, linestyle="none", **mark)
     if cell["step_seconds_iqr"] > OUTGROWS_MARKER * cell["step_seconds_median"]:
         ends = [cell["tokens_per_step"] / cell[f"step_seconds_{q}"] for q in ("q3", "q1")]
         ax.plot([cell["place"]] * 2, ends, color=look.colour, linewidth=1.0)
@@ -148,17 +139,13 @@ def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
     """A cross on the axis for each cell without a result, side by side where several meet."""
     for _, group in cells.groupby("place"):
         for at, (place, strategy) in enumerate(zip(group["place"], group["strategy"], strict=True)):
-            ax.plot(
-                [place * 1.35**at],
-                [0.035],
-                marker="x",
-                color=looks[strategy].colour,
-                markersize=6,
-                markeredgewidth=1.8,
-                linestyle="none",
-                transform=ax.get_xaxis_transform(),
-                clip_on=False,
-            )
+            cross: dict[str, Any] = {"marker": "x", "markersize": 6, "markeredgewidth": 1.8}
+            where: dict[str, Any] = {
+                "transform": ax.get_xaxis_transform(),
+                "clip_on": False,
+                "linestyle": "none",
+            }
+            ax.plot([place * 1.35**at], [0.035], color=looks[strategy].colour, **cross, **where)
 
 
 def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
@@ -188,7 +175,11 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
     for place, strategy in enumerate(looks):
         cells = finished[finished["strategy"] == strategy]
         value = float(cells["tokens_per_s"].median())
-        ends = [_rate(cell, end) for _, cell in cells.iterrows() for end in ("q3", "q1")]
+        ends = [
+            float(cell["tokens_per_step"] / cell[f"step_seconds_{end}"])
+            for _, cell in cells.iterrows()
+            for end in ("q3", "q1")
+        ]
         if ends and max(ends) > 1.01 * min(ends):
             ax.plot([min(ends), max(ends)], [place] * 2, color=INK, linewidth=1.0, alpha=0.7)
         gain = _gain(cells)
@@ -198,11 +189,6 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
         ax.set_xlim(0, float(fastest.max()) * 1.75)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _rate(cell: pd.Series, quartile: str) -> float:
-    """Tokens per second of the quartile of the rounds' times."""
-    return float(cell["tokens_per_step"] / cell[f"step_seconds_{quartile}"])
 
 
 def _gain(cells: pd.DataFrame) -> str:
@@ -231,13 +217,9 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         cells = drawn[drawn["strategy"] == strategy]
         sent, least = float(cells["sent"].median()), float(cells["least"].median())
         if not math.isnan(least):
-            ax.plot(
-                [least] * 2,
-                [place - BAR / 2, place + BAR / 2],
-                color=INK,
-                linewidth=1.6,
-                path_effects=[withStroke(linewidth=3.2, foreground="white")],  # for dark bars
-            )
+            halo = [withStroke(linewidth=3.2, foreground="white")]  # for dark bars
+            ends = [place - BAR / 2, place + BAR / 2]
+            ax.plot([least] * 2, ends, color=INK, linewidth=1.6, path_effects=halo)
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
     longest = float(drawn[["sent", "least"]].max().max())
@@ -248,21 +230,9 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
 
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:
     """A bar a strategy: the median of its cells."""
-    sns.barplot(
-        cells,
-        x=column,
-        y="strategy",
-        order=list(looks),
-        hue="strategy",
-        hue_order=list(looks),
-        palette={name: look.colour for name, look in looks.items()},
-        estimator="median",
-        errorbar=None,
-        saturation=1.0,
-        legend=False,
-        width=BAR,
-        ax=ax,
-    )
+    drawn = {"estimator": "median", "errorbar": None, "saturation": 1.0, "width": BAR, "ax": ax}
+    given = _hues(looks) | drawn
+    sns.barplot(cells, x=column, y="strategy", order=list(looks), **given)
     ax.set(xlabel="", ylabel="")
     ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
     ax.grid(False, axis="y")
@@ -273,14 +243,8 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     if math.isnan(end) or value == text.ABSENT:
         ax.text(0, place, "  no result", va="center", color=SOFT, fontsize=7)
         return
-    ax.annotate(
-        value,
-        (end, place),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=7.5,
-    )
+    beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    ax.annotate(value, (end, place), fontsize=7.5, **beside)
 
 
 def drawn_steps(losses: Sequence[float]) -> dict[int, float]:
@@ -296,29 +260,15 @@ def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """One line a cell."""
     finished = panel[panel["state"] == "ok"]
     rows = zip(finished["cell"], finished["strategy"], finished["losses"], strict=True)
-    steps = pd.DataFrame(
-        (
-            (cell, strategy, step, loss)
-            for cell, strategy, losses in rows
-            for step, loss in drawn_steps(losses).items()
-        ),
-        columns=["cell", "strategy", "step", "losses"],
+    points = (
+        (cell, strategy, step, loss)
+        for cell, strategy, losses in rows
+        for step, loss in drawn_steps(losses).items()
     )
+    steps = pd.DataFrame(points, columns=["cell", "strategy", "step", "losses"])
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
-    sns.lineplot(
-        steps,
-        x="step",
-        y="losses",
-        hue="strategy",
-        hue_order=list(looks),
-        palette={name: look.colour for name, look in looks.items()},
-        size="strategy",
-        size_order=list(looks),
-        sizes=widths,
-        units="cell",
-        estimator=None,
-        legend=False,
-        ax=ax,
-    )
+    by_size = {"size": "strategy", "size_order": list(looks), "sizes": widths}
+    given = _hues(looks) | by_size | {"units": "cell", "estimator": None, "ax": ax}
+    sns.lineplot(steps, x="step", y="losses", **given)
     ax.set(xlabel="optimizer step", ylabel="")
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

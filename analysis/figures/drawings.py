@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -142,13 +143,8 @@ def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = 
     columns = columns or min(len(handles), fitting)
     further = -(-len(handles) // columns) - _LEGEND_ROWS
     figure.set_figheight(figure.get_figheight() + max(further, 0) * _LEGEND_ROW)
-    figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=columns,
-        columnspacing=1.5,
-        frameon=False,
-    )
+    where: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "columnspacing": 1.5}
+    figure.legend(handles=handles, frameon=False, **where)
 
 
 def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
@@ -160,46 +156,35 @@ def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
     figure.supxlabel(lines, fontsize=6.5, color=axes.SOFT)
 
 
+def handle(**look: Any) -> Line2D:
+    """An entry of a legend, of this look."""
+    return Line2D([], [], **look)
+
+
 def line(look: strategies.Style) -> Line2D:
     """A strategy's line and marker in the legend."""
-    return Line2D(
-        [],
-        [],
-        color=look.colour,
-        linestyle=look.dashes,
-        marker=look.marker,
-        markersize=5.5,
-        label=look.label,
-    )
+    mark: dict[str, Any] = {"marker": look.marker, "markersize": 5.5}
+    return handle(color=look.colour, linestyle=look.dashes, label=look.label, **mark)
 
 
 def stroke(look: strategies.Style) -> Line2D:
     """A strategy in the legend of losses, whose lines lie on one another and have no dashes."""
-    return Line2D([], [], color=look.colour, linewidth=2.5, label=look.label)
+    return handle(color=look.colour, linewidth=2.5, label=look.label)
+
+
+_MARK: dict[str, Any] = {"color": axes.INK, "mew": 1.6, "linestyle": "none"}
 
 
 def least_mark(cells: pd.DataFrame) -> list[Line2D]:
     """The closed form in the legend, where it is known."""
     known = cells.loc[cells["state"] == "ok", "inter_node_bytes_closed_form"].notna().any()
-    return [_mark("|", "closed-form minimum", size=11)] if known else []
+    return [handle(marker="|", markersize=11, label="closed-form minimum", **_MARK)] * bool(known)
 
 
 def missing_mark(cells: pd.DataFrame) -> list[Line2D]:
     """A cell without a result in the legend, where there is one."""
-    return [_mark("x", "no result", size=6)] if (cells["state"] != "ok").any() else []
-
-
-def _mark(marker: str, label: str, size: float) -> Line2D:
-    return Line2D(
-        [],
-        [],
-        color=axes.INK,
-        marker=marker,
-        markersize=size,
-        mew=1.6,
-        linestyle="none",
-        label=label,
-    )
+    lacking = (cells["state"] != "ok").any()
+    return [handle(marker="x", markersize=6, label="no result", **_MARK)] * bool(lacking)
 
 
 def caption_of_both(cells: pd.DataFrame) -> str:
@@ -249,15 +234,19 @@ def _joined(*parts: str) -> str:
 
 
 def _bytes(cells: pd.DataFrame) -> str:
+    over = ""
+    if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) > 1:
+        over = f", median over the links (which differ by up to {text.percent(_spread(cells))})"
     return (
-        f"10⁶ bytes that leave the busiest node in a step{_over_links(cells)}; the tick "
+        f"10⁶ bytes that leave the busiest node in a step{over}; the tick "
         "marks, where it is known, the least that the strategy's schedule must send."
     )
 
 
 def _throughput(cells: pd.DataFrame) -> str:
     """How to read axes of throughput, which are bars where there is but one link."""
-    steps = text.one_or_range(_timed_steps(cells), "whole")
+    timed = [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
+    steps = text.one_or_range(timed, "whole")
     links = cells["inter_bandwidth_bits_per_s"]
     gains = bool(annotated(cells)["speed_up"].notna().any())
     over = (
@@ -285,18 +274,6 @@ def _throughput(cells: pd.DataFrame) -> str:
         "Hollow markers: the link was not shaped." if links.isna().any() else "",
         f"Above the points: {over}" if gains else "",
     )
-
-
-def _timed_steps(cells: pd.DataFrame) -> list[int]:
-    """How many steps each finished cell timed."""
-    return [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
-
-
-def _over_links(cells: pd.DataFrame) -> str:
-    """What a bar stands for where there are several links."""
-    if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) == 1:
-        return ""
-    return f", median over the links (which differ by up to {text.percent(_spread(cells))})"
 
 
 def _spread(cells: pd.DataFrame) -> float:

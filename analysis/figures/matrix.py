@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,26 +19,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from analysis import strategies
 from analysis.compare.baseline import AXES, PANEL, SETTINGS, setting_in_words, varying
-from analysis.figures import axes
-from analysis.figures.drawings import (
-    Drawing,
-    caption_of_both,
-    caption_of_intervals,
-    caption_of_losses,
-    caption_of_slots,
-    caption_of_throughput,
-    caption_of_traffic,
-    drawing,
-    label_width,
-    least_mark,
-    line,
-    missing_mark,
-    panels_of,
-    put_legend,
-    put_source,
-    stroke,
-    style,
-)
+from analysis.figures import axes, drawings
 from simulation.quantities import format_link
 
 #: Up to this many panels stand side by side; more are stacked.
@@ -49,7 +31,7 @@ MOST_FIGURES = 12
 CROWD = 6
 
 
-def draw(compared: pd.DataFrame) -> list[Drawing]:
+def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
     """The figures of each matrix, kinds of evidence apart; none where no cell has a result.
 
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
@@ -80,12 +62,9 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
             yield cells, _setting(cells, matrix, apart)
 
 
-def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
+def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
     if len(looks) > CROWD:
-        drawn = [
-            _crowd_throughput(cells, looks, setting),
-            _crowd_bytes(cells, looks, setting),
-        ]
+        drawn = [_crowd_throughput(cells, looks, setting), _crowd_bytes(cells, looks, setting)]
         draw_loss = _crowd_losses
     else:
         drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
@@ -107,11 +86,11 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     return ", ".join(words + own)
 
 
-def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Drawing:
+def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
     """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel."""
-    panels = panels_of(cells)
-    with style():
-        figure, pairs = _pairs_of_axes(len(panels), label_width(looks))
+    panels = drawings.panels_of(cells)
+    with drawings.style():
+        figure, pairs = _pairs_of_axes(len(panels), drawings.label_width(looks))
         links = cells["inter_bandwidth_bits_per_s"].unique()
         one_link = format_link(links[0]) if len(links) == 1 else None
         for (title, panel), (upper, lower) in zip(panels, pairs, strict=True):
@@ -122,30 +101,48 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
                 axes.draw_throughput(upper, panel, looks)
             axes.draw_bytes(lower, panel, looks)
         _name_outer_axes(pairs, len(panels) <= WIDEST, one_link)
-        put_legend(figure, [*map(line, looks.values()), *least_mark(cells), *missing_mark(cells)])
-        put_source(figure, cells, setting)
-    caption = caption_of_both(cells)
-    return drawing(
+        drawings.put_legend(
+            figure,
+            [
+                *map(drawings.line, looks.values()),
+                *drawings.least_mark(cells),
+                *drawings.missing_mark(cells),
+            ],
+        )
+        drawings.put_source(figure, cells, setting)
+    caption = drawings.caption_of_both(cells)
+    return drawings.drawing(
         figure, cells, "traffic", "Throughput and traffic between nodes", setting, caption
     )
 
 
-def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Drawing:
+def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
     """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
-    panels = panels_of(cells)
+    panels = drawings.panels_of(cells)
     columns = min(len(panels), WIDEST)
     rows = -(-len(panels) // columns)
-    with style():
-        figure = Figure(figsize=(max(2.25 * columns, 4.0), 2.1 * rows + 0.6), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    with drawings.style():
+        size = (max(2.25 * columns, 4.0), 2.1 * rows + 0.6)
+        figure, grid = _grid(panels, size, rows, columns)
         for (title, panel), ax in zip(panels, grid, strict=False):
             ax.set_title(title)
             axes.draw_loss(ax, panel, looks)
-        for ax in grid[len(panels) :]:
-            ax.set_axis_off()
         grid[0].set_ylabel("training loss")
-        put_legend(figure, [stroke(look) for look in looks.values()])
-    return drawing(figure, cells, "losses", "Training loss", setting, caption_of_losses(cells))
+        drawings.put_legend(figure, [drawings.stroke(look) for look in looks.values()])
+    return drawings.drawing(
+        figure, cells, "losses", "Training loss", setting, drawings.caption_of_losses(cells)
+    )
+
+
+def _grid(
+    panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **more: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with axes for so many panels, and none where there is no panel."""
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, **more).flatten()
+    for ax in grid[len(panels) :]:
+        ax.set_axis_off()
+    return figure, [*grid]
 
 
 def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
@@ -179,7 +176,7 @@ PITCH = 0.19
 ABREAST = 3
 
 
-def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Lines over the links, or bars where there is but one."""
     links = cells["inter_bandwidth_bits_per_s"].unique()
     if len(links) == 1:
@@ -187,40 +184,48 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> D
         figure = _bars(cells, looks, axes.draw_throughput_of_one_link, name, [])
     else:
         name = "link between nodes, Mbit/s"
-        legend = _legend(looks, line, missing_mark(cells))
+        legend = _legend(looks, drawings.line, drawings.missing_mark(cells))
         figure = _multiples(cells, looks, axes.draw_throughput, name, legend)
         for ax in _first_column(figure, looks):
             ax.set_ylabel("tokens/s")
             axes.tick_throughput(ax)
-    put_source(figure, cells, setting)
-    return drawing(figure, cells, "throughput", "Throughput", setting, caption_of_throughput(cells))
+    drawings.put_source(figure, cells, setting)
+    return drawings.drawing(
+        figure, cells, "throughput", "Throughput", setting, drawings.caption_of_throughput(cells)
+    )
 
 
-def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Bytes between nodes a step, a bar a strategy."""
     name = "MB a step, busiest node"
-    figure = _bars(cells, looks, axes.draw_bytes, name, least_mark(cells))
-    put_source(figure, cells, setting)
+    figure = _bars(cells, looks, axes.draw_bytes, name, drawings.least_mark(cells))
+    drawings.put_source(figure, cells, setting)
     title = "Traffic between nodes"
-    return drawing(figure, cells, "traffic", title, setting, caption_of_traffic(cells))
+    return drawings.drawing(
+        figure, cells, "traffic", title, setting, drawings.caption_of_traffic(cells)
+    )
 
 
-def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
-    figure = _multiples(cells, looks, axes.draw_loss, "optimizer step", _legend(looks, stroke))
+    figure = _multiples(
+        cells, looks, axes.draw_loss, "optimizer step", _legend(looks, drawings.stroke)
+    )
     for ax in _first_column(figure, looks):
         ax.set_ylabel("training loss")
-    return drawing(figure, cells, "losses", "Training loss", setting, caption_of_losses(cells))
+    return drawings.drawing(
+        figure, cells, "losses", "Training loss", setting, drawings.caption_of_losses(cells)
+    )
 
 
 def _multiples(
     cells: pd.DataFrame, looks: axes.Looks, draw_on: axes.Draw, name: str, legend: list[Line2D]
 ) -> Figure:
     """A row a panel, a column an engine, one scale a row."""
-    panels, engines = panels_of(cells), strategies.by_engine(looks)
+    panels, engines = drawings.panels_of(cells), strategies.by_engine(looks)
     rows, columns = len(panels), len(engines)
     size = (WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7)
-    with style():
+    with drawings.style():
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(rows, columns, sharey="row", squeeze=False)
         for (title, panel), row in zip(panels, grid, strict=True):
@@ -229,7 +234,7 @@ def _multiples(
                 ax.set(title=f"{engine}\n{title.replace(chr(10), ', ')}", xlabel="")
         for ax in grid[-1]:
             ax.set_xlabel(name)
-        put_legend(figure, legend, columns)
+        drawings.put_legend(figure, legend, columns)
     return figure
 
 
@@ -238,46 +243,37 @@ def _first_column(figure: Figure, looks: axes.Looks) -> list[Axes]:
 
 
 def _legend(
-    looks: axes.Looks,
-    handle: Callable[[strategies.Style], Line2D],
-    more: Sequence[Line2D] = (),
+    looks: axes.Looks, entry: Callable[[strategies.Style], Line2D], more: Sequence[Line2D] = ()
 ) -> list[Line2D]:
     """A column an engine, headed by its name; blanks make the columns equally long."""
     columns = []
     for engine, present in strategies.by_engine(looks).items():
         own = [look for name, look in present.items() if strategies.engine(name) == engine]
-        columns.append([_blank(_bold(engine)), *map(handle, own)])
+        bold = rf"$\bf{{{engine}}}$".replace(" ", r"\ ")
+        columns.append([drawings.handle(linestyle="none", label=bold), *map(entry, own)])
     columns[-1] += more
     rows = list(zip_longest(*columns))
-    return [item or _blank(" ") for column in zip(*rows, strict=True) for item in column]
-
-
-def _bold(words: str) -> str:
-    return rf"$\bf{{{words}}}$".replace(" ", r"\ ")
-
-
-def _blank(label: str) -> Line2D:
-    """A line of the legend without a line."""
-    return Line2D([], [], linestyle="none", label=label)
+    blank = drawings.handle(linestyle="none", label=" ")
+    return [item or blank for column in zip(*rows, strict=True) for item in column]
 
 
 def _bars(
     cells: pd.DataFrame, looks: axes.Looks, draw_on: axes.Draw, name: str, legend: list[Line2D]
 ) -> Figure:
     """Bars for each panel of the cells, tall enough for all strategies' names."""
-    panels = panels_of(cells)
+    panels = drawings.panels_of(cells)
     columns = min(len(panels), ABREAST)
     rows = -(-len(panels) // columns)
-    size = (WIDTH * columns + 1.6 + label_width(looks), rows * (PITCH * len(looks) + 0.8) + 0.7)
-    with style():
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    size = (
+        WIDTH * columns + 1.6 + drawings.label_width(looks),
+        rows * (PITCH * len(looks) + 0.8) + 0.7,
+    )
+    with drawings.style():
+        figure, grid = _grid(panels, size, rows, columns, sharey=True)
         for (title, panel), ax in zip(panels, grid, strict=False):
             draw_on(ax, panel, looks)
             ax.set(title=title, xlabel=name)
-        for ax in grid[len(panels) :]:
-            ax.set_axis_off()
-        put_legend(figure, legend)
+        drawings.put_legend(figure, legend)
     return figure
 
 
@@ -291,23 +287,23 @@ def has_intervals(cells: pd.DataFrame) -> bool:
     return known["steps_per_round"].nunique() > 1
 
 
-def _draw_intervals(cells: pd.DataFrame, setting: str) -> Drawing:
+def _draw_intervals(cells: pd.DataFrame, setting: str) -> drawings.Drawing:
     """A point per cell and a line through medians; a level line where each step exchanges."""
     known = cells[cells["held_out_loss"].notna()]
     known = known.assign(strategy=known["strategy"].str.replace(_INTERVAL, "", regex=True))
     looks = strategies.styles(known["strategy"])
-    panels = panels_of(known)
-    with style():
-        size = (max(3.2 * len(panels), 5.0), 3.4)
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    panels = drawings.panels_of(known)
+    with drawings.style():
+        figure, grid = _grid(panels, (max(3.2 * len(panels), 5.0), 3.4), 1, len(panels))
         for (title, panel), ax in zip(panels, grid, strict=True):
             ax.set_title(title)
             _interval_lines(ax, panel, looks)
         grid[0].set_ylabel("held-out loss")
-        put_legend(figure, [*map(line, looks.values())])
-    caption = caption_of_intervals(known)
-    return drawing(figure, cells, "intervals", "Held-out loss over the interval", setting, caption)
+        drawings.put_legend(figure, [*map(drawings.line, looks.values())])
+    caption = drawings.caption_of_intervals(known)
+    return drawings.drawing(
+        figure, cells, "intervals", "Held-out loss over the interval", setting, caption
+    )
 
 
 def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
@@ -318,14 +314,8 @@ def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
             ax.axhline(losses[1], color=look.colour, linestyle=look.dashes, linewidth=1.6)
             continue
         ax.plot(losses.index, losses, color=look.colour, linestyle=look.dashes, linewidth=1.6)
-        ax.plot(
-            own["steps_per_round"],
-            own["held_out_loss"],
-            color=look.colour,
-            marker=look.marker,
-            markersize=4.5,
-            linestyle="none",
-        )
+        mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.5, "linestyle": "none"}
+        ax.plot(own["steps_per_round"], own["held_out_loss"], color=look.colour, **mark)
     ticks = sorted(panel.loc[panel["steps_per_round"] > 1, "steps_per_round"].unique())
     ax.set(xscale="log", xlabel="steps between two exchanges, τ")
     ax.xaxis.set_major_locator(FixedLocator(ticks))
@@ -364,44 +354,38 @@ _PANELS = (
 )
 
 
-def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
+def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
     """A pair of axes for what there is; no figure where no cell has slots."""
     cells = cells[cells["state"] == "ok"]
     panels = [panel for panel in _PANELS if cells[panel.column].notna().any()]
     if not panels:
         return []
-    with style():
-        figure = Figure(figsize=(max(3.4 * len(panels), 5.0), 3.4), layout="constrained")
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    with drawings.style():
+        figure, grid = _grid(panels, (max(3.4 * len(panels), 5.0), 3.4), 1, len(panels))
         drawn: dict[str, Line2D] = {}
         for panel, ax in zip(panels, grid, strict=True):
             _slot_lines(ax, panel, cells, looks)
             having = [*cells.loc[cells[panel.column].notna(), "strategy"]]
-            drawn |= {name: line(looks[name]) for name in having}
-        put_legend(figure, [*drawn.values(), _level_mark()])
-        put_source(figure, cells, setting)
-    return [drawing(figure, cells, "slots", "Slots of a step", setting, caption_of_slots(cells))]
+            drawn |= {name: drawings.line(looks[name]) for name in having}
+        level = drawings.handle(color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")
+        drawings.put_legend(figure, [*drawn.values(), level])
+        drawings.put_source(figure, cells, setting)
+    return [
+        drawings.drawing(
+            figure, cells, "slots", "Slots of a step", setting, drawings.caption_of_slots(cells)
+        )
+    ]
 
 
 def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> None:
     for _, cell in cells[cells[panel.column].notna()].iterrows():
         values = [value / 1e6 for value in cell[panel.column]]
-        look = looks[cell["strategy"]]
-        ax.plot(
-            range(1, len(values) + 1),
-            values,
-            color=look.colour,
-            linestyle=look.dashes,
-            marker=look.marker,
-            markersize=5,
-        )
+        look, slots = looks[cell["strategy"]], range(1, len(values) + 1)
+        mark: dict[str, Any] = {"marker": look.marker, "markersize": 5}
+        ax.plot(slots, values, color=look.colour, linestyle=look.dashes, **mark)
     for level in sorted({*panel.level_of(cells)[panel.level]}):
         ax.axhline(level / 1e6, color=axes.SOFT, linestyle="--", linewidth=1)
     ax.set_title(panel.title)
     ax.set_xlabel(panel.slots)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-
-
-def _level_mark() -> Line2D:
-    return Line2D([], [], color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")

@@ -43,7 +43,7 @@ def _names(path: Path) -> dict[str, frozenset[str]]:
     return {
         "strategy": frozenset(_given(content, "strategy")),
         "model": frozenset(model["name"] for model in content["models"]),
-        "link": frozenset(map(_link, _given(content, "inter_bandwidth"))),
+        "link": frozenset(format_link(link(each)) for each in _given(content, "inter_bandwidth")),
     }
 
 
@@ -53,7 +53,3 @@ def _given(content: Mapping[str, Any], setting: str) -> Iterator[str]:
     for section in (content.get("workload", {}), content["axes"], *(rule["set"] for rule in rules)):
         values = section.get(setting, ())
         yield from [values] if isinstance(values, str) else values
-
-
-def _link(written: str) -> str:
-    return format_link(link(written))

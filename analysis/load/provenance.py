@@ -11,11 +11,12 @@ from analysis import text
 
 def provenance(cells: pd.DataFrame) -> str:
     """Matrix, cluster, models, date, commit and software of these cells in one sentence."""
+    days = sorted(cells["started_at"].str.slice(0, 10).unique())
     parts = [
-        f"Matrix {_listed(cells['matrix'])}",
+        f"Matrix {', '.join(sorted(cells['matrix'].unique()))}",
         _clusters(cells),
         _models(cells),
-        _dates(cells["started_at"]),
+        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         f"commit {', '.join(_short(commit) for commit in commits(cells)) or 'unknown'}",
         _software(cells),
     ]
@@ -50,17 +51,7 @@ def _clusters(cells: pd.DataFrame) -> str:
 def _models(cells: pd.DataFrame) -> str:
     """Each model with its full size, which LoRA's adapters enlarge a little."""
     sizes = cells.groupby("model", sort=False)["parameters"].min()
-    return ", ".join(f"{name} ({text.count(_number(size))})" for name, size in sizes.items())
-
-
-def _number(value: object) -> float | None:
-    return None if pd.isna(value) else float(value)  # type: ignore[arg-type,call-overload]
-
-
-def _dates(started: pd.Series) -> str:
-    """The day, or the first and the last."""
-    days = sorted(started.str.slice(0, 10).unique())
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return ", ".join(f"{name} ({text.count(size)})" for name, size in sizes.astype(float).items())
 
 
 def _software(cells: pd.DataFrame) -> str:
@@ -75,10 +66,6 @@ def _software(cells: pd.DataFrame) -> str:
         if row["engine_version"] not in torch
     }
     return ", ".join([*(f"torch {version}" for version in torch), *sorted(named)])
-
-
-def _listed(values: pd.Series) -> str:
-    return ", ".join(sorted(values.unique()))
 
 
 def _plain(value: object) -> str:

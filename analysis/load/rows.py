@@ -22,31 +22,28 @@ from simulation.quantities import format_link
 
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
-#: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
-#: the simulator; the second line's are the strategy's own count, its ledger. The fourth line's are
-#: of cyclic strategies: the slot that sends most over all that is trained, in float32; what is kept
-#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The fifth's is of
-#: held-out examples after the last step. The sixth and seventh lines' are of strategies with a
-#: server: bytes of a node's link and of the server's, by direction, per parameter. The last two
-#: lines are of the bound of memory and bandwidth: itself, and what changing one thing multiplies
-#: it by. Metrics of records come to them.
-_NAMES = (
-    "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
-    "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
-    "peak_device_bytes", "host_cache_share", "largest_micro_batch",
-    "largest_slot_share", "activation_share", "activation_spread",
-    "held_out_perplexity",
-    "node_received_per_parameter", "node_sent_per_parameter", "server_received_per_parameter",
-    "server_sent_per_parameter",
-    "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
-    "gain_of_length", "gain_of_length_in_tokens",
-    "tokens_per_s_per_gpu", "tflops", "mfu", "idle_share", "unhidden_share", "over_ideal", *METRICS,
-)  # fmt: skip
+#: What other records than those of cells have, and what only simulations know. Of the bound of
+#: memory and bandwidth: itself, and what changing one thing multiplies it by.
+_OTHERS = (
+    "largest_micro_batch",
+    "hfu_bound",
+    "parameters_over_named",
+    "gain_of_bandwidth",
+    "gain_of_free_memory",
+    "gain_of_length",
+    "gain_of_length_in_tokens",
+    "tflops",
+    "mfu",
+    "idle_share",
+    "unhidden_share",
+    "over_ideal",
+)
 
 
 def _is_one(value: str) -> str:
-    if value not in _NAMES:
-        raise ValueError(f"{value!r} is no quantity; allowed are {', '.join(_NAMES)}")
+    names = (*_QUANTITIES, *_OTHERS)
+    if value not in names:
+        raise ValueError(f"{value!r} is no quantity; allowed are {', '.join(names)}")
     return value
 
 
@@ -109,10 +106,6 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _exponential(value: float | None) -> float | None:
-    return None if value is None else math.exp(value)
-
-
 def _over(value: float | None, whole: float | None) -> float | None:
     return value / whole if value is not None and whole else None
 
@@ -128,20 +121,10 @@ def _largest_slot_share(columns: _Columns) -> float | None:
     return max(slots) / (4 * columns["trainable_parameters"]) if slots else None
 
 
-def _kept(columns: _Columns) -> tuple[float, float] | None:
-    """The least and the most that graphs keep in a slot, in bytes."""
+def _kept(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
+    """The least, or the most, that graphs keep in a slot, in bytes."""
     slots = columns["activation_bytes_by_slot"]
-    return (min(slots), max(slots)) if slots else None
-
-
-def _activation_share(columns: _Columns) -> float | None:
-    kept = _kept(columns)
-    return None if kept is None else _over(kept[1], columns["activation_bytes_together"])
-
-
-def _activation_spread(columns: _Columns) -> float | None:
-    kept = _kept(columns)
-    return None if kept is None else _over(kept[1], kept[0])
+    return of(slots) if slots else None
 
 
 def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
@@ -149,7 +132,12 @@ def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
     return lambda c: _over(c.get(f"{link}_bytes_per_step"), c["parameters"])
 
 
-# The nodes of a cluster send alike, so that all of them send the busiest one's bytes.
+#: Bytes are those of a step, and leave the busiest node, by the kernel's counters or the simulator;
+#: gathers' and phases' are the strategy's own count, its ledger. The nodes of a cluster send alike,
+#: so that all of them send the busiest one's bytes. Of cyclic strategies: the slot that sends most
+#: over all that is trained, in float32; what is kept in the fullest slot over all micro-batches at
+#: once, and over the emptiest slot. Of strategies with a server: bytes of a node's link and of the
+#: server's, by direction, per parameter. Metrics of records come to them.
 _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "tokens_per_s": lambda c: c["tokens_per_s"],
     "inter_node_bytes": lambda c: c["inter_node_bytes_per_step"],
@@ -166,9 +154,9 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
         _times(c["host_cache_bytes"], c["ranks_per_node"]), _gathered_model_bytes(c)
     ),
     "largest_slot_share": _largest_slot_share,
-    "activation_share": _activation_share,
-    "activation_spread": _activation_spread,
-    "held_out_perplexity": lambda c: _exponential(c["held_out_loss"]),
+    "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),
+    "activation_spread": lambda c: _over(_kept(c, max), _kept(c, min)),
+    "held_out_perplexity": lambda c: None if (e := c["held_out_loss"]) is None else math.exp(e),
     "node_received_per_parameter": _per_parameter("node_received"),
     "node_sent_per_parameter": _per_parameter("node_sent"),
     "server_received_per_parameter": _per_parameter("server_received"),

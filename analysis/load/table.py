@@ -13,9 +13,8 @@ import pandas as pd
 
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.comparison import spread
+from experiments.records.comparison import pooled, spread
 from experiments.records.record import Cached, Measurement, Record, read
-from experiments.records.repeats import pooled
 from experiments.records.select import files
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
@@ -41,30 +40,17 @@ _SHAPE = {"family": "string", "layers": "Int64", "width": "Int64", "heads": "Int
 #: Every column that is always there, with its type; ``ledger_*``, ``cache_*`` and ``phase_*``
 #: columns are added as found.
 COLUMNS = {
-    "matrix": "string",
-    "cell": "string",
-    "state": "string",
-    "error": "string",
-    "strategy": "string",
+    **dict.fromkeys(("matrix", "cell", "state", "error", "strategy"), "string"),
     # A link without a limit has none.
     **{name: settings.described(Cell)[name].kind for name in _SETTINGS},
     **_SHAPE,
     "evidence": "string",
     **{name: _measured_kind(annotation) for name, annotation in _MEASURED.items()},
-    "step_seconds_median": "float64",
-    "step_seconds_q1": "float64",
-    "step_seconds_q3": "float64",
-    "step_seconds_iqr": "float64",
+    **{f"step_seconds_{name}": "float64" for name in ("median", "q1", "q3", "iqr")},
     "tokens_per_step": "Int64",
-    "tokens_per_s": "float64",
-    "ledger_inter_node_bytes_per_step": "float64",
-    "loss_final": "float64",
-    "commit": "string",
+    **dict.fromkeys(("tokens_per_s", "ledger_inter_node_bytes_per_step", "loss_final"), "float64"),
     # Open-ended mappings stay JSON text, so that the columns do not depend on the machine.
-    "versions": "string",
-    "hardware": "string",
-    "network": "string",
-    "started_at": "string",
+    **dict.fromkeys(("commit", "versions", "hardware", "network", "started_at"), "string"),
     "seconds": "float64",
 }
 
@@ -123,17 +109,10 @@ def values(record: Record) -> dict[str, Any]:
         **{name: getattr(cell.model, name, None) for name in _SHAPE},
         "tokens_per_step": cell.tokens_per_step,
     }
-    outcome = {
-        "state": record.state,
-        "error": record.error,
-        "evidence": record.evidence,
-        "commit": record.commit,
-        "versions": json.dumps(record.versions, sort_keys=True),
-        "hardware": json.dumps(record.hardware, sort_keys=True),
-        "network": json.dumps(record.network, sort_keys=True),
-        "started_at": record.started_at,
-        "seconds": record.seconds,
-    }
+    plain = ("state", "error", "evidence", "commit", "started_at", "seconds")
+    outcome = {name: getattr(record, name) for name in plain}
+    for name in ("versions", "hardware", "network"):
+        outcome[name] = json.dumps(getattr(record, name), sort_keys=True)
     if record.measurement is None:
         return {**chosen, **outcome}
     return {**chosen, **outcome, **_measured(record, record.measurement)}
@@ -146,8 +125,12 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         "loss_final": measurement.losses[-1] if measurement.losses else None,
         **ledger(measurement.ledger_bytes_per_step),
         **_cache(measurement.cache),
-        **_phases(measurement.phase_seconds),
-        **_links(measurement.link_bytes_per_step),
+        **{f"phase_{name}_seconds": n for name, n in (measurement.phase_seconds or {}).items()},
+        # ``node_received_bytes_per_step``, ``server_sent_bytes_per_step`` and the like.
+        **{
+            f"{_identifier(name)}_bytes_per_step": count
+            for name, count in (measurement.link_bytes_per_step or {}).items()
+        },
     }
     low, high = spread(record) or (math.nan, math.nan)
     return found | {
@@ -182,15 +165,6 @@ def _cache(cached: Cached | None) -> dict[str, float]:
         **{f"cache_{tier}_entries": count for tier, count in cached.entries.items()},
         **{f"cache_{tier}_entry_bytes": count for tier, count in cached.entry_bytes.items()},
     }
-
-
-def _phases(seconds: dict[str, float] | None) -> dict[str, float]:
-    return {f"phase_{name}_seconds": value for name, value in (seconds or {}).items()}
-
-
-def _links(counted: dict[str, float] | None) -> dict[str, float]:
-    """``node_received_bytes_per_step``, ``server_sent_bytes_per_step`` and the like."""
-    return {f"{_identifier(name)}_bytes_per_step": n for name, n in (counted or {}).items()}
 
 
 def _identifier(name: str) -> str:

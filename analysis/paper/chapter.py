@@ -218,7 +218,12 @@ class _Shown:
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
         found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
-        found.sort(key=lambda f: (not f.decides, not _at_same_ratio(f)))
+        found.sort(
+            key=lambda f: (
+                not f.decides,
+                not (f.check and f.check.matrix.startswith(_SAME_RATIO)),
+            )
+        )
         if not found:
             return text.ABSENT
         ours, sure = rounded(found[0].ours, claim.unit), between(found[0].interval, claim.unit)
@@ -251,10 +256,6 @@ class _Shown:
             and (finding.decides or finding.claim.id not in decided)
             for reason in finding.reasons
         ]
-
-
-def _at_same_ratio(finding: Finding) -> bool:
-    return finding.check is not None and finding.check.matrix.startswith(_SAME_RATIO)
 
 
 def _command(claims: Claims, matrix: str) -> str:

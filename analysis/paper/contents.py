@@ -27,9 +27,19 @@ OTHERS = tuple(
 
 #: What a section's figure draws.
 Figure = Literal[
-    "volume", "ranges", "scaling", "bandwidth", "policies", "memory", "losses",
-    "throughput", "traffic", "intervals", "slots", "bound",
-]  # fmt: skip
+    "volume",
+    "ranges",
+    "scaling",
+    "bandwidth",
+    "policies",
+    "memory",
+    "losses",
+    "throughput",
+    "traffic",
+    "intervals",
+    "slots",
+    "bound",
+]
 
 
 class Pivot(Strict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import get_args
@@ -28,15 +27,25 @@ from simulation.transformer import Tuning
 #: Colours that a colour-blind reader can tell (Okabe and Ito), and dashes beside them.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[tuple[float, tuple[float, ...]], ...] = (
-    (0, ()), (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)),
-    (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)),
-)  # fmt: skip
+    (0, ()),
+    (0, (4, 1.5)),
+    (0, (1, 1)),
+    (0, (5, 1, 1, 1)),
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (1, 2)),
+    (0, (7, 2)),
+)
 #: The model that the paper's tables are about, where several were run.
 LARGEST = "gpt-30b"
 _PAPERS_MARK = {
-    "marker": "D", "markerfacecolor": "white", "markeredgecolor": "black", "markeredgewidth": 1.6,
-    "markersize": 7, "linestyle": "none", "zorder": 5,
-}  # fmt: skip
+    "marker": "D",
+    "markerfacecolor": "white",
+    "markeredgecolor": "black",
+    "markeredgewidth": 1.6,
+    "markersize": 7,
+    "linestyle": "none",
+    "zorder": 5,
+}
 
 
 def volume(claims: Sequence[Claim], run: Run) -> Drawing:
@@ -50,8 +59,14 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
             sent = rows[name].quantities["all_nodes_bytes"] / 1e9
             ax.barh(at, sent, axes.BAR, color=looks[name].colour)
             # At the edge, where no mark of the paper's stands on it.
-            ax.annotate(f"{sent:.3g}", (1, at), xycoords=("axes fraction", "data"), ha="right",
-                        va="center", fontsize=7.5)  # fmt: skip
+            ax.annotate(
+                f"{sent:.3g}",
+                (1, at),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="center",
+                fontsize=7.5,
+            )
         for claim in claims:
             for check in claim.checks:
                 if isinstance(check.compute, Value) and check.compute.quantity == "all_nodes_bytes":
@@ -144,12 +159,12 @@ def policies(run: Run) -> Drawing:
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
             look = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 3.5}
-            found = [row for row in rows if _tau(row) is not None]
+            found = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
             for ax, quantity, unit in (
                 (speed, "tokens_per_s", 1.0),
                 (memory, "peak_device_bytes", 1e9),
             ):
-                taus, values = _points(found, of, "policy", quantity, _tau_of)
+                taus, values = _points(found, of, "policy", quantity, _tau)
                 label = f"{tuning}, micro-batch {batch}"
                 ax.plot(taus, [value / unit for value in values], label=label, **look)
         speed.set(xlabel="threshold τ", ylabel="tokens/s", ylim=(0, None))
@@ -181,8 +196,9 @@ def _memory_bar(ax: Axes, at: int, row: Row, colour: str) -> None:
     used = row.quantities.get("peak_device_bytes", 0.0) / 1e9
     ax.barh(at, used, axes.BAR, color=colour)
     said = f"{used:.3g}" if used else f"  {row.state}"
-    ax.annotate(said, (used, at), xytext=(4, 0), textcoords="offset points", va="center",
-                fontsize=7.5)  # fmt: skip
+    ax.annotate(
+        said, (used, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
+    )
 
 
 def losses(run: Run) -> Drawing:
@@ -200,9 +216,15 @@ def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
         ax = figure.subplots()
         for bits_per_s, colour, dash in zip(links, COLOURS, DASHES, strict=False):
             of = [one for one in study.records if one.point.bandwidth_bits_per_s == bits_per_s]
-            ax.plot([one.point.named_parameters for one in of], [one.hfu_bound for one in of],
-                    color=colour, linestyle=dash, marker="o", markersize=3.5,
-                    label=f"{format_link(int(bits_per_s))} per GPU")  # fmt: skip
+            ax.plot(
+                [one.point.named_parameters for one in of],
+                [one.hfu_bound for one in of],
+                color=colour,
+                linestyle=dash,
+                marker="o",
+                markersize=3.5,
+                label=f"{format_link(int(bits_per_s))} per GPU",
+            )
         for claim in claims:
             for check in claim.checks:
                 if isinstance(check.compute, Value) and check.compute.quantity == "hfu_bound":
@@ -250,12 +272,7 @@ def _gigabits(written: str) -> float:
     return bits / 1e9
 
 
-def _tau(row: Row) -> float | None:
-    found = re.fullmatch(r"threshold\((.*)\)", str(row.settings["policy"]))
-    return float(found[1]) if found else None
-
-
-def _tau_of(policy: str) -> float:
+def _tau(policy: str) -> float:
     return float(policy.removeprefix("threshold(").removesuffix(")"))
 
 
@@ -342,7 +359,8 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
         ax.set_xlabel("ours over the paper's number")
-        ax.set_yticks(range(len(numbers)), [_brief(claim) for claim in numbers])
+        names = [f"{c.id.removeprefix('fcdp-')}: {quoted(c.number, c.unit)}" for c in numbers]
+        ax.set_yticks(range(len(numbers)), names)
         ax.set_ylim(len(numbers) - 0.5, -0.5)
         ax.grid(False, axis="y")
         handles = [
@@ -361,8 +379,3 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
 
 #: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
 _LEAST = 0.05
-
-
-def _brief(claim: Claim) -> str:
-    """A claim's name and number, as an axis has room for them."""
-    return f"{claim.id.removeprefix('fcdp-')}: {quoted(claim.number, claim.unit)}"

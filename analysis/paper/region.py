@@ -32,9 +32,17 @@ UNKNOWNS = Path(__file__).with_name("unknowns.yaml")
 FOUND = Path(__file__).with_name("region.json")
 #: Depth and width are our choice: simulation/models.py says why.
 _MODEL = Transformer(
-    name="gpt-30b", family="gpt2", layers=48, width=7040, heads=110, vocabulary=50257,
-    positions=2048, mlp_width=4 * 7040, key_value_heads=110, tied=True,
-)  # fmt: skip
+    name="gpt-30b",
+    family="gpt2",
+    layers=48,
+    width=7040,
+    heads=110,
+    vocabulary=50257,
+    positions=2048,
+    mlp_width=4 * 7040,
+    key_value_heads=110,
+    tied=True,
+)
 _FAST, _SLOW = 100e9, 1e9
 #: Rounds over all unknowns, from the middle of their ranges.
 _ROUNDS = 3
@@ -103,9 +111,17 @@ def load(path: Path = UNKNOWNS) -> Unknowns:
 
 @cache
 def _predicted(
-    strategy: str, experiment: str, policy: str, bits: float, share: float,
-    peak: float, pcie: float, micro_batch: int, length: int, recomputed: float,
-) -> Prediction:  # fmt: skip
+    strategy: str,
+    experiment: str,
+    policy: str,
+    bits: float,
+    share: float,
+    peak: float,
+    pcie: float,
+    micro_batch: int,
+    length: int,
+    recomputed: float,
+) -> Prediction:
     full = experiment == "full"
     workload = Workload(
         strategy=strategy,
@@ -118,9 +134,14 @@ def _predicted(
         exchanges="flat" if strategy.startswith("fcdp") else "hierarchical",
     )
     hardware = cluster(
-        "a40", nodes=4 if full else 2, ranks_per_node=8, inter_bits_per_s=bits,
-        matmul_efficiency=peak, link_efficiency=pcie, inter_efficiency=share,
-    )  # fmt: skip
+        "a40",
+        nodes=4 if full else 2,
+        ranks_per_node=8,
+        inter_bits_per_s=bits,
+        matmul_efficiency=peak,
+        link_efficiency=pcie,
+        inter_efficiency=share,
+    )
     return predict(workload, hardware)
 
 

@@ -19,11 +19,26 @@ from experiments.records.record import METRICS
 
 #: What LaTeX reads as commands, and signs that its fonts lack.
 _LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
-    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-    "×": r"$\times$", "τ": r"$\tau$", "–": "--", "−": "$-$", "³": "$^3$", "²": "$^2$",
-    "✓": r"$\surd$", "±": r"$\pm$", "β": r"$\beta$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "×": r"$\times$",
+    "τ": r"$\tau$",
+    "–": "--",
+    "−": "$-$",
+    "³": "$^3$",
+    "²": "$^2$",
+    "✓": r"$\surd$",
+    "±": r"$\pm$",
+    "β": r"$\beta$",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,10 @@ def as_csv(table: Table) -> str:
 def as_latex(table: Table) -> str:
     """The same as a ``tabular`` that needs the package booktabs."""
     places = "l" + "r" * (len(table.columns) - 1)
-    head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in [table.columns, *table.rows])
+    head, *body = (
+        " & ".join("".join(_LATEX.get(sign, sign) for sign in value) for value in row) + r" \\"
+        for row in [table.columns, *table.rows]
+    )
     lines = [rf"\begin{{tabular}}{{{places}}}", r"\toprule", head, r"\midrule", *body]
     return "\n".join([f"% {table.title}", *lines, r"\bottomrule", r"\end{tabular}", ""])
 
@@ -64,10 +82,6 @@ def write(tables: Sequence[Table], directory: Path) -> None:
     for table in tables:
         (directory / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
         (directory / f"{table.name}.tex").write_text(as_latex(table), encoding="utf-8")
-
-
-def _latex(value: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in value)
 
 
 #: How a quantity is written.

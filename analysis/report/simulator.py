@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,12 +27,10 @@ from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
 from experiments.records import modelled
-from experiments.records.cell import Cell
-from experiments.records.comparison import Comparison, groups
+from experiments.records.comparison import Comparison, groups, once, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
-from experiments.records.repeats import once, pooled
 from simulation.calibration import intervals
 from simulation.emulated import FITTED_TO
 from simulation.framing import MESSAGE_BYTES, SHARE
@@ -50,34 +49,11 @@ FRAMING = (
 _LINKS = {True: "limited", False: "unshaped"}
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How near the predictions of one matrix are, its links limited or not."""
-
-    matrix: str
-    link: str
-    cells: int
-    median_error: str
-    largest_error: str
-    #: Cells whose bytes between nodes are the predicted ones, within framing.
-    bytes_agree: int
-    #: Counted over predicted bytes by tuning: the median, and the cell that is farthest off.
-    counted_full: str
-    counted_lora: str
+#: A row of the report's tables, by its columns.
+Shown = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A constant of the host that the records were measured on, and its interval, as text."""
-
-    name: str
-    unit: str
-    value: str
-    low: str
-    high: str
-
-
-def constants(records: Mapping[str, Sequence[Record]]) -> list[Fitted]:
+def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
     """The simulator's constants by the records of each matrix; none where one of these is missing.
 
     Intervals hold nine of ten draws of a bootstrap.
@@ -90,10 +66,9 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Fitted]:
     for constant in intervals(steps):
         words, unit, scale = _named(constant.name)
         numbers = (constant.value, constant.low, constant.high)
-        value, low, high = (
-            "no limit" if math.isinf(number) else text.number(scale * number) for number in numbers
-        )
-        found.append(Fitted(words, unit, value, low, high))
+        shown = ["no limit" if math.isinf(n) else text.number(scale * n) for n in numbers]
+        row = dict(zip(("value", "low", "high"), shown, strict=True))
+        found.append({"name": words, "unit": unit} | row)
     return found
 
 
@@ -143,24 +118,26 @@ def joined(
     return found
 
 
-def agreements(pairs: pd.DataFrame) -> list[Agreement]:
-    """One for each matrix and kind of link."""
+def agreements(pairs: pd.DataFrame) -> list[Shown]:
+    """A row for each matrix and kind of link.
+
+    ``bytes_agree`` are cells whose bytes between nodes are the predicted ones, within framing;
+    ``counted_full`` and ``counted_lora`` counted over predicted bytes, the median and the cell that
+    is farthest off.
+    """
     found = []
     for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
-        errors = _errors(cells)
         shares = {tuning: _shares(of["counted_share"]) for tuning, of in cells.groupby("tuning")}
-        largest = max(errors, key=abs)
+        row: Shown = {
+            "matrix": str(matrix),
+            "link": str(link),
+            "cells": len(cells),
+            "median_error": text.percent(median_error(cells)),
+            "largest_error": f"{100 * max(_errors(cells), key=abs):+.0f} %",
+            "bytes_agree": int(cells["bytes_agree"].sum()),
+        }
         found.append(
-            Agreement(
-                matrix=str(matrix),
-                link=str(link),
-                cells=len(cells),
-                median_error=text.percent(median_error(cells)),
-                largest_error=f"{100 * largest:+.0f} %",
-                bytes_agree=int(cells["bytes_agree"].sum()),
-                counted_full=shares.get("full", text.ABSENT),
-                counted_lora=shares.get("lora", text.ABSENT),
-            )
+            row | {f"counted_{name}": shares.get(name, text.ABSENT) for name in ("full", "lora")}
         )
     return found
 
@@ -255,7 +232,10 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
 
 def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
     """The cost of the predicted fastest; of several that are predicted alike, the slowest."""
-    same = [cell for cell in cells if _trains_the_same(cell.record.cell)]
+    # Those that lose nothing on their way, and step with all others: a plan takes no other.
+    of = [(cell, cell.record.cell) for cell in cells]
+    exact = [(cell, at) for cell, at in of if registry.find(at.strategy).numerics == "exact"]
+    same = [cell for cell, at in exact if not quantised(at)]
     if len(same) < 2:
         return None
     fastest = min(same, key=lambda cell: cell.seconds)
@@ -263,44 +243,26 @@ def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
     return taken.seconds / fastest.seconds - 1, taken, fastest
 
 
-def _trains_the_same(cell: Cell) -> bool:
-    """Whether it loses nothing on its way, and steps with all others: a plan takes no other."""
-    return registry.find(cell.strategy).numerics == "exact" and not quantised(cell)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """A matrix, or several together, as the report shows it."""
-
-    matrix: str
-    quiet: bool
-    pairs: int
-    right: str
-    choices: int
-    median_cost: str
-    largest_cost: str
-
-
-def choices(orders: Sequence[Order]) -> list[Choices]:
-    """One per matrix, then of all whose times may be read, and of all: bad ones included."""
+def choices(orders: Sequence[Order]) -> list[Shown]:
+    """A row per matrix, then of all whose times may be read, and of all: bad ones included."""
     found = [_row(each.matrix, each.quiet, [each]) for each in orders]
     found.append(_row("together, if nothing ran beside", True, [o for o in orders if o.quiet]))
     return [*found, _row("together", False, orders)]
 
 
-def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Choices:
+def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
     pairs = sum(each.pairs for each in orders)
     right = sum(each.right for each in orders)
     costs = [cost for each in orders for cost, _, _ in each.costs]
-    return Choices(
-        name,
-        quiet,
-        pairs,
-        f"{right} ({100 * right / pairs:.1f} %)" if pairs else text.ABSENT,
-        len(costs),
-        f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
-        f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
-    )
+    return {
+        "matrix": name,
+        "quiet": quiet,
+        "pairs": pairs,
+        "right": f"{right} ({100 * right / pairs:.1f} %)" if pairs else text.ABSENT,
+        "choices": len(costs),
+        "median_cost": f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
+        "largest_cost": f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
+    }
 
 
 def wrong_in_words(orders: Sequence[Order]) -> list[str]:

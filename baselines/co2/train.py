@@ -27,6 +27,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from baselines.part import views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
@@ -241,13 +242,13 @@ class Flat:
     def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
         parts = self._parts()
-        torch._foreach_copy_(_views(flat, parts), parts, non_blocking=True)
+        torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
         return flat
 
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued."""
         parts = self._parts()
-        torch._foreach_copy_(parts, _views(flat, parts), non_blocking=True)
+        torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
 
     def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of the differences from ``flat`` (elements), a scalar.
@@ -257,7 +258,7 @@ class Flat:
         parts = self._parts()
         squares = [
             (part - view.to(part.device, non_blocking=True)).square().sum()
-            for part, view in zip(parts, _views(flat, parts), strict=True)
+            for part, view in zip(parts, views(flat, parts), strict=True)
         ]
         return torch.stack(squares).sum()
 
@@ -267,12 +268,6 @@ class Flat:
             (param.to_local() if isinstance(param, DTensor) else param).detach()
             for param in self._params
         ]
-
-
-def _views(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``flat`` cut as these parts are."""
-    cut = flat.split([part.numel() for part in parts])
-    return [view.view_as(part) for view, part in zip(cut, parts, strict=True)]
 
 
 _ITEM = torch.float32.itemsize

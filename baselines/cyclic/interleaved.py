@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
+from baselines.part import views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
@@ -353,8 +354,7 @@ class Interleaved(Staged):
         if ranks > 1 and gradients:
             flat = torch.cat([grad.flatten() for grad in gradients])
             dist.all_reduce(flat)
-            parts = flat.div_(ranks).split([grad.numel() for grad in gradients])
-            gradients = [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+            gradients = views(flat.div_(ranks), gradients)
         self._stages[stage].update(step, gradients)
 
     def settle(self) -> None:

@@ -24,7 +24,7 @@ import torch.nn as nn
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters, split
-from baselines.part import Part, take_gradients
+from baselines.part import Part, take_gradients, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, make_optimizer, numel
 
@@ -61,11 +61,8 @@ class Owned:
         #: All elements end to end, as messages have them.
         self.newest = stage.values()
         self._passed_from = stage.kept.numel
-        sizes = [param.numel() for param in stage.params]
-        views = zip(stage.params, self.newest.split(sizes), strict=True)
-        self._params = [
-            nn.Parameter(view.view(param.shape)) for param, view in views if param.requires_grad
-        ]
+        newest = zip(stage.params, views(self.newest, stage.params), strict=True)
+        self._params = [nn.Parameter(view) for param, view in newest if param.requires_grad]
         self._optimizer = make_optimizer(self._params, job)
 
     @property
@@ -75,9 +72,8 @@ class Owned:
 
     def update(self, gradients: torch.Tensor) -> None:
         """Step by the mean gradients of all ranks, end to end."""
-        parts = gradients.split([param.numel() for param in self._params])
-        for param, grad in zip(self._params, parts, strict=True):
-            param.grad = grad.view(param.shape)
+        for param, grad in zip(self._params, views(gradients, self._params), strict=True):
+            param.grad = grad
         self._optimizer.step()
         self._optimizer.zero_grad()
 

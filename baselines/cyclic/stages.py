@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +73,14 @@ class Staged(Trainable):
         """``starts``: each stage's first block."""
         super().__init__(model, job, closed_form_bytes)
         for index, block in enumerate(starts[1:], start=1):
-            block.register_forward_pre_hook(partial(self._begin_stage, index), with_kwargs=True)
+
+            def begin(_block: nn.Module, args: Any, kwargs: Any, index: int = index) -> Any:
+                return self._next_stage(index, (args, kwargs))
+
+            block.register_forward_pre_hook(begin, with_kwargs=True)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job, cached=False)
-
-    def _begin_stage(self, index: int, _block: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._next_stage(index, (args, kwargs))
 
     def _next_stage(self, index: int, given: Any) -> Any:
         """Go on to a stage; returns what its first block computes with, of what it is given."""

@@ -74,7 +74,7 @@ class Recomputed:
 
         def run(_marker: Any, *leaves: Any) -> tuple[Any, ...]:
             if torch.is_grad_enabled():
-                with _Again(self, index):
+                with _Products(self, index, again=True):
                     outputs, _ = tree_flatten(compute(leaves))
                 return tuple(outputs)
             # With a graph, which is dropped: some operations choose their kernel by whether there
@@ -82,7 +82,7 @@ class Recomputed:
             self.fifo.acquire(index)
             # In memory; detached, lest a tensor keep the graph that it is kept by.
             keeps = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
-            with torch.enable_grad(), keeps, _Forward(self, index):
+            with torch.enable_grad(), keeps, _Products(self, index, again=False):
                 outputs, form = tree_flatten(compute([_apart(leaf) for leaf in leaves]))
             self.fifo.release(index)
             returned.append(form)
@@ -142,45 +142,31 @@ class Recomputed:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the products of one block's pass."""
+    """Counts the products of one block's pass, keeps outputs of those that are chosen.
 
-    def __init__(self, of: Recomputed, index: int) -> None:
+    ``again``: takes what was kept instead of computing it.
+    """
+
+    def __init__(self, of: Recomputed, index: int, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
         self._index = index
+        self._again = again
         self._count = 0
 
-    def _place(self, func: Any) -> int:
-        """Which product this is; -1 for what is none."""
-        if func not in _PRODUCTS:
-            return -1
-        self._count += 1
-        return self._count - 1
-
-    def _is_kept(self, place: int) -> bool:
-        return (self._index, place) in self._of.kept
-
-
-class _Forward(_Products):
-    """Keeps outputs of products that are chosen, and counts all."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func in _PRODUCTS
+        place = self._count if is_product else -1
+        self._count += is_product
+        kept, name = (self._index, place) in self._of.kept, (self._index, "product", place)
+        if kept and self._again:
+            return self._of.swapper.get(name)
         out = func(*args, **(kwargs or {}))
-        place = self._place(func)
-        if self._is_kept(place):
-            self._of.swapper.put((self._index, "product", place), out)
-        self._of.counted(self._index, place, func, args, out)
+        if kept:
+            self._of.swapper.put(name, out)
+        if not self._again:
+            self._of.counted(self._index, place, func, args, out)
         return out
-
-
-class _Again(_Products):
-    """Takes outputs that were kept instead of computing them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = self._place(func)
-        if self._is_kept(place):
-            return self._of.swapper.get((self._index, "product", place))
-        return func(*args, **(kwargs or {}))
 
 
 def _is_tensor(leaf: Any) -> bool:

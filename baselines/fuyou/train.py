@@ -239,7 +239,11 @@ class Fuyou(Trainable):
         self._fifo.load_root()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
         self._recomputed = Recomputed(
-            job.blocks, self._fifo, self._swapper, self._collect_of, self._device
+            job.blocks,
+            self._fifo,
+            self._swapper,
+            lambda block: self._collect(self._layout.blocks[block].trained),
+            self._device,
         )
         self._last = True
         self._broken = False
@@ -392,9 +396,6 @@ class Fuyou(Trainable):
             raise RuntimeError(
                 f"a step failed; open the folder anew to go on from step {self.steps_done}"
             )
-
-    def _collect_of(self, block: int) -> None:
-        self._collect(self._layout.blocks[block].trained)
 
     def _collect(self, groups: Sequence[Group]) -> None:
         """Hand the gradients of groups over to the optimizer."""

@@ -9,10 +9,11 @@ from math import prod
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baselines.luwu.wire import LARGEST_CHUNK
 from baselines.optimizers import AdamW
+from baselines.settings import Strict
 
 #: The unit of what is outside of the blocks: embeddings and head. Block i is unit i + 1.
 ROOT = 0
@@ -33,10 +34,8 @@ class Frozen(IntEnum):
     ONCE = 2
 
 
-class Parameter(BaseModel):
+class Parameter(Strict):
     """A parameter's name and shape."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     shape: tuple[int, ...]
@@ -46,10 +45,8 @@ class Parameter(BaseModel):
         return prod(self.shape)
 
 
-class Unit(BaseModel):
+class Unit(Strict):
     """A layer: what is pulled and pushed together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     trained: tuple[Parameter, ...]
     frozen: tuple[Parameter, ...]
@@ -84,10 +81,8 @@ class Chunk:
         return f"{self.unit} {self.index}"
 
 
-class Plan(BaseModel):
+class Plan(Strict):
     """What the roles of a run agree on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: Annotated[int, Field(ge=1)]
     units: Annotated[tuple[Unit, ...], Field(min_length=2)]

@@ -15,24 +15,8 @@ from typing import Any
 
 import torch
 
-from baselines.luwu import LAYERS, WINDOW
+from baselines.luwu import LAYERS, WINDOW, wire
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-from baselines.luwu.server import SWITCH
-from baselines.luwu.switch import worker_name
-from baselines.luwu.wire import (
-    PATIENCE_S,
-    Connection,
-    Inbox,
-    Keys,
-    Kind,
-    Lost,
-    Malformed,
-    Message,
-    Role,
-    read,
-    reason_of,
-    send,
-)
 from fcdp.checksum import bytes_of
 
 #: Takes a chunk's bytes to where they belong.
@@ -47,41 +31,41 @@ class _Slot:
     missing: int
 
 
-class Port(Role):
+class Port(wire.Role):
     """One worker's connection to the switch."""
 
     def __init__(
         self,
         plan: Plan,
         rank: int,
-        keys: Keys,
+        keys: wire.Keys,
         address: str,
         land: Land,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = wire.PATIENCE_S,
     ) -> None:
         """Connect, and wait for the server's welcome. Raises ``Lost`` where it does not come."""
-        super().__init__([SWITCH], patience_s)
+        super().__init__([wire.SWITCH], patience_s)
         self._plan = plan
         self._rank = rank
         self._land = land
-        self._connection = Connection(keys, address, worker_name(rank))
-        self._outbox = Inbox()
+        self._connection = wire.Connection(keys, address, wire.worker_name(rank))
+        self._outbox = wire.Inbox()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._welcomes: list[Message] = []
+        self._welcomes: list[wire.Message] = []
         self._counts: list[dict[str, int]] = []
         self._slots: deque[_Slot] = deque()
         #: Chunks of the slots in their order, those that have come and may not land yet, and how
         #: many have landed.
         self._expected: deque[tuple[_Slot, Chunk]] = deque()
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[wire.Message] = deque()
         self._landed = 0
         #: Chunks that were pushed and are not in the server's files.
         self._pushed = 0
         self._committed = -1
         self._thread = threading.Thread(target=self._serve, name="luwu-port", daemon=True)
         self._thread.start()
-        self._outbox.put(Message(Kind.HELLO, payload=plan.model_dump_json().encode()))
+        self._outbox.put(wire.Message(wire.Kind.HELLO, payload=plan.model_dump_json().encode()))
         self._until(lambda: bool(self._welcomes))
         (welcome,) = self._welcomes
         #: Whether the server has no parameters yet.
@@ -93,7 +77,7 @@ class Port(Role):
 
     def initial(self, chunk: Chunk, values: torch.Tensor) -> None:
         """Send a chunk of the initial parameters (numel, float32)."""
-        self._send_bounded(Kind.INITIAL, 0, chunk, values)
+        self._send_bounded(wire.Kind.INITIAL, 0, chunk, values)
 
     def begin(self, order: Pass, frozen: Frozen, step: int) -> None:
         """Have a pass's layers sent, one after another, as they are after ``step``."""
@@ -102,7 +86,7 @@ class Port(Role):
                 slot = _Slot(unit, len(chunks))
                 self._slots.append(slot)
                 self._expected.extend((slot, chunk) for chunk in chunks)
-        self._outbox.put(Message(Kind.BEGIN, step, unit=order, extra=frozen))
+        self._outbox.put(wire.Message(wire.Kind.BEGIN, step, unit=order, extra=frozen))
 
     def pull(self, unit: int) -> None:
         """Wait for the next layer. Raises ``Lost``, and ``ValueError`` if it is not this one."""
@@ -126,7 +110,7 @@ class Port(Role):
         for chunk in self._plan.chunks(unit):
             if chunk.trained:
                 part = host[chunk.begin : chunk.end]
-                self._send_bounded(Kind.GRADIENTS, step, chunk, part)
+                self._send_bounded(wire.Kind.GRADIENTS, step, chunk, part)
 
     def wait(self, step: int) -> None:
         """Wait until all of a step is in the server's files, and until nothing more is sent."""
@@ -135,28 +119,28 @@ class Port(Role):
         self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
 
     def counts(self) -> dict[str, int]:
-        self._outbox.put(Message(Kind.COUNT))
+        self._outbox.put(wire.Message(wire.Kind.COUNT))
         self._until(lambda: bool(self._counts))
         return self._counts.pop()
 
     def close(self) -> None:
         """Leave; with the last worker the run ends for the switch and the server too."""
-        self._outbox.put(Message(Kind.LEAVE))
+        self._outbox.put(wire.Message(wire.Kind.LEAVE))
         self._over = True
         self._thread.join()
 
-    def _send_bounded(self, kind: Kind, step: int, chunk: Chunk, values: torch.Tensor) -> None:
+    def _send_bounded(self, kind: wire.Kind, step: int, chunk: Chunk, values: torch.Tensor) -> None:
         self._until(lambda: self._pushed < WINDOW)
         with self._changed:
             self._pushed += 1
         payload = bytes(bytes_of(values.contiguous()))
-        self._outbox.put(Message(kind, step, chunk.unit, chunk.index, payload=payload))
+        self._outbox.put(wire.Message(kind, step, chunk.unit, chunk.index, payload=payload))
 
     def _until(self, done: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or done())
             if self._error is not None:
-                raise Lost(f"worker {self._rank}: {self._error}") from self._error
+                raise wire.Lost(f"worker {self._rank}: {self._error}") from self._error
 
     def _serve(self) -> None:
         hear = {self._connection.socket: self._hear_switch, self._outbox.fileno(): lambda: None}
@@ -174,31 +158,31 @@ class Port(Role):
         """Send what other threads left, and have land what there is room for now."""
         for message in self._outbox.take():
             if message is not None:
-                send(self._connection.socket, message)
+                wire.send(self._connection.socket, message)
         self._land_waiting()
 
     def _beat(self) -> None:
-        send(self._connection.socket, Message(Kind.BEAT))
+        wire.send(self._connection.socket, wire.Message(wire.Kind.BEAT))
 
     def _hear_switch(self) -> None:
-        self._note(SWITCH)
-        self._receive(read(self._connection.socket.recv_multipart()))
+        self._note(wire.SWITCH)
+        self._receive(wire.read(self._connection.socket.recv_multipart()))
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: wire.Message) -> None:
         kind = message.kind
         with self._changed:
-            if kind == Kind.PARAMETERS:
+            if kind == wire.Kind.PARAMETERS:
                 self._waiting.append(message)
-            elif kind == Kind.APPLIED:
+            elif kind == wire.Kind.APPLIED:
                 self._pushed -= self._is_mine()
-            elif kind == Kind.COMMITTED:
+            elif kind == wire.Kind.COMMITTED:
                 self._committed = message.step
-            elif kind == Kind.WELCOME:
+            elif kind == wire.Kind.WELCOME:
                 self._welcomes.append(message)
-            elif kind == Kind.COUNTS:
+            elif kind == wire.Kind.COUNTS:
                 self._counts.append(json.loads(message.payload))
-            elif kind == Kind.ABORT:
-                raise Lost(reason_of(message))
+            elif kind == wire.Kind.ABORT:
+                raise wire.Lost(wire.reason_of(message))
             self._changed.notify_all()
 
     def _is_mine(self) -> bool:
@@ -214,7 +198,7 @@ class Port(Role):
                 if slot not in [*self._slots][:LAYERS]:
                     return
             if (message.unit, message.chunk) != (chunk.unit, chunk.index):
-                raise Malformed("parameters of another layer than the one that is next")
+                raise wire.Malformed("parameters of another layer than the one that is next")
             self._land(chunk, message.payload)
             self._waiting.popleft()
             self._landed += 1
@@ -222,5 +206,5 @@ class Port(Role):
                 self._expected.popleft()
                 slot.missing -= 1
                 self._changed.notify_all()
-            taken = Message(Kind.TAKEN, unit=self._rank, extra=self._landed)
-            send(self._connection.socket, taken)
+            taken = wire.Message(wire.Kind.TAKEN, unit=self._rank, extra=self._landed)
+            wire.send(self._connection.socket, taken)

@@ -23,27 +23,9 @@ import torch
 from torch.optim.adamw import adamw
 
 from baselines.links import interface_bytes
-from baselines.luwu import WINDOW
+from baselines.luwu import WINDOW, wire
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-from baselines.luwu.wire import (
-    ALL,
-    PATIENCE_S,
-    Host,
-    Inbox,
-    Keys,
-    Kind,
-    Listener,
-    Lost,
-    Malformed,
-    Message,
-    read,
-    reason_of,
-    tensor,
-)
-
-SWITCH = "switch"
-
 
 _BETA1, _EPSILON = 0.9, 1e-8
 
@@ -151,7 +133,7 @@ class Pipeline:
         """Step the master by the mean gradients: PyTorch's AdamW."""
         plan, buffer = self._plan, item.buffer
         assert buffer is not None
-        gradients = tensor(item.gradients, plan.type).float()
+        gradients = wire.tensor(item.gradients, plan.type).float()
         item.gradients = None
         gradients /= plan.workers
         master, first, second = buffer.states(item.chunk.numel)
@@ -192,18 +174,20 @@ def main() -> None:
     ``FCDP_SERVER``: the address to listen on; ``FCDP_RUN_SECRET``; ``FCDP_STATE``: the folder of
     the files, by default one among temporary files.
     """
-    keys = Keys.of_environment()
+    keys = wire.Keys.of_environment()
     folder = Path(os.environ.get("FCDP_STATE") or Path(tempfile.gettempdir()) / "luwu")
-    Server(Listener(keys, os.environ["FCDP_SERVER"]), folder).serve()
+    Server(wire.Listener(keys, os.environ["FCDP_SERVER"]), folder).serve()
 
 
-class Server(Host):
+class Server(wire.Host):
     """One run's server, in its loop."""
 
-    def __init__(self, listener: Listener, folder: Path, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(listener, [SWITCH], patience_s)
+    def __init__(
+        self, listener: wire.Listener, folder: Path, patience_s: float = wire.PATIENCE_S
+    ) -> None:
+        super().__init__(listener, [wire.SWITCH], patience_s)
         self._folder = folder
-        self._inbox = Inbox()
+        self._inbox = wire.Inbox()
         self._state: _State | None = None
         self._received = 0
 
@@ -227,35 +211,35 @@ class Server(Host):
             self._state.send_ahead()
 
     def _beat(self) -> None:
-        self._say(Message(Kind.BEAT))
+        self._say(wire.Message(wire.Kind.BEAT))
 
-    def _say(self, message: Message) -> None:
-        self.say(SWITCH, message)
+    def _say(self, message: wire.Message) -> None:
+        self.say(wire.SWITCH, message)
 
     def _handle(self, name: str, frames: Sequence[Any]) -> None:
-        message = read(frames)
-        if message.kind == Kind.HELLO:
+        message = wire.read(frames)
+        if message.kind == wire.Kind.HELLO:
             self._hello(message)
-        elif message.kind == Kind.ABORT:
-            raise Lost(reason_of(message))
-        elif message.kind == Kind.LEAVE:
+        elif message.kind == wire.Kind.ABORT:
+            raise wire.Lost(wire.reason_of(message))
+        elif message.kind == wire.Kind.LEAVE:
             self._let_leave(name)
             self._over = True
-        elif message.kind == Kind.COUNT:
-            self._say(Message(Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
-        elif message.kind != Kind.BEAT:
+        elif message.kind == wire.Kind.COUNT:
+            self._say(wire.Message(wire.Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
+        elif message.kind != wire.Kind.BEAT:
             self._received += 1
             if self._state is None:
-                raise Malformed(f"{message.kind.name} before HELLO")
+                raise wire.Malformed(f"{message.kind.name} before HELLO")
             self._state.handle(message)
 
-    def _hello(self, message: Message) -> None:
+    def _hello(self, message: wire.Message) -> None:
         if self._state is not None:
-            raise Malformed("a second HELLO")
+            raise wire.Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
         self._state = _State(plan, Files(self._folder, plan), self._inbox, self._say)
         step = self._state.files.step
-        self._say(Message(Kind.WELCOME, step=step or 0, extra=step is None))
+        self._say(wire.Message(wire.Kind.WELCOME, step=step or 0, extra=step is None))
 
     def _take_items(self) -> None:
         for item in self._inbox.take():
@@ -266,13 +250,13 @@ class Server(Host):
         if isinstance(item, BaseException):
             raise item
         assert self._state is not None
-        if isinstance(item, Message):
+        if isinstance(item, wire.Message):
             self._state.ahead.append(item)
             return
         done, complete = item
-        self._say(Message(Kind.APPLIED, step=done.step, unit=done.chunk.unit))
+        self._say(wire.Message(wire.Kind.APPLIED, step=done.step, unit=done.chunk.unit))
         if complete:
-            self._say(Message(Kind.COMMITTED, step=done.step + 1))
+            self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
 
     def _counts(self) -> dict[str, int]:
         """What is counted since the server began: messages beside signs of life, bytes."""
@@ -290,14 +274,14 @@ class _State:
     """What the server has once it knows the plan."""
 
     def __init__(
-        self, plan: Plan, files: Files, inbox: Inbox, say: Callable[[Message], None]
+        self, plan: Plan, files: Files, inbox: wire.Inbox, say: Callable[[wire.Message], None]
     ) -> None:
         """``say``: called with what the switch is told."""
         self.plan = plan
         self.files = files
         self._say = say
         #: Chunks that have been read and not sent.
-        self.ahead: deque[Message] = deque()
+        self.ahead: deque[wire.Message] = deque()
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
         self._pipeline = Pipeline(plan, files, lambda *done: inbox.put(done), inbox.put)
         self._buffer = Buffer(plan)
@@ -313,26 +297,28 @@ class _State:
         self._read = 0
         self._ended = False
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: wire.Message) -> None:
         """Take a message of the workers'."""
         kind = message.kind
-        if kind == Kind.INITIAL:
+        if kind == wire.Kind.INITIAL:
             self._initial(message)
-        elif kind == Kind.BEGIN:
+        elif kind == wire.Kind.BEGIN:
             stream = self.plan.stream(Pass(message.unit), Frozen(message.extra))
             for chunk in chain.from_iterable(chunks for _, chunks in stream):
                 self._reader.submit(self._read_ahead, chunk, message.step)
-        elif kind == Kind.TAKEN:
-            workers = [*self._taken] if message.unit == ALL else [message.unit]
+        elif kind == wire.Kind.TAKEN:
+            workers = [*self._taken] if message.unit == wire.ALL else [message.unit]
             for worker in workers:
                 if worker not in self._taken or message.extra > self._sent:
-                    raise Malformed("TAKEN by a worker that there is not, or what was not sent")
+                    raise wire.Malformed(
+                        "TAKEN by a worker that there is not, or what was not sent"
+                    )
                 self._taken[worker] = message.extra
-        elif kind == Kind.GRADIENTS:
+        elif kind == wire.Kind.GRADIENTS:
             chunk = self._chunk(message, self.plan.type.itemsize)
             self._pipeline.submit(Item(chunk, message.step, message.payload))
         else:
-            raise Malformed(f"{kind.name} is not for the server")
+            raise wire.Malformed(f"{kind.name} is not for the server")
 
     def send_ahead(self) -> None:
         """Send what has been read, as far as all workers have room for it."""
@@ -361,12 +347,12 @@ class _State:
             self._inbox.put(error)
             return
         where = step, chunk.unit, chunk.index, self._read
-        self._inbox.put(Message(Kind.PARAMETERS, *where, payload))
+        self._inbox.put(wire.Message(wire.Kind.PARAMETERS, *where, payload))
         self._read += 1
 
-    def _initial(self, message: Message) -> None:
+    def _initial(self, message: wire.Message) -> None:
         chunk = self._chunk(message, torch.float32.itemsize)
-        values = tensor(message.payload, torch.float32)
+        values = wire.tensor(message.payload, torch.float32)
         if chunk.trained:
             states = self._buffer.states(chunk.numel)
             for state, value in zip(states, (values, 0.0, 0.0), strict=True):
@@ -376,16 +362,16 @@ class _State:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
         complete = self.files.write(chunk, 0, self._buffer)
-        self._say(Message(Kind.APPLIED, unit=chunk.unit))
+        self._say(wire.Message(wire.Kind.APPLIED, unit=chunk.unit))
         if complete:
-            self._say(Message(Kind.COMMITTED))
+            self._say(wire.Message(wire.Kind.COMMITTED))
 
-    def _chunk(self, message: Message, itemsize: int) -> Chunk:
+    def _chunk(self, message: wire.Message, itemsize: int) -> Chunk:
         """The chunk that a message brings. Raises ``Malformed`` for one that there is not."""
         chunk = self._chunks.get((message.unit, message.chunk))
         size = None if chunk is None else chunk.numel * itemsize
         if chunk is None or len(message.payload) != size:
-            raise Malformed(
+            raise wire.Malformed(
                 f"{message.kind.name} of unit {message.unit}, chunk {message.chunk}, "
                 f"{len(message.payload)} bytes: not in the plan"
             )

@@ -15,28 +15,11 @@ from typing import Any
 
 import torch
 
-from baselines.luwu import WINDOW
+from baselines.luwu import WINDOW, wire
 from baselines.luwu.plan import Pass, Plan
-from baselines.luwu.server import SWITCH
-from baselines.luwu.wire import (
-    ALL,
-    PATIENCE_S,
-    Connection,
-    Host,
-    Keys,
-    Kind,
-    Listener,
-    Lost,
-    Malformed,
-    Message,
-    read,
-    reason_of,
-    send,
-    tensor,
-)
 
 #: What the server says that all workers hear.
-_MULTICAST = (Kind.WELCOME, Kind.PARAMETERS, Kind.APPLIED, Kind.COMMITTED)
+_MULTICAST = (wire.Kind.WELCOME, wire.Kind.PARAMETERS, wire.Kind.APPLIED, wire.Kind.COMMITTED)
 
 
 def main() -> None:
@@ -45,28 +28,24 @@ def main() -> None:
     ``FCDP_SWITCH``: the address to listen on; ``FCDP_SERVER``; ``FCDP_RUN_SECRET``;
     ``WORLD_SIZE``: the number of workers.
     """
-    keys = Keys.of_environment()
+    keys = wire.Keys.of_environment()
     workers = int(os.environ["WORLD_SIZE"])
-    connection = Connection(keys, os.environ["FCDP_SERVER"], SWITCH, workers)
-    listener = Listener(keys, os.environ["FCDP_SWITCH"])
+    connection = wire.Connection(keys, os.environ["FCDP_SERVER"], wire.SWITCH, workers)
+    listener = wire.Listener(keys, os.environ["FCDP_SWITCH"])
     Switch(listener, connection, workers).serve()
 
 
-def worker_name(rank: int) -> str:
-    return f"worker {rank}"
-
-
-class Switch(Host):
+class Switch(wire.Host):
     """One run's switch, in its loop."""
 
     def __init__(
         self,
-        listener: Listener,
-        connection: Connection,
+        listener: wire.Listener,
+        connection: wire.Connection,
         workers: int,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = wire.PATIENCE_S,
     ) -> None:
-        self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        self._ranks = {wire.worker_name(rank): rank for rank in range(workers)}
         super().__init__(listener, self._ranks, patience_s)
         self._heard["server"] = None
         self._connection = connection
@@ -86,8 +65,8 @@ class Switch(Host):
         try:
             self._run({self._socket: self._hear_guest, self._server: self._hear_server})
         except Exception as error:
-            with suppress(Lost):
-                send(self._server, Message(Kind.ABORT, payload=str(error).encode()))
+            with suppress(wire.Lost):
+                wire.send(self._server, wire.Message(wire.Kind.ABORT, payload=str(error).encode()))
             self.abort(str(error))
             raise
         finally:
@@ -95,46 +74,46 @@ class Switch(Host):
             self._connection.close()
 
     def _beat(self) -> None:
-        self._to_all(Message(Kind.BEAT))
-        send(self._server, Message(Kind.BEAT))
+        self._to_all(wire.Message(wire.Kind.BEAT))
+        wire.send(self._server, wire.Message(wire.Kind.BEAT))
 
-    def _to_all(self, message: Message) -> None:
+    def _to_all(self, message: wire.Message) -> None:
         for name in sorted(self._here, key=self._ranks.__getitem__):
             self.say(name, message)
 
     def _hear_server(self) -> None:
-        message = read(self._server.recv_multipart())
+        message = wire.read(self._server.recv_multipart())
         self._note("server")
-        if message.kind == Kind.ABORT:
-            raise Lost(reason_of(message))
-        elif message.kind == Kind.COUNTS:
-            self.say(worker_name(0), message)
+        if message.kind == wire.Kind.ABORT:
+            raise wire.Lost(wire.reason_of(message))
+        elif message.kind == wire.Kind.COUNTS:
+            self.say(wire.worker_name(0), message)
         elif message.kind in _MULTICAST:
             self._to_all(message)
 
     def _handle(self, name: str, frames: Sequence[Any]) -> None:
         try:
-            self._take(name, self._ranks[name], read(frames))
-        except Malformed as error:
-            raise Malformed(f"{name} sent {error}") from error
+            self._take(name, self._ranks[name], wire.read(frames))
+        except wire.Malformed as error:
+            raise wire.Malformed(f"{name} sent {error}") from error
 
-    def _take(self, name: str, rank: int, message: Message) -> None:
+    def _take(self, name: str, rank: int, message: wire.Message) -> None:
         kind = message.kind
         key: tuple[int, ...]
-        if kind == Kind.GRADIENTS:
+        if kind == wire.Kind.GRADIENTS:
             key = kind, message.step, message.unit, message.chunk
             self._gather(key, rank, message, self._sum)
-        elif kind in (Kind.HELLO, Kind.BEGIN):
+        elif kind in (wire.Kind.HELLO, wire.Kind.BEGIN):
             key = kind, message.step, message.unit, message.extra
             self._gather(key, rank, message, self._alike)
-        elif kind == Kind.TAKEN:
+        elif kind == wire.Kind.TAKEN:
             self._merge(rank, message)
-        elif kind == Kind.LEAVE:
+        elif kind == wire.Kind.LEAVE:
             self._leave(name)
-        elif kind in (Kind.INITIAL, Kind.COUNT):
-            send(self._server, message)
-        elif kind != Kind.BEAT:
-            raise Malformed(f"{kind.name}, which is not a worker's")
+        elif kind in (wire.Kind.INITIAL, wire.Kind.COUNT):
+            wire.send(self._server, message)
+        elif kind != wire.Kind.BEAT:
+            raise wire.Malformed(f"{kind.name}, which is not a worker's")
 
     def _leave(self, name: str) -> None:
         """Expect nothing more of a worker; with the last one the run is over.
@@ -145,64 +124,64 @@ class Switch(Host):
         for key in self._gathered:
             self._check_that_all_are_here(key)
         if self._left == self._guests:
-            send(self._server, Message(Kind.LEAVE))
+            wire.send(self._server, wire.Message(wire.Kind.LEAVE))
             self._over = True
 
     def _gather(
-        self, key: Any, rank: int, message: Message, merge: Callable[[dict[int, Any]], Any]
+        self, key: Any, rank: int, message: wire.Message, merge: Callable[[dict[int, Any]], Any]
     ) -> None:
         """Wait until all workers have sent theirs, then pass on one message."""
         self._check_that_all_are_here(key)
         found = self._gathered.setdefault(key, {})
         if rank in found or len(self._gathered) > 2 * WINDOW:
-            raise Malformed(f"{message.kind.name} twice, or more than the window allows")
+            raise wire.Malformed(f"{message.kind.name} twice, or more than the window allows")
         found[rank] = message.payload
         if len(found) == len(self._guests):
             del self._gathered[key]
             payload = merge(found)
-            if message.kind == Kind.HELLO:
+            if message.kind == wire.Kind.HELLO:
                 self._plan = Plan.model_validate_json(payload)
-            send(self._server, replace(message, payload=payload))
+            wire.send(self._server, replace(message, payload=payload))
 
     def _check_that_all_are_here(self, key: tuple[int, ...]) -> None:
         """Raises ``Lost`` if a worker has left without its part of a step, or of the plan.
 
         Not of a forward that is asked for: the last is asked for ahead, and none comes to it.
         """
-        needed = key[0] in (Kind.GRADIENTS, Kind.HELLO) or (
-            key[0] == Kind.BEGIN and key[2] == Pass.BACKWARD
+        needed = key[0] in (wire.Kind.GRADIENTS, wire.Kind.HELLO) or (
+            key[0] == wire.Kind.BEGIN and key[2] == Pass.BACKWARD
         )
         if self._left and needed:
             first = min(self._left, key=self._ranks.__getitem__)
-            raise Lost(f"{first} has left before the others were done")
+            raise wire.Lost(f"{first} has left before the others were done")
 
     def _sum(self, payloads: dict[int, Any]) -> bytes:
         """Sum in the order of ranks, in float32, rounded once to what crosses."""
         if self._plan is None:
-            raise Malformed("gradients before HELLO")
+            raise wire.Malformed("gradients before HELLO")
         dtype = self._plan.type
         if len({len(payload) for payload in payloads.values()}) > 1:
-            raise Malformed("gradients of another size than other workers'")
-        total = tensor(payloads[0], dtype).to(torch.float32)
+            raise wire.Malformed("gradients of another size than other workers'")
+        total = wire.tensor(payloads[0], dtype).to(torch.float32)
         for rank in range(1, len(payloads)):
-            total += tensor(payloads[rank], dtype)
+            total += wire.tensor(payloads[rank], dtype)
         return total.to(dtype).view(torch.uint8).numpy().tobytes()
 
     def _alike(self, payloads: dict[int, Any]) -> Any:
         if len({bytes(payload) for payload in payloads.values()}) > 1:
-            raise Malformed("another plan than other workers: models or settings differ")
+            raise wire.Malformed("another plan than other workers: models or settings differ")
         return payloads[0]
 
-    def _merge(self, rank: int, message: Message) -> None:
+    def _merge(self, rank: int, message: wire.Message) -> None:
         """Pass an acknowledgement on: each, or one when all workers have taken a chunk."""
         if self._plan is None or message.extra != self._taken[rank] + 1:
-            raise Malformed("TAKEN out of order")
+            raise wire.Malformed("TAKEN out of order")
         self._taken[rank] = message.extra
         if not self._plan.merged:
-            send(self._server, Message(Kind.TAKEN, unit=rank, extra=message.extra))
+            wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=rank, extra=message.extra))
             return
         for count in range(self._told + 1, min(self._taken.values()) + 1):
-            send(self._server, Message(Kind.TAKEN, unit=ALL, extra=count))
+            wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=wire.ALL, extra=count))
         self._told = min(self._taken.values())
 
 

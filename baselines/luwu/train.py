@@ -114,12 +114,9 @@ class LuWu(Trainable):
             workers=topology.world_size,
             units=tuple(layer.unit for layer in self._layers),
             dtype="bfloat16" if job.dtype == torch.bfloat16 else "float32",
-            chunk_bytes=settings.chunk_bytes,
             learning_rate=job.learning_rate,
             optimizer=job.optimizer,
-            threads=settings.threads,
-            pipeline=settings.pipeline,
-            merged=settings.merged,
+            **settings.model_dump(exclude={"cached"}),
         )
         self._port: Port = connect(plan, self._rank, self._land)
         #: Steps that are done; the server's, where it has been restarted from its files.

@@ -31,6 +31,12 @@ LARGEST_CHUNK = 4 * 2**20
 LARGEST_FRAME = LARGEST_CHUNK + 64 * 1024
 #: In place of a worker's rank: all of them.
 ALL = 2**32 - 1
+#: The switch's name.
+SWITCH = "switch"
+
+
+def worker_name(rank: int) -> str:
+    return f"worker {rank}"
 
 
 class Kind(IntEnum):
@@ -226,7 +232,7 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as error:
         # Of those who connect, the switch alone connects to the server.
-        who = name or ("server" if socket.identity == b"switch" else "switch")
+        who = name or ("server" if socket.identity == SWITCH.encode() else "switch")
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
 
 

@@ -106,7 +106,7 @@ class Board:
             moment_ns=time.monotonic_ns(),
             state="oom" if is_out_of_memory(error) else "failed",
             error="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-            lost_peer=_is_lost_peer(error),
+            lost_peer=isinstance(error, ConnectionError) or bool(_LOST_PEER.search(str(error))),
             silent_before=sorted(self.silent(besides=rank)),
         )
         # Readers see the whole report or none.
@@ -160,10 +160,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, ConnectionError) or _LOST_PEER.search(str(error)) is not None
-
-
 def outcome(
     results: Mapping[int, NodeResult], reports: Sequence[Report], *, out_of_memory_kills: int
 ) -> Outcome:
@@ -178,7 +174,9 @@ def outcome(
     silent = exits.keys() | {rank for report in reports for rank in report.silent_before}
     silent -= said.keys()
     if not said and not silent:
-        return _of_agents(results)
+        errors = (results[node].error for node in sorted(results))
+        broken = next((error for error in errors if error is not None), None)
+        return Outcome("ok") if broken is None else Outcome("failed", None, broken)
     # A lost connection is an effect if anything else happened at all.
     moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in said.items()}
     for rank in silent:
@@ -193,13 +191,6 @@ def outcome(
     if exits[first].code == -signal.SIGKILL and out_of_memory_kills > 0:
         return Outcome("oom", first, "killed by signal SIGKILL: the kernel ran out of memory")
     return Outcome("failed", first, describe_exit(exits[first].code))
-
-
-def _of_agents(results: Mapping[int, NodeResult]) -> Outcome:
-    for _, result in sorted(results.items()):
-        if result.error is not None:
-            return Outcome("failed", None, result.error)
-    return Outcome("ok")
 
 
 def _end_of_silent(rank: int, reports: Sequence[Report], exit_: Exit | None) -> int:

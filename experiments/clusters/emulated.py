@@ -121,7 +121,7 @@ class EmulatedCluster:
         """
         network, context = self._built()
         split(entry)
-        self._check_port(network)
+        namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -189,10 +189,6 @@ class EmulatedCluster:
                 for name, (_, address) in network.beside.items()
             },
         }
-
-    def _check_port(self, network: Network) -> None:
-        address = network.addresses[0]
-        namespaces.call_in(network.nodes[0], lambda: check_port(address, self._port))
 
 
 def _watch(
@@ -277,7 +273,11 @@ class Network:
             namespaces.create(name)
         with IPRoute(netns=self._switch) as route:
             for interface in self.interfaces:
-                self._join(route, interface)
+                # Without the delay a new port would drop the first seconds of traffic.
+                bridge = {"kind": "bridge", "br_forward_delay": 0, "state": "up"}
+                route.link("add", ifname=interface, **bridge)
+                for node, name in enumerate(self.nodes):
+                    self._plug(route, interface, f"{interface}-{node}", name)
         for name, address in zip(self.nodes, self.addresses, strict=True):
             self._settle(name, address)
 
@@ -313,13 +313,6 @@ class Network:
         namespaces.call_in(namespace, self._settle_protocols)
         with IPRoute(netns=namespace) as route:
             self._connect(route, address)
-
-    def _join(self, route: IPRoute, interface: str) -> None:
-        """Give every node this interface, and join them all by a bridge."""
-        # Without the delay a new port would drop the first seconds of traffic.
-        route.link("add", ifname=interface, kind="bridge", br_forward_delay=0, state="up")
-        for node, name in enumerate(self.nodes):
-            self._plug(route, interface, f"{interface}-{node}", name)
 
     def _plug(self, route: IPRoute, interface: str, port: str, namespace: str) -> None:
         """Give a machine this interface, which leads to a port of the bridge of the same name."""
@@ -386,7 +379,8 @@ class Network:
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
                 "(module sch_tbf)"
             ) from error
-        congestion_control = namespaces.call_in(self.nodes[0], _congestion_control)
+        setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+        congestion_control = namespaces.call_in(self.nodes[0], setting.read_text).strip()
         inside, *between = (of_nodes[0] for of_nodes in found)
         others = {"to_groups": between[0]} if between else {}
         return {**inside, "congestion_control": congestion_control, **others, **others_too}
@@ -469,7 +463,3 @@ def _describe(bucket: Any | None) -> dict[str, Any]:
 def _write_setting(name: str, value: str) -> None:
     with suppress(OSError):
         Path(f"/proc/sys/net/{name}").write_text(f"{value}\n")
-
-
-def _congestion_control() -> str:
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()

@@ -22,20 +22,11 @@ from typing import Any
 
 import psutil
 
-from experiments.clusters import lifetimes
+from experiments.clusters import lifetimes, messages
 from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
 from experiments.clusters.interface import ClusterError, check_port
 from experiments.clusters.launch import Launch, Node, start_agent
-from experiments.clusters.messages import (
-    BEAT_S,
-    SILENCE_S,
-    Description,
-    Ended,
-    Inquiry,
-    Order,
-    question,
-)
 from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
 
@@ -59,8 +50,8 @@ def main() -> None:
     answered = Event()
     beating = Thread(target=_beat, args=(answers, answered), daemon=True)
     beating.start()
-    asked = question.validate_json(sys.stdin.buffer.readline())
-    answer = describe(asked, os.environ) if isinstance(asked, Inquiry) else run(asked)
+    asked = messages.question.validate_json(sys.stdin.buffer.readline())
+    answer = describe(asked, os.environ) if isinstance(asked, messages.Inquiry) else run(asked)
     answered.set()
     beating.join()
     with suppress(BrokenPipeError), open(answers, "wb") as file:  # the runner may be gone
@@ -69,11 +60,11 @@ def main() -> None:
 
 def _beat(descriptor: int, answered: Event) -> None:
     with suppress(BrokenPipeError):
-        while not answered.wait(BEAT_S):
+        while not answered.wait(messages.BEAT_S):
             os.write(descriptor, b"\n")
 
 
-def describe(inquiry: Inquiry, environment: Mapping[str, str]) -> Description:
+def describe(inquiry: messages.Inquiry, environment: Mapping[str, str]) -> messages.Description:
     """Describe this node as the others see it.
 
     Raises ``ValueError`` for an interface that is not there.
@@ -99,7 +90,9 @@ def describe(inquiry: Inquiry, environment: Mapping[str, str]) -> Description:
         "nccl": settings,
     }
     commit = provenance.gather().commit
-    return Description(address=address, interface=interface, commit=commit, network=network)
+    return messages.Description(
+        address=address, interface=interface, commit=commit, network=network
+    )
 
 
 def _address_towards(head: str) -> str:
@@ -116,7 +109,7 @@ def _interface_with(address: str) -> str:
     raise ValueError(f"no network interface of this node has the address {address}")
 
 
-def run(order: Order) -> Ended:
+def run(order: messages.Order) -> messages.Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
     lifetimes.adopt_orphans()
     kills_before = out_of_memory_kills()
@@ -134,7 +127,7 @@ def run(order: Order) -> Ended:
         else:
             launch = Launch(order.entry, _arguments(order, folder), logs, board)
             result = _launched(order, launch, str(folder / "temporary"))
-        return Ended(
+        return messages.Ended(
             result=result,
             reports=[
                 replace(each, error=without_secrets(each.error, own)) for each in board.reports()
@@ -145,7 +138,7 @@ def run(order: Order) -> Ended:
         )
 
 
-def _why_not_here(order: Order, *, shared: bool) -> str | None:
+def _why_not_here(order: messages.Order, *, shared: bool) -> str | None:
     """Why the first node cannot begin; ``None`` on the others."""
     if order.node:
         return None
@@ -158,7 +151,7 @@ def _why_not_here(order: Order, *, shared: bool) -> str | None:
     return None
 
 
-def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
+def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
     # The kernel shows the environment with which a process was started from here.
     environment = _environment(order)
@@ -180,7 +173,7 @@ def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
     try:
         deadline = time.monotonic() + order.at_most_s
         heard = time.monotonic()
-        while agent.result is None and time.monotonic() < min(deadline, heard + SILENCE_S):
+        while agent.result is None and time.monotonic() < min(deadline, heard + messages.SILENCE_S):
             if 0 in wait([agent.connection, 0], _WATCH_INTERVAL_S):
                 if not os.read(0, 1024):
                     break
@@ -191,7 +184,7 @@ def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
         agent.end()
 
 
-def _environment(order: Order) -> dict[str, str]:
+def _environment(order: messages.Order) -> dict[str, str]:
     interface = _interface_with(order.address)
     return {
         "OMP_NUM_THREADS": "1",
@@ -203,7 +196,7 @@ def _environment(order: Order) -> dict[str, str]:
     }
 
 
-def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
+def _arguments(order: messages.Order, folder: Path) -> tuple[str, ...]:
     """The function's arguments; files that this node does not see are written to ``folder``.
 
     A file of this node's own at the same place may be an earlier run's: what it says decides.
@@ -211,16 +204,13 @@ def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
     arguments = []
     for i, argument in enumerate(order.arguments):
         sent = order.files.get(argument)
-        if sent is not None and not _says(Path(argument), sent):
+        here = Path(argument)
+        if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):
             copy = folder / f"argument{i}"
             copy.write_text(sent, encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
-
-
-def _says(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_bytes() == text.encode()
 
 
 def _logs(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -201,14 +201,11 @@ def _wait_for_ranks(nodes: Sequence[Launched], timeout_s: float) -> bool:
         came = wait_for_one(running, deadline - time.monotonic())
         if not came:
             return False
-        if not all(_is_well(each.read(Ended)) for each in came):
+        ended = [each.read(Ended) for each in came]
+        if not all(each.result.ok and not each.reports for each in ended):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         running = [each for each in running if each not in came]
     return True
-
-
-def _is_well(ended: Ended) -> bool:
-    return ended.result.ok and not ended.reports
 
 
 def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:

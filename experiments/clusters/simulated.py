@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baselines import registry
-from baselines.description import ExtraProcess
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
@@ -52,16 +51,7 @@ class SimulatedCluster:
         found = assumed(hardware_of(self._spec, bits_per_s))
         return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
+    def run(self, entry: str, arguments: Sequence[str], **_: Any) -> Outcome:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
         cell_file, output = map(Path, arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
@@ -124,9 +114,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         activation_bytes_by_slot=None if kept is None else kept[0],
         activation_bytes_together=None if kept is None else kept[1],
         simulation=Simulation(
-            mfu=prediction.mfu,
-            hfu=prediction.hfu,
-            bottleneck=prediction.bottleneck,
+            **{name: getattr(prediction, name) for name in ("mfu", "hfu", "bottleneck")},
             busy=dict(prediction.busy),
             critical_seconds=critical,
             device_bytes=dict(needs.device),

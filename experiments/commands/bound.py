@@ -38,7 +38,6 @@ def bound(
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:
-
     columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
     table = terminal.table(["model"], columns)
     table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens per sequence: closed form, simulated"

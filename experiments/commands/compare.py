@@ -34,7 +34,8 @@ def compare(
         if len(one) == len(other) == 1:
             pairs = [Comparison(other[0], one[0])]
         else:
-            pairs = _pairs(one, other)
+            # Cells that are alike but for matrix and what changes no step.
+            pairs = [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
         if not pairs:
             raise ValueError(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
@@ -52,30 +53,32 @@ def compare(
 
 
 def _listed(pairs: Sequence[Comparison]) -> Table:
-
     numbers = ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step")
     shown = ("s/step", "MB/step sent")
     table = terminal.table(["cell"], numbers, **_LOOK)
     for pair in pairs:
-        figures = _both(pair)
-        seconds, sent = (map(_number, figures[name]) for name in shown)
+        assert pair.over is not None
+        both = _figures(pair.over), _figures(pair.of)
+        seconds, sent = ([_number(of[name]) for of in both] for name in shown)
         table.add_row(pair.of.cell_id, *seconds, _speed(pair), *sent)
     return table
 
 
 def _in_full(pair: Comparison) -> Table:
-
     assert pair.over is not None
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
     table.add_row("cell", pair.over.cell_id, pair.of.cell_id)
     for label, values in _settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
-    for name, (mine, theirs) in _both(pair).items():
+    theirs_by = _figures(pair.of)
+    for name, mine in _figures(pair.over).items():
+        theirs = theirs_by[name]
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
-        ratio = "none" if same else _ratio(mine, theirs)
+        ratio = f"{theirs / mine:.3g}" if mine and theirs is not None else "–"
+        ratio = "none" if same else ratio
         if name == "tokens/s" and pair.interval:
             ratio += " ({:.3g}–{:.3g})".format(*pair.interval)
         table.add_row(name, _number(mine), _number(theirs), ratio)
@@ -87,10 +90,6 @@ def _speed(pair: Comparison) -> str:
     if pair.ratio is None:
         return " / ".join(record.state for record in (pair.over, pair.of) if record)
     return f"{pair.ratio:.2f}×" if pair.differs else "none"
-
-
-def _ratio(mine: float | None, theirs: float | None) -> str:
-    return f"{theirs / mine:.3g}" if mine and theirs is not None else "–"
 
 
 def _number(value: float | None) -> str:
@@ -109,25 +108,14 @@ def _settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
     return found
 
 
-def _pairs(one: Sequence[Record], other: Sequence[Record]) -> list[Comparison]:
-    """The other run's cells over those that are alike but for matrix and what changes no step."""
-    return [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
-
-
 def _key(record: Record) -> tuple[object, ...]:
     names = of_cells.names(Cell, "condition", "subject")
     chosen = of_cells.values(record.cell, [name for name in names if name != "matrix"])
     return tuple(chosen.values())
 
 
-def _both(pair: Comparison) -> Mapping[str, tuple[float | None, float | None]]:
-    """Figures of what is compared with, and of the cell, in basic units by name."""
-    assert pair.over is not None
-    theirs = _figures(pair.of)
-    return {name: (value, theirs[name]) for name, value in _figures(pair.over).items()}
-
-
 def _figures(record: Record) -> dict[str, float | None]:
+    """What is compared of a cell, by name."""
     measured = record.measurement
     cache = measured.cache if measured else None
     return {

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -27,138 +27,136 @@ from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
 _T = TypeVar("_T")
+_Text = str | None
+_File = Path | None
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar)
 
 
 def plan(
     model: Annotated[
         str,
-        typer.Option(
+        _option(
             help="A name, such as llama-3-8b, mixtral-8x7b or the paper's gpt-30b; a Hugging Face "
             "config.json or its folder; a name on the hub whose configuration is cached."
         ),
     ],
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="The GPU, by its data sheet, such as a40; or your own, such as "
-            "mine:tflops=71,gb=24,gb_s=936."
+        _Text,
+        _option(
+            help="The GPU, by its data sheet, such as a40; or your own, such "
+            "as mine:tflops=71,gb=24,gb_s=936."
         ),
     ] = None,
-    nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs per node.")] = None,
+    nodes: Annotated[_Text, _option(help="Number of nodes.")] = None,
+    gpus: Annotated[_Text, _option(help="GPUs per node.")] = None,
     inter_node: Annotated[
-        str | None,
-        typer.Option(
+        _Text,
+        _option(
             help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
         ),
     ] = None,
-    fabric: Annotated[
-        str | None,
-        typer.Option(help="Between nodes: tcp, roce, efa or infiniband."),
-    ] = None,
+    fabric: Annotated[_Text, _option(help="Between nodes: tcp, roce, efa or infiniband.")] = None,
     oversubscription: Annotated[
-        str | None,
-        typer.Option(help="Times that nodes' bandwidths exceed the network's, such as 4."),
+        _Text, _option(help="Times that nodes' bandwidths exceed the network's, such as 4.")
     ] = None,
     host_memory: Annotated[
-        str | None,
-        typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
+        _Text, _option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight).")
     ] = None,
-    peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
+    peft: Annotated[_Text, _option(help="lora:RANK; without it all is trained.")] = None,
     frozen_dtype: Annotated[
         str,
-        typer.Option(
-            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
-        ),
+        _option(help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."),
     ] = "bf16",
     lora_targets: Annotated[
-        str, typer.Option(help="Adapters are on attention's matrices, or on all linear layers.")
+        str, _option(help="Adapters are on attention's matrices, or on all linear layers.")
     ] = "attention",
     sequence_length: Annotated[
-        str | None,
-        typer.Option(help="One, or several with commas; what the model is usually trained on."),
+        _Text, _option(help="One, or several with commas; what the model is usually trained on.")
     ] = None,
     micro_batch: Annotated[
-        str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
+        _Text, _option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
     global_batch: Annotated[
-        str | None, typer.Option(help="Sequences per optimizer step; one micro-batch each.")
+        _Text, _option(help="Sequences per optimizer step; one micro-batch each.")
     ] = None,
     checkpointing: Annotated[
         str,
-        typer.Option(
-            help="Shares of the blocks that are recomputed, and selective (all blocks, but for "
-            "matrix products and attention), with commas."
+        _option(
+            help="Shares of the blocks that are recomputed, and "
+            "selective (all blocks, but for matrix products and attention), with commas."
         ),
     ] = "0,selective,0.5,1",
     kernels: Annotated[
-        str | None,
-        typer.Option(
-            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
-            "functions and loss besides. Without it flash, and a range that has fused in it."
+        _Text,
+        _option(
+            help="eager; flash, attention fused as PyTorch has it; fused, "
+            "norms, activation functions and loss besides. Without it flash, and a range that has "
+            "fused in it."
         ),
     ] = None,
     attention: Annotated[
-        str | None,
-        typer.Option(
-            help="The fused attention's generation: flash-1, flash-2, flash-3. Without it flash-2, "
-            "and a range that has flash-1 in it."
+        _Text,
+        _option(
+            help="The fused attention's generation: flash-1, flash-2, "
+            "flash-3. Without it flash-2, and a range that has flash-1 in it."
         ),
     ] = None,
     product_dtype: Annotated[
-        str, typer.Option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
+        str, _option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
     ] = "bf16",
     states: Annotated[
         str,
-        typer.Option(
+        _option(
             help="The optimizer's: fp32; bf16, as the parameters; int8 beside bf16 parameters."
         ),
     ] = "fp32",
     reduce_dtype: Annotated[
-        str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
+        str, _option(help="What gradients are summed in: same, as they are; fp32.")
     ] = "same",
     strategies: Annotated[
-        str | None, typer.Option(help="With commas; all that are simulated, but for cyclic ones.")
+        _Text, _option(help="With commas; all that are simulated, but for cyclic ones.")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
+        str, _option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
     ] = "host",
     server: Annotated[
-        str | None,
-        typer.Option(
+        _Text,
+        _option(
             metavar="NIC,DRIVES",
-            help="A machine for LuWu's server: its bandwidth and number of NVMe drives, such as "
-            "100Gbps,12.",
+            help="A machine for LuWu's server: its "
+            "bandwidth and number of NVMe drives, such as 100Gbps,12.",
         ),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="To train on, such as 1e9.")] = "1e9",
+    tokens: Annotated[str, _option(help="To train on, such as 1e9.")] = "1e9",
     price_per_gpu_hour: Annotated[
-        str | None, typer.Option(help="In any currency; costs are in the same.")
+        _Text, _option(help="In any currency; costs are in the same.")
     ] = None,
     instances: Annotated[
-        str | None,
-        typer.Option(
+        _Text,
+        _option(
             metavar="all|FILE",
             help="What to rent, cheapest first, in place of a cluster: all that the table of "
             "public clouds has; a CSV file of its form, or a YAML file of one's own nodes.",
         ),
     ] = None,
     within: Annotated[
-        str | None, typer.Option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
+        _Text, _option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
     ] = None,
     preflight: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What `preflight` measured: instead of data sheets."),
+        _File, _option(metavar="FILE", help="What `preflight` measured: instead of data sheets.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="All of the grid, as JSON.")
+        _File, _option("--json", metavar="FILE", help="All of the grid, as JSON.")
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
+        _File, _option("--csv", metavar="FILE", help="The table's rows, as CSV.")
     ] = None,
     figure: Annotated[
-        Path | None,
-        typer.Option(
+        _File,
+        _option(
             metavar="FILE",
             help="A picture, .svg, .png or .pdf: throughput and cost over nodes and links.",
         ),
@@ -203,6 +201,9 @@ def plan(
         machine = None if server is None else _server(server, hardware)
         batch = _given("--global-batch", global_batch, q.whole)
         wholes = partial(q.each, parse=q.whole)
+        named: dict[str, Any] = {} if offered is None else {"strategies": STRATEGIES}
+        if strategies is not None:
+            named = {"strategies": q.each("--strategies", strategies, q.name)}
         request = Request(
             model=model,
             hardware=hardware,
@@ -222,7 +223,7 @@ def plan(
             global_batch=batch,
             tokens=q.count("--tokens", tokens),
             price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
-            **_names(strategies, STRATEGIES if offered is not None else None),
+            **named,
         )
         if figure is not None and offered is not None:
             raise ValueError(f"--figure = {str(figure)!r}: is of one cluster, without --instances")
@@ -230,34 +231,27 @@ def plan(
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            answer = _planned(request, figure)
+            found = planner.plan(request)
+            if found is None:
+                raise ValueError(refusal(request))
+            shown, table = report.table(found), report.rows(found)
+            document = report.document(found) if figure is None else report.curves(found)
         else:
-            answer = _rented(request, offered, _given("--within", within, q.hours))
+            limit = _given("--within", within, q.hours)
+            market = rent.rent(request, offered, limit)
+            if not market.offers:
+                raise ValueError(rent.refused(market, request, offered))
+            shown = rent.table(market, request, limit)
+            document = rent.document(market, request, limit)
+            table = [rent.row(offer) for offer in market.offers]
     except (ValueError, OSError) as error:
         terminal.stop(error)
-    _show(answer, output, rows, figure)
+    _show(shown, document, table, output, rows, figure)
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
     """What an option says; ``None`` where it was not given."""
     return None if text is None else parse(option, text)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What is shown, and what files hold."""
-
-    shown: Any
-    document: dict[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-
-
-def _planned(request: Request, figure: Path | None) -> _Answer:
-    found = planner.plan(request)
-    if found is None:
-        raise ValueError(refusal(request))
-    held = report.document(found) if figure is None else report.curves(found)
-    return _Answer(report.table(found), held, report.rows(found))
 
 
 def _offered(
@@ -278,33 +272,27 @@ def _offered(
     return found
 
 
-def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
-
-    market = rent.rent(request, offered, within_hours)
-    if not market.offers:
-        raise ValueError(rent.refused(market, request, offered))
-    return _Answer(
-        rent.table(market, request, within_hours),
-        rent.document(market, request, within_hours),
-        [rent.row(offer) for offer in market.offers],
-    )
-
-
-def _show(answer: _Answer, output: Path | None, rows: Path | None, figure: Path | None) -> None:
+def _show(
+    shown: Any,
+    document: dict[str, Any],
+    table: Sequence[Mapping[str, Any]],
+    output: Path | None,
+    rows: Path | None,
+    figure: Path | None,
+) -> None:
     console = terminal.console()
-    console.print(answer.shown)
+    console.print(shown)
     try:
         if output is not None:
-            text = json.dumps(answer.document, indent=1)
-            output.write_text(text + "\n", encoding="utf-8")
+            output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if rows is not None:
             with rows.open("w", encoding="utf-8", newline="") as lines:
-                writer = csv.DictWriter(lines, list(answer.rows[0]), lineterminator="\n")
+                writer = csv.DictWriter(lines, list(table[0]), lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(answer.rows)
+                writer.writerows(table)
         if figure is not None:
             drawn = ["plan", "-", "--output", str(figure)]
-            if (why := terminal.have_drawn(drawn, json.dumps(answer.document))) is not None:
+            if (why := terminal.have_drawn(drawn, json.dumps(document))) is not None:
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
     except (OSError, ValueError) as error:
         terminal.stop(error)
@@ -376,10 +364,3 @@ def _server(text: str, hardware: Hardware) -> Server:
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--inter-node is missing: with --server one node's link is used, too")
     return nominal(q.bits_per_s("--server", bandwidth), q.whole("--server", drives), hardware)
-
-
-def _names(text: str | None, usual: tuple[str, ...] | None) -> dict[str, Any]:
-    """The strategies that are named, else the usual ones, else all."""
-    if text is None:
-        return {} if usual is None else {"strategies": usual}
-    return {"strategies": q.each("--strategies", text, q.name)}

@@ -25,8 +25,7 @@ from simulation import quantities
 
 def preflight(
     cluster: Annotated[
-        Kind,
-        typer.Option(metavar="KIND", help="What to measure: emulated, or rented nodes."),
+        Kind, typer.Option(metavar="KIND", help="What to measure: emulated, or rented nodes.")
     ] = "emulated",
     nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Per node of an emulated cluster.")] = 2,
@@ -70,7 +69,6 @@ def preflight(
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
-
     with kinds.cluster(spec, preload=["torch"]) as cluster:
         measured = measure(cluster, limit, output.parent / "preflight-logs")
     output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -84,23 +82,17 @@ def _table(measured: Preflight) -> Table:
         f"{measured.backend}: {measured.evidence}"
     )
     links = measured.links
-    for name, link in (
-        ("between nodes, two ranks", links.inter_node_point_to_point),
-        ("between nodes, gather, a node sends", links.inter_node_all_gather),
-        ("inside a node, two ranks", links.intra_node_point_to_point),
-        ("inside a node, gather, a rank sends", links.intra_node_all_gather),
-    ):
-        table.add_row(name, *_columns(link))
+    table.add_row("between nodes, two ranks", *_columns(links.inter_node_point_to_point))
+    table.add_row("between nodes, gather, a node sends", *_columns(links.inter_node_all_gather))
+    table.add_row("inside a node, two ranks", *_columns(links.intra_node_point_to_point))
+    table.add_row("inside a node, gather, a rank sends", *_columns(links.intra_node_all_gather))
     host = measured.host
-    for name, rate in (
-        ("host memory, a rank copies", host.copy_bytes_per_s),
-        ("host → device", host.to_device_bytes_per_s),
-        ("device → host", host.from_device_bytes_per_s),
-    ):
-        table.add_row(name, "", "–" if rate is None else _bandwidth(rate), "")
-    for dtype, rate in measured.compute.matmul_flops_per_s.items():
+    table.add_row("host memory, a rank copies", "", _bandwidth(host.copy_bytes_per_s), "")
+    table.add_row("host → device", "", _bandwidth(host.to_device_bytes_per_s), "")
+    table.add_row("device → host", "", _bandwidth(host.from_device_bytes_per_s), "")
+    for dtype, flops in measured.compute.matmul_flops_per_s.items():
         alone = measured.compute.alone_matmul_flops_per_s[dtype]
-        text = f"{rate / 1e9:,.1f} GFLOP/s"
+        text = f"{flops / 1e9:,.1f} GFLOP/s"
         table.add_row(f"matrix product, {dtype}", "", text, f"{alone / 1e9:,.1f} alone")
     if (rate := measured.compute.memory_bytes_per_s) is not None:
         table.add_row("device memory, a kernel reads and writes", "", _bandwidth(rate), "")
@@ -119,7 +111,9 @@ def _columns(link: Link | None) -> tuple[str, str, str]:
     return f"{link.latency_s * 1e6:,.0f} µs", _bandwidth(link.bytes_per_s), sizes
 
 
-def _bandwidth(bytes_per_s: float) -> str:
+def _bandwidth(bytes_per_s: float | None) -> str:
+    if bytes_per_s is None:
+        return "–"
     return f"{sizes.written(bytes_per_s)}/s ({quantities.format_rate(8 * bytes_per_s)})"
 
 
@@ -152,17 +146,14 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         raise PreflightError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
     probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
-    origin = provenance.gather()
     return Preflight(
         **dict(probed),
+        **vars(provenance.gather()),
         evidence=cluster.can.evidence,
         nodes=cluster.nodes,
         ranks_per_node=cluster.ranks_per_node,
         inter_bandwidth_bits_per_s=bits_per_s,
         network=barrier.network,
-        versions=origin.versions,
-        hardware=origin.hardware,
-        commit=origin.commit,
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=time.monotonic() - started,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -54,8 +53,7 @@ def run(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="CELLS",
-            help="Only cells with these settings (policy=disk,k=4) or this id.",
+            metavar="CELLS", help="Only cells with these settings (policy=disk,k=4) or this id."
         ),
     ] = None,
     changes: Annotated[
@@ -68,13 +66,12 @@ def run(
         Kind | None,
         typer.Option(
             metavar="KIND",
-            help="Where to run, emulated, rented or simulated: the matrix file says, unless this "
-            "does.",
+            help="Where to run, emulated, "
+            "rented or simulated: the matrix file says, unless this does.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show the cells, with simulated time and memory."),
+        bool, typer.Option("--dry-run", help="Show the cells, with simulated time and memory.")
     ] = False,
     instance: Annotated[
         str | None,
@@ -103,24 +100,20 @@ def run(
         rented = _instance(instance, cluster, dry_run=dry_run)
         matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
         _check_names(matrices)
-        chosen = _select(matrices, only)
-    except (ValueError, ClusterError) as error:
+        suite = len(matrices) > 1
+        chosen = [(*pair, _path(pair[0], output, suite)) for pair in _select(matrices, only)]
+        resumed = resume or retry_failed
+        for each, cells, path in chosen:
+            here = each.cluster.can.make_nodes and not each.simulated
+            if dry_run or here:
+                kept = RunDirectory(path).kept(each, retry_failed) if resumed else []
+                _check(each, cells, kept, provenance.memory_bytes(), rented, shown=dry_run)
+    except (ValueError, OSError, ClusterError) as error:
         terminal.stop(error)
     if dry_run:
-        for each, cells in chosen:
-            path = _path(each, output, suite=len(matrices) > 1)
-            finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
-            _show(each, cells, finished, provenance.memory_bytes(), rented)
         return
-    for each, cells in chosen:
-        path = _path(each, output, suite=len(matrices) > 1)
-        if each.cluster.can.make_nodes and not each.simulated:
-            finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
-            _check_memory(cells, finished, provenance.memory_bytes())
     well = True
-    for each, cells in chosen:
-        path = _path(each, output, suite=len(matrices) > 1)
-        resumed = resume or retry_failed
+    for each, cells, path in chosen:
         with session.opened(each, path, resume=resumed, retry_failed=retry_failed) as opened:
             directory, finished = opened
             records = session.run_cells(each, cells, finished, directory)
@@ -131,23 +124,12 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
-def _finished(matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool) -> list[Record]:
-    """The records that a run would keep, if it resumes."""
-    if not (resume or retry_failed):
-        return []
-    try:
-        return RunDirectory(path).kept(matrix, retry_failed)
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
-
-
 def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Instance | None:
     """The instance of that name. Raises ``ValueError`` if there is none, or nothing asks for it."""
     if name is None:
         return None
     if not dry_run or cluster not in (None, "rented"):
         raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
-
     return rent.named(name)
 
 
@@ -187,7 +169,7 @@ def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, 
     return [(matrix, cells) for matrix, cells in found if cells]
 
 
-def _path(matrix: Matrix, output: Path | None, *, suite: bool) -> Path:
+def _path(matrix: Matrix, output: Path | None, suite: bool) -> Path:
     """The directory of a matrix's records, logs and report."""
     if output is not None:
         return output / Path(matrix.name).name if suite else output
@@ -201,92 +183,62 @@ def _path(matrix: Matrix, output: Path | None, *, suite: bool) -> Path:
 _PROCESS = 200e6
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """The simulator's answer for one cell; ``None`` what it does not know."""
+class _Estimate(NamedTuple):
+    """The simulator's answer for one cell, or why it has none."""
 
-    step_seconds: float
-    steps: int
-    #: One rank's device and one node's host; on an emulated cluster both are this machine's.
-    device_bytes: float
-    host_bytes: float
-    here_bytes: float | None
-
-    @property
-    def seconds(self) -> float:
-        return self.step_seconds * self.steps
-
-    def __str__(self) -> str:
-        if self.here_bytes is not None:
-            memory = f"{sizes.written(self.here_bytes)} of this machine"
-        else:
-            memory = f"{sizes.written(self.device_bytes)} per device"
-            memory += f", {sizes.written(self.host_bytes)} per host" if self.host_bytes else ""
-        return f"{self.step_seconds:.3g} s/step, {memory}"
+    words: str
+    #: Of all its steps; ``None`` where it has none.
+    seconds: float | None = None
+    #: What it takes of this machine, where that is all of its nodes.
+    here_bytes: float = 0.0
 
 
-def _show(
+def _check(
     matrix: Matrix,
     cells: Sequence[MatrixCell],
     finished: Sequence[Record],
     memory_bytes: float,
-    instance: Instance | None = None,
+    instance: Instance | None,
+    *,
+    shown: bool,
 ) -> None:
-    """List the cells: which would run, how long, and in how much memory, as the simulator has it.
+    """Refuse a cell that needs more than this machine's ``memory_bytes``, as the simulator has it.
 
+    Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
-    Ends the command where a cell needs more than this machine's ``memory_bytes``.
     """
     console, done = terminal.console(), {record.cell_id: record.state for record in finished}
-    total, steps, running, unknown, largest = 0.0, 0, 0, 0, (0.0, "")
+    found: dict[str, _Estimate] = {}
+    steps = 0
     for entry in cells:
-        cell = entry.cell
+        cell, style = entry.cell, "dim"
         if entry.skip_reason is not None:
-            said = f"{cell.id}  skipped: {entry.skip_reason}"
-            terminal.say_as_it_is(console, said, "dim")
+            said = f"skipped: {entry.skip_reason}"
         elif cell.id in done:
-            said = f"{cell.id}  has a record: {done[cell.id]}"
-            terminal.say_as_it_is(console, said, "dim")
+            said = f"has a record: {done[cell.id]}"
         else:
-            found = _estimate(cell, instance)
-            running, steps = running + 1, steps + cell.warmup_steps + cell.steps
-            if isinstance(found, str):
-                unknown += 1
-            else:
-                total += found.seconds
-                largest = max(largest, (found.here_bytes or 0.0, cell.id))
-            terminal.say_as_it_is(console, f"{cell.id}  {found}")
-    skipped = sum(entry.skip_reason is not None for entry in cells)
-    counts = f"{running} cells to run, {steps} steps in all, {skipped} skipped"
-    times = (
-        "" if matrix.simulated or unknown == running else f"; simulated, {clock(total)} of steps"
+            found[cell.id] = _estimate(cell, instance)
+            said, style = found[cell.id].words, ""
+            steps += cell.warmup_steps + cell.steps
+        if shown:
+            terminal.say_as_it_is(console, f"{cell.id}  {said}", style)
+    if shown:
+        skipped = sum(entry.skip_reason is not None for entry in cells)
+        counts = f"{len(found)} cells to run, {steps} steps in all, {skipped} skipped"
+        known = [each.seconds for each in found.values() if each.seconds is not None]
+        if known and not matrix.simulated:
+            counts += f"; simulated, {clock(sum(known))} of steps"
+            if instance is not None:
+                counts += _price(instance, matrix.cluster.nodes, sum(known))
+            unknown = len(found) - len(known)
+            counts += f", {unknown} cells unknown" if unknown else ""
+        console.print(f"{matrix.name}: {counts}", style="bold", highlight=False)
+    needed, largest = max(
+        ((each.here_bytes, name) for name, each in found.items()), default=(0, "")
     )
-    if times and instance is not None:
-        times += _price(instance, matrix.cluster.nodes, total)
-    beside = f", {unknown} cells unknown" if unknown and times else ""
-    console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
-    _refuse_larger(largest, memory_bytes)
-
-
-def _check_memory(
-    cells: Sequence[MatrixCell], finished: Sequence[Record], memory_bytes: float
-) -> None:
-    """End the command where a cell that is to run needs more than this machine has."""
-    done = {record.cell_id for record in finished}
-    pending = [p.cell for p in cells if p.skip_reason is None and p.cell.id not in done]
-    found = {cell.id: _estimate(cell, None) for cell in pending}
-    needed = [
-        (each.here_bytes or 0.0, cell_id)
-        for cell_id, each in found.items()
-        if isinstance(each, _Estimate)
-    ]
-    _refuse_larger(max(needed, default=(0.0, "")), memory_bytes)
-
-
-def _refuse_larger(largest: tuple[float, str], memory_bytes: float) -> None:
-    if largest[0] > memory_bytes:
-        terminal.stop(
-            f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "
+    if needed > memory_bytes:
+        raise ValueError(
+            f"{largest} needs about {sizes.written(needed)}, and this machine has "
             f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
         )
 
@@ -299,23 +251,22 @@ def _price(instance: Instance, nodes: int, seconds: float) -> str:
     return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
 
 
-def _estimate(cell: Cell, instance: Instance | None) -> _Estimate | str:
-    """The simulator's answer, or why it has none."""
+def _estimate(cell: Cell, instance: Instance | None) -> _Estimate:
     if instance is None and not cell.cluster.can.describe_hardware:
-        return "on hardware that is not known: --instance says which"
+        return _Estimate("on hardware that is not known: --instance says which")
     if (why := why_not_simulated(cell)) is not None:
-        return why
+        return _Estimate(why)
     hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:
         found = predict(workload_of(cell), hardware)
     except ValueError as error:
-        return f"is not simulated: {error}"
-    needs, cluster = found.footprint, cell.cluster
-    each = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
-    return _Estimate(
-        found.step_seconds,
-        cell.warmup_steps + cell.steps,
-        needs.device_bytes,
-        needs.host_bytes,
-        cluster.nodes * each if cluster.can.make_nodes else None,
-    )
+        return _Estimate(f"is not simulated: {error}")
+    needs, cluster, here = found.footprint, cell.cluster, 0.0
+    memory = f"{sizes.written(needs.device_bytes)} per device"
+    memory += f", {sizes.written(needs.host_bytes)} per host" if needs.host_bytes else ""
+    if cluster.can.make_nodes:
+        each = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
+        here = cluster.nodes * each
+        memory = f"{sizes.written(here)} of this machine"
+    seconds = found.step_seconds * (cell.warmup_steps + cell.steps)
+    return _Estimate(f"{found.step_seconds:.3g} s/step, {memory}", seconds, here)

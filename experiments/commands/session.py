@@ -16,8 +16,8 @@ from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records import parity
+from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.repeats import pooled
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import Progress

@@ -46,7 +46,6 @@ def show(
 
 
 def _runs(files: Sequence[Path], path: Path) -> Table:
-
     columns = ("run", "evidence", "cells", "started", "commit")
     table = terminal.table(columns, header_style="dim")
     for file in files:
@@ -74,7 +73,6 @@ _BESIDE_IDS = 50
 
 
 def _cells(records: Sequence[Record]) -> Table:
-
     words, numbers = ("cell", "state"), ("s/step", "tokens/s", "took")
     table = terminal.table(words, numbers, header_style="dim", padding=(0, 2, 0, 0))
     for record in records:

@@ -68,7 +68,6 @@ class _Known:
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
-
         shape = cell.cluster.nodes, cell.cluster.ranks_per_node
         if cell.cluster.kind != "rented":
             return emulated(*shape, cell.inter_bandwidth_bits_per_s, self.constants)
@@ -110,8 +109,8 @@ def validate(
         bool,
         typer.Option(
             "--calibrate",
-            help="Measure this machine's constants first (in runs/calibration, minutes, once), and "
-            "predict emulated cells with them; RESULTS must be of this machine.",
+            help="Measure this machine's constants first (in runs/calibration, minutes, once), "
+            "and predict emulated cells with them; RESULTS must be of this machine.",
         ),
     ] = False,
     preflight: Annotated[
@@ -167,7 +166,6 @@ def _records(folder: Path) -> Path:
 
 
 def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
-
     constants, host = TWO_CORES, "the host of the committed records"
     if calibrate:
         constants, host = _calibrated(), "this machine, from runs/calibration"
@@ -206,7 +204,6 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
 
 
 def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
-
     step = comparison.measured
     return Record(
         cell=of.cell,
@@ -215,9 +212,7 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
         error=None,
         evidence="simulated",
         measurement=measured(step.workload, step.hardware, comparison.prediction),
-        commit=origin.commit,
-        versions=origin.versions,
-        hardware=origin.hardware,
+        **vars(origin),
         # The committed constants are known by the commit.
         network={} if known.by_default else assumed(step.hardware),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -232,7 +227,11 @@ def _table(compared: dict[str, Compared]) -> Table:
     table = terminal.table(["records", "link"], numbers)
     for folder, found in compared.items():
         for link in ("limited", "unshaped"):
-            cells = [c for record, c in found if _is_limited(record) == (link == "limited")]
+            cells = [
+                each
+                for record, each in found
+                if (record.cell.inter_bandwidth_bits_per_s is None) == (link == "unshaped")
+            ]
             if not cells:
                 continue
             largest = max((c.relative_error for c in cells), key=abs)
@@ -243,7 +242,3 @@ def _table(compared: dict[str, Compared]) -> Table:
             off = f"{100 * largest:+.0f} %"
             table.add_row(folder, link, f"{len(cells)}", error, off, f"{agree}", share)
     return table
-
-
-def _is_limited(record: Record) -> bool:
-    return record.cell.inter_bandwidth_bits_per_s is not None

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from experiments import terminal
+from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from experiments.terminal.progress import last_step
 from experiments.terminal.summary_table import summary

@@ -134,12 +134,17 @@ class _Expansion:
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._models = self._workloads.models()
-        self._axes = self._axis_values()
-        self._constants = self._constant_values()
-        self._require_all_settings()
+        self._axes = {name: self._values(name, given) for name, given in self._top.axes.items()}
+        self._constants = self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
+        self._require_each_setting_once()
         self._require_a_strategy_for_each()
-        self._reference = self._reference_strategy()
-        self._skips = [self._skip(("skip", i)) for i in range(len(self._top.skip or ()))]
+        if self._top.reference is not None:
+            allowed = self._strategies
+            self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
+        self._skips = []
+        for i in range(len(self._top.skip or ())):
+            rule = self._file.spec(_Skip, ("skip", i))
+            self._skips.append(_Rule(self._when(("skip", i), rule.when), rule.reason, {}))
         self._overrides = [
             self._override(("overrides", i)) for i in range(len(self._top.overrides or ()))
         ]
@@ -168,7 +173,7 @@ class _Expansion:
             self._cluster,
             tuple(self._repeated(list(cells.values()))),
             self._simulated,
-            self._reference,
+            self._top.reference,
         )
 
     def _repeated(self, cells: list[MatrixCell]) -> Iterator[MatrixCell]:
@@ -205,47 +210,33 @@ class _Expansion:
         except ValidationError as error:
             first = error.errors()[0]
             if first["type"] == "mismatch":
-                setting = first["ctx"]["field"]
-                self._file.fail(self._where(setting, settings), first["msg"])
-            # A cluster's field follows its kind.
-            field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
-            setting = FILE_NAMES.get(field, field)
-            self._file.fail(self._where(setting, settings), explain(first["input"], first["msg"]))
+                setting, problem = first["ctx"]["field"], first["msg"]
+            else:  # a cluster's field follows its kind
+                field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
+                setting = FILE_NAMES.get(field, field)
+                problem = explain(first["input"], first["msg"])
+            where = settings[setting].path if setting in settings else (setting,)
+            self._file.fail(where, problem)
         return _with_largest_micro_batch(cell) if largest else cell
-
-    def _where(self, setting: str, given: Mapping[str, _Value]) -> KeyPath:
-        return given[setting].path if setting in given else (setting,)
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._file.at(("cluster",))
         if isinstance(section, dict) and "kind" in section:
             self._file.one_of(section["kind"], ABILITIES, ("cluster", "kind"), "unknown kind")
-        if isinstance(section, dict) and section.get("kind") == "simulated":
-            return self._file.spec(SimulatedSpec, ("cluster",))
+            if section["kind"] == "simulated":
+                return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
 
-    def _axis_values(self) -> dict[str, list[_Value]]:
-        axes = {}
-        for setting, items in self._top.axes.items():
-            path = ("axes", setting)
-            self._file.one_of(setting, SETTINGS, path, "unknown key")
-            axes[setting] = self._values(setting, items, path)
-        return axes
-
-    def _values(self, setting: str, items: list[Any], path: KeyPath) -> list[_Value]:
-        values: list[_Value] = []
+    def _values(self, setting: str, items: list[Any]) -> list[_Value]:
+        """The values of an axis."""
+        path, values = ("axes", setting), list[_Value]()
+        self._file.one_of(setting, SETTINGS, path, "unknown key")
         for i, item in enumerate(items):
             value = self._value(setting, item, (*path, i))
             if value in (earlier.value for earlier in values):
                 self._file.fail((*path, i), f"{item!r} is already in this list")
             values.append(_Value(value, (*path, i)))
         return values
-
-    def _constant_values(self) -> dict[str, _Value]:
-        for setting in self._top.workload or ():
-            if setting in self._axes:
-                self._file.fail(("workload", setting), "is an axis already; keep one of the two")
-        return self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
 
     def _single_values(
         self, given: Mapping[str, Any], path: KeyPath, allowed: Sequence[str]
@@ -257,7 +248,9 @@ class _Expansion:
             values[setting] = _Value(self._value(setting, item, place), place)
         return values
 
-    def _require_all_settings(self) -> None:
+    def _require_each_setting_once(self) -> None:
+        for setting in self._constants.keys() & self._axes.keys():
+            self._file.fail(("workload", setting), "is an axis already; keep one of the two")
         for field, info in Cell.model_fields.items():
             setting = FILE_NAMES.get(field, field)
             given = setting in self._axes or setting in self._constants
@@ -266,7 +259,7 @@ class _Expansion:
 
     def _require_a_strategy_for_each(self) -> None:
         """Fail for a setting that no strategy of the matrix has."""
-        strategies = [registry.find(given.value) for given in self._given("strategy")]
+        strategies = [registry.find(name) for name in self._strategies]
         have = {name for strategy in strategies for name in strategy.settings.model_fields}
         for section in ("axes", "workload"):
             given = getattr(self._top, section) or ()
@@ -275,16 +268,10 @@ class _Expansion:
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
 
-    def _given(self, setting: str) -> list[_Value]:
-        """Each value that the matrix gives, whichever section it is in."""
-        return self._axes.get(setting) or [self._constants[setting]]
-
-    def _reference_strategy(self) -> str | None:
-        found = self._top.reference
-        if found is not None:
-            names = [given.value for given in self._given("strategy")]
-            self._file.one_of(found, names, ("reference",), "not in this matrix:")
-        return found
+    @property
+    def _strategies(self) -> list[str]:
+        given = self._axes.get("strategy") or [self._constants["strategy"]]
+        return [each.value for each in given]
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
@@ -301,7 +288,8 @@ class _Expansion:
         try:
             if setting in ("inter_bandwidth", "inter_group_bandwidth"):
                 return _within(self._cluster.can.rates, quantities.link(item))
-            if self._cluster.can.start_processes and _simulated_only(setting, item):
+            simulated = setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
+            if self._cluster.can.start_processes and simulated:
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # Imports torch, which most matrices need not wait for.
@@ -312,10 +300,6 @@ class _Expansion:
         except ValueError as error:
             self._file.fail(path, str(error))
         return item
-
-    def _skip(self, path: KeyPath) -> _Rule:
-        rule = self._file.spec(_Skip, path)
-        return _Rule(self._when(path, rule.when), rule.reason, {})
 
     def _override(self, path: KeyPath) -> _Rule:
         rule = self._file.spec(_Override, path)
@@ -352,10 +336,6 @@ def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None
     )
 
 
-def _simulated_only(setting: str, item: object) -> bool:
-    return setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
-
-
 def _why_not_simulated(cell: Cell) -> str | None:
     # Imports numpy, which a matrix that is not simulated need not wait for.
     from experiments.records.modelled import why_not_simulated
@@ -383,10 +363,6 @@ def _why_not_there(cell: Cell) -> str | None:
         )
     if extra and getattr(cell.cluster, "groups", 1) > 1:
         return f"its {' and '.join(extra)} would be in no group of nodes"
-    return _why_no_images(cell) or cell.settings.why_not_run
-
-
-def _why_no_images(cell: Cell) -> str | None:
-    if not isinstance(cell.data, Images) or importlib.util.find_spec(cell.data.package):
-        return None
-    return f"{NEEDED}; there is no {cell.data.package} here"
+    if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
+        return f"{NEEDED}; there is no {cell.data.package} here"
+    return cell.settings.why_not_run

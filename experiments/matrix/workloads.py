@@ -12,23 +12,6 @@ from experiments.matrix.files import Sections
 from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
-from experiments.records.workload import (
-    AnyData,
-    AnyModel,
-    AnyText,
-    ConfiguredModel,
-    Convolutional,
-    Dataset,
-    ImageModel,
-    Images,
-    JsonLines,
-    Library,
-    Origin,
-    OwnModel,
-    ResNet,
-    TextFile,
-    is_path,
-)
 from simulation import models as shapes
 from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
@@ -37,7 +20,10 @@ _OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
 _LOSS: str = Cell.model_fields["loss"].default
 _SOURCES = ("library", "text", "jsonl", "dataset", "images")
 #: Models of images by family; the other families are built-in language models.
-_NETWORKS: dict[str, type[ImageModel]] = {"convolutional": Convolutional, "resnet": ResNet}
+_NETWORKS: dict[str, type[workload.ImageModel]] = {
+    "convolutional": workload.Convolutional,
+    "resnet": workload.ResNet,
+}
 #: Files, of which a name on the hub has one: of pretrained weights, and of tokenizers.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
@@ -59,9 +45,9 @@ class Workloads:
         #: Models by name that are not built in.
         self._from_elsewhere: dict[str, KeyPath] = {}
 
-    def models(self) -> dict[str, AnyModel]:
+    def models(self) -> dict[str, workload.AnyModel]:
         """The file's models by name."""
-        specs: dict[str, AnyModel] = {}
+        specs: dict[str, workload.AnyModel] = {}
         for i in range(len(self._file.at(("models",)))):
             spec = self._model(("models", i))
             if spec.name in specs:
@@ -73,10 +59,10 @@ class Workloads:
                 self._from_elsewhere[spec.name] = ("models", i)
         return specs
 
-    def _model(self, path: KeyPath) -> AnyModel:
+    def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
         if isinstance(section, dict) and "function" in section:
-            model = self._file.spec(OwnModel, path)
+            model = self._file.spec(workload.OwnModel, path)
             self._has_module(model.function, (*path, "function"))
             return model
         if isinstance(section, dict) and "config" in section:
@@ -85,7 +71,7 @@ class Workloads:
             return self._file.spec(_NETWORKS[section["family"]], path)
         return self._file.spec(ModelSpec, path)
 
-    def data(self, path: KeyPath) -> AnyData:
+    def data(self, path: KeyPath) -> workload.AnyData:
         """The data at ``path`` of the file."""
         section = self._file.at(path)
         if not isinstance(section, dict):
@@ -98,7 +84,7 @@ class Workloads:
         data = self._from(source, path)
         if data.tokenizer is not None:
             tokenizer = self._path_or_name(data.tokenizer, (*path, "tokenizer"))
-            if not is_path(tokenizer):
+            if not workload.is_path(tokenizer):
                 self._is_on_hub(tokenizer, _TOKENIZERS, (*path, "tokenizer"))
             data = data.model_copy(update={"tokenizer": tokenizer})
         return data
@@ -123,33 +109,35 @@ class Workloads:
         self._file.one_of(section["kind"], _OPTIMIZERS, (*path, "kind"), "unknown optimizer")
         return self._file.spec(_OPTIMIZERS[section["kind"]], path)
 
-    def origin(self, model: str, settings: Mapping[str, KeyPath]) -> Origin:
+    def origin(self, model: str, settings: Mapping[str, KeyPath]) -> workload.Origin:
         """Where the file gives what of a cell's workload comes from elsewhere."""
         paths = {name: settings[name] for name in ("data", "loss") if name in settings}
         if model in self._from_elsewhere:
             paths["model"] = self._from_elsewhere[model]
         if not paths:
-            return Origin()
+            return workload.Origin()
         places = {name: self._file.place(path) for name, path in paths.items()}
-        return Origin(folder=self._folder, **places)
+        return workload.Origin(folder=self._folder, **places)
 
-    def _configured(self, path: KeyPath) -> ConfiguredModel:
+    def _configured(self, path: KeyPath) -> workload.ConfiguredModel:
         place = (*path, "config")
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
-        self._file.spec(ConfiguredModel, path, configuration={})  # before anything is fetched
+        self._file.spec(
+            workload.ConfiguredModel, path, configuration={}
+        )  # before anything is fetched
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
-            read = shapes.read(given if is_path(source) else source)
+            read = shapes.read(given if workload.is_path(source) else source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):
             self._file.fail(place, f"{config} says no model_type")
         said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
-        model = self._file.spec(ConfiguredModel, path, configuration=said)
-        if model.weights == "pretrained" and is_path(source):
+        model = self._file.spec(workload.ConfiguredModel, path, configuration=said)
+        if model.weights == "pretrained" and workload.is_path(source):
             folder = given if given.is_dir() else given.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
@@ -157,8 +145,8 @@ class Workloads:
             self._is_on_hub(source, _WEIGHTS, (*path, "weights"))
         return model.model_copy(update={"config": source})
 
-    def _images(self, path: KeyPath) -> Images:
-        given = self._file.spec(Images, path)
+    def _images(self, path: KeyPath) -> workload.Images:
+        given = self._file.spec(workload.Images, path)
         if given.images == "digits":
             if given.folder is not None:
                 self._file.fail((*path, "folder"), "is not for digits, which scikit-learn brings")
@@ -168,19 +156,19 @@ class Workloads:
             self._no_file(given.folder, (*path, "folder"))
         return given
 
-    def _from(self, source: str, path: KeyPath) -> AnyText:
+    def _from(self, source: str, path: KeyPath) -> workload.AnyText:
         if source == "library":
-            return self._file.spec(Library, path)
+            return self._file.spec(workload.Library, path)
         if source == "dataset":
-            loaded = self._file.spec(Dataset, path)
+            loaded = self._file.spec(workload.Dataset, path)
             if importlib.util.find_spec("datasets") is None:
                 self._file.fail((*path, source), "needs the package datasets: pip install datasets")
             name = self._path_or_name(loaded.dataset, (*path, source))
             return loaded.model_copy(update={"dataset": name})
         file = self._existing_file((*path, source))
         if source == "text":
-            return self._file.spec(TextFile, path, digest=workload.digest(file))
-        lines = self._file.spec(JsonLines, path, digest=workload.digest(file))
+            return self._file.spec(workload.TextFile, path, digest=workload.digest(file))
+        lines = self._file.spec(workload.JsonLines, path, digest=workload.digest(file))
         try:
             texts = [len(text) for text in workload.json_lines(file, lines.field)]
             if not sum(texts):
@@ -206,8 +194,8 @@ class Workloads:
     def _path_or_name(self, given: str, path: KeyPath) -> str:
         """What is there, as ``is_path`` knows paths; else what may be a name on the hub."""
         if self._path(given).exists():
-            return given if is_path(given) else f"./{given}"
-        if is_path(given) or given.endswith(".json") or given.count("/") > 1:
+            return given if workload.is_path(given) else f"./{given}"
+        if workload.is_path(given) or given.endswith(".json") or given.count("/") > 1:
             self._no_file(given, path)
         return given
 
@@ -221,7 +209,7 @@ class Workloads:
         self._file.fail(path, f"there is no file or folder {given} beside this matrix file")
 
     def _path(self, given: str) -> Path:
-        return Origin(folder=self._folder).path(given)
+        return workload.Origin(folder=self._folder).path(given)
 
     def _has_module(self, function: str, path: KeyPath) -> None:
         module = function.partition(":")[0]

@@ -239,15 +239,9 @@ def _with_links(found: Hardware, measured: Preflight) -> Hardware:
     inter: Link | None = links.inter_node_all_gather
     intra: Link | None = links.intra_node_all_gather
     if inter is not None:
-        found = replace(
-            found,
-            inter_bytes_per_s=inter.bytes_per_s,
-            inter_latency_seconds=inter.latency_s / max(1, measured.nodes - 1),
-        )
+        latency = inter.latency_s / max(1, measured.nodes - 1)
+        found = replace(found, inter_bytes_per_s=inter.bytes_per_s, inter_latency_seconds=latency)
     if intra is not None:
-        found = replace(
-            found,
-            intra_bytes_per_s=intra.bytes_per_s,
-            intra_latency_seconds=intra.latency_s / max(1, measured.ranks_per_node - 1),
-        )
+        latency = intra.latency_s / max(1, measured.ranks_per_node - 1)
+        found = replace(found, intra_bytes_per_s=intra.bytes_per_s, intra_latency_seconds=latency)
     return found

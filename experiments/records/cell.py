@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -227,28 +228,9 @@ class Cell(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cell:
-        if (problem := _workload_mismatch(self)) is not None:
-            raise _mismatch(*problem)
-        return self
-
-    @model_validator(mode="after")
-    def _holds_what_is_frozen(self) -> Cell:
-        if self.frozen_dtype == "bfloat16" and (self.tuning, self.dtype) != ("lora", "bfloat16"):
-            raise _mismatch(
-                "frozen_dtype",
-                "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16, "
-                f"not for {self.tuning} with {self.dtype}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _recomputes_in_simulations(self) -> Cell:
-        if self.recomputed and self.cluster.can.start_processes:
-            raise _mismatch(
-                "recomputed",
-                f"{self.recomputed:g} is for clusters of kind simulated, not "
-                f"{self.cluster.kind}: the worker recomputes nothing",
-            )
+        for field, reason in _mismatches(self):
+            # The reader of a file finds the field by its name.
+            raise PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
         return self
 
     @classmethod
@@ -354,29 +336,27 @@ class Cell(Strict):
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
 
 
-def _workload_mismatch(cell: Cell) -> tuple[str, str] | None:
-    """What of a cell's workload does not fit the rest, and why; ``None`` if all does."""
+def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
+    """Fields of a cell that do not fit the others, each with the reason."""
     data, model, length = cell.data, cell.model, cell.sequence_length
     images = isinstance(data, Images)
     if images != isinstance(model, ImageModel):
-        return "data", (
-            f"{data.name} and model {model.name} do not go together: models of family "
-            "convolutional and resnet train on images, all others on text"
-        )
+        why = f"{data.name} and model {model.name} do not go together: models of family "
+        yield "data", f"{why}convolutional and resnet train on images, all others on text"
     if not images and length < 2:
-        return "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
+        yield "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
     if images and length > 1:
-        return "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
+        yield "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
     if images and cell.tuning != "full":
-        return "tuning", f"{cell.tuning} is not allowed: models of images train in full"
+        yield "tuning", f"{cell.tuning} is not allowed: models of images train in full"
     if images and cell.loss != "cross entropy":
-        return "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
-    return None
-
-
-def _mismatch(field: str, reason: str) -> PydanticCustomError:
-    """What is wrong with a field beside the others; the reader of a file finds it by its name."""
-    return PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
+        yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
+    if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
+        why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"
+        yield "frozen_dtype", f"{why}, not for {cell.tuning} with {cell.dtype}"
+    if cell.recomputed and cell.cluster.can.start_processes:
+        why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
+        yield "recomputed", f"{why}: the worker recomputes nothing"
 
 
 def _in_a_name(words: str) -> str:

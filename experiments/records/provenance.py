@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,10 +81,8 @@ def _git(*arguments: str) -> str | None:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -100,12 +99,9 @@ def _hardware() -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     """Names of the GPUs, as the driver's files give them; nothing where there is none."""
     files = sorted(_NVIDIA.glob("gpus/*/information"))
-    models = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(map(_read, files)), re.MULTILINE)
+    said = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    models = re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
     return {"gpu": ", ".join(sorted(set(models))), "gpus": len(models)} if models else {}
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _cpu_model() -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records.cell import FILE_NAMES, Cell
+from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.repeats import pooled
 from experiments.records.settings import Described, described
 from simulation import files as jsonl
 from simulation import quantities

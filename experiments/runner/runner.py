@@ -23,7 +23,6 @@ from experiments.clusters.start_barrier import StartBarrier
 from experiments.matrix.matrix import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
-from experiments.records.provenance import Provenance
 from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
@@ -80,7 +79,7 @@ def run(
     by_id = {record.cell_id: record for record in finished}
     pending = [entry for entry in cells if entry.cell.id not in by_id]
     if pending:
-        runner = _Runner(cluster, directory, observer, provenance.gather())
+        runner = _Runner(cluster, directory, observer)
         with cluster:
             for entry in pending:
                 by_id[entry.cell.id] = runner.finish(entry)
@@ -88,17 +87,11 @@ def run(
 
 
 class _Runner:
-    def __init__(
-        self,
-        cluster: Cluster,
-        directory: RunDirectory,
-        observer: Observer,
-        origin: Provenance,
-    ) -> None:
+    def __init__(self, cluster: Cluster, directory: RunDirectory, observer: Observer) -> None:
         self._cluster = cluster
         self._directory = directory
         self._observer = observer
-        self._origin = origin
+        self._origin = provenance.gather()
         self._watch = Watch()
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
@@ -108,7 +101,7 @@ class _Runner:
             if entry.skip_reason is None:
                 record = self._run(entry.cell)
             else:
-                record = self._record(entry.cell, "skipped", entry.skip_reason, started_at=_now())
+                record = self._record(entry.cell, "skipped", entry.skip_reason, _now())
             files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
@@ -144,7 +137,11 @@ class _Runner:
                     )
                 network = barrier.network
             if outcome.state == "ok":
-                measurement = _measurement(directory / "measurement.json")
+                file = directory / "measurement.json"
+                if not file.exists():
+                    said = "all ranks ended without an error, but rank 0 wrote no"
+                    raise RuntimeError(f"{said} {file.name}")
+                measurement = Measurement.model_validate_json(file.read_bytes())
         except LostNodeError as error:
             raise RunError(
                 f"{cell.id}: {error}; this cell has no record, all before it are kept in "
@@ -157,10 +154,10 @@ class _Runner:
             cell,
             outcome.state,
             _error(outcome, directory / "logs"),
+            started_at,
             measurement=measurement,
             network=network,
             machine=self._watch.machine() if self._cluster.can.start_processes else None,
-            started_at=started_at,
             seconds=time.monotonic() - started,
         )
 
@@ -186,43 +183,23 @@ class _Runner:
         return outcome
 
     def _record(
-        self,
-        cell: Cell,
-        state: State,
-        error: str | None,
-        *,
-        started_at: str,
-        measurement: Measurement | None = None,
-        network: dict[str, Any] | None = None,
-        machine: Machine | None = None,
-        seconds: float = 0.0,
+        self, cell: Cell, state: State, error: str | None, started_at: str, **found: Any
     ) -> Record:
+        """A cell's record, with what was ``found`` where it ran."""
+        deepspeed = pins.version(cell.deepspeed)
+        theirs = {"deepspeed": deepspeed} if deepspeed else {}  # what the cell's ranks import
         return Record(
             cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
             state=state,
             error=error,
             evidence=self._cluster.can.evidence,
-            measurement=measurement,
             commit=self._origin.commit,
-            versions=self._versions(cell),
+            versions=self._origin.versions | theirs,
             hardware=self._origin.hardware,
-            network=network or {},
-            machine=machine,
             started_at=started_at,
-            seconds=seconds,
+            **({"measurement": None, "network": {}, "seconds": 0.0} | found),
         )
-
-    def _versions(self, cell: Cell) -> dict[str, str]:
-        """Versions of the packages that the cell's ranks import."""
-        deepspeed = pins.version(cell.deepspeed)
-        return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
-
-
-def _measurement(file: Path) -> Measurement:
-    if not file.exists():
-        raise RuntimeError(f"all ranks ended without an error, but rank 0 wrote no {file.name}")
-    return Measurement.model_validate_json(file.read_bytes())
 
 
 def _error(outcome: Outcome, logs: Path) -> str | None:

@@ -51,13 +51,6 @@ def last_step(directory: Path) -> Step | None:
     return Step(**json.loads(line)) if line else None
 
 
-@dataclass(frozen=True)
-class _Current:
-    cell: Cell
-    directory: Path
-    started: float
-
-
 class Progress:
     """Shows one run; a context manager around it, and the runner's observer."""
 
@@ -75,7 +68,8 @@ class Progress:
         ids = {cell.id for cell in self._cells}
         self._finished = [record for record in finished if record.cell_id in ids]
         self._lines = _CellLines(self._cells)
-        self._current: _Current | None = None
+        #: The cell that runs, its directory, and when it has begun.
+        self._current: tuple[Cell, Path, float] | None = None
         self._started = time.monotonic()
         self._begun = False
         self._live: Live | None = None
@@ -109,7 +103,7 @@ class Progress:
         """Show this cell as the current one."""
         if not self._begun:
             self._begin()
-        self._current = _Current(cell, directory, time.monotonic())
+        self._current = cell, directory, time.monotonic()
 
     def cell_finished(self, record: Record) -> None:
         """Add the cell's line; a skipped cell was announced at the start."""
@@ -120,13 +114,11 @@ class Progress:
 
     def status(self) -> RenderableType:
         """Lines about the current cell and the whole run, as of now."""
-        current = self._current
-        elapsed = 0.0 if current is None else time.monotonic() - current.started
-        step = None if current is None else last_step(current.directory)
-        overall = self._overall(elapsed, step)
-        if current is None:
-            return Group(Text(), overall)
-        return Group(Text(), _cell_status(current.cell, step, elapsed), overall)
+        if self._current is None:
+            return Group(Text(), self._overall(0.0, None))
+        cell, directory, started = self._current
+        elapsed, step = time.monotonic() - started, last_step(directory)
+        return Group(Text(), _cell_status(cell, step, elapsed), self._overall(elapsed, step))
 
     def _overall(self, elapsed_cell: float, step: Step | None) -> Table:
         done = len(self._finished)
@@ -136,14 +128,12 @@ class Progress:
         times = f"{clock(time.monotonic() - self._started)} passed"
         if left is not None:
             times += f", about {clock(left)} left"
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(
+        return _row(
             Text("all", style="dim"),
             ProgressBar(total=len(self._cells), completed=done, width=30),
             f"{done} of {len(self._cells)} cells",
             Text(times, style="dim"),
         )
-        return grid
 
     def _begin(self) -> None:
         """Show the columns and, on a terminal, the moving part below them."""
@@ -171,36 +161,31 @@ class _CellLines:
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._extra = varying_settings(cells)
-        settings = [self._settings(cell) for cell in cells]
-        titles = ["strategy", "tuning", "model", "link"]
-        titles += [_SHORT.get(item.name, item.setting.label.lower()) for item in self._extra]
-        self._titles = titles
-        self._widths = [
-            max(map(len, (title, *(row[i] for row in settings)))) for i, title in enumerate(titles)
-        ]
+        self._titles = ["strategy", "tuning", "model", "link"]
+        self._titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
+        rows = [self._titles, *map(self._settings, cells)]
+        self._widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         self._total = len(cells)
         self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
 
     def header(self) -> Text:
         """The line with the columns' titles."""
-        settings = "  ".join(t.ljust(w) for t, w in zip(self._titles, self._widths, strict=True))
         cell = "cell".rjust(self._numbers)
         figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
-        return Text(f"{cell} state   {settings}{figures}", style="dim")
+        return Text(f"{cell} state   {self._aligned(self._titles)}{figures}", style="dim")
 
     def line(self, record: Record, number: int) -> Text:
         """The line of a finished cell, the ``number``-th."""
-        settings = "  ".join(
-            text.ljust(width)
-            for text, width in zip(self._settings(record.cell), self._widths, strict=True)
-        )
         return Text.assemble(
             (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
-            settings,
+            self._aligned(self._settings(record.cell)),
             *_figures(record),
             (f"{record.seconds:>5.0f}s", "dim"),
         )
+
+    def _aligned(self, texts: Sequence[str]) -> str:
+        return "  ".join(t.ljust(width) for t, width in zip(texts, self._widths, strict=True))
 
     def _settings(self, cell: Cell) -> list[str]:
         link = format_link(cell.inter_bandwidth_bits_per_s)
@@ -254,8 +239,12 @@ def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
         state = f"starting, {clock(elapsed)}"
     else:
         state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, {step.seconds:.2f} s/step"
+    return _row(Text("now", style="dim"), name, Text(state, style="cyan"))
+
+
+def _row(*parts: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_row(Text("now", style="dim"), name, Text(state, style="cyan"))
+    grid.add_row(*parts)
     return grid
 
 

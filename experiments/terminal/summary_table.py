@@ -103,14 +103,6 @@ class _Column:
     show: Callable[[Record, _Group], Text]
 
 
-def _strategy(record: Record) -> Text:
-    return Text(record.cell.subject, style="bold" if record.cell.strategy == "fcdp" else "")
-
-
-def _state(record: Record, _: _Group) -> Text:
-    return Text(record.state, style=STATE_STYLES[record.state])
-
-
 def _tokens(record: Record, _: _Group) -> Text:
     speed = record.tokens_per_s
     if speed is None:
@@ -168,10 +160,6 @@ def _step(record: Record, _: _Group) -> Text:
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
 
 
-def _evidence(record: Record, _: _Group) -> Text:
-    return Text(f" {record.evidence}", style="dim")
-
-
 def _megabytes(count: float | None) -> Text:
     return _ABSENT if count is None else Text(megabytes(count))
 
@@ -184,7 +172,7 @@ def megabytes(count: float) -> str:
 #: Stands for what the cells are compared with.
 _VERSUS = "vs"
 _COLUMNS = (
-    _Column("state", "", 7, "left", _state),
+    _Column("state", "", 7, "left", lambda of, _: Text(of.state, style=STATE_STYLES[of.state])),
     _Column("speed", "tokens/s", 8, "right", _tokens),
     _Column("speed-up", _VERSUS, 9, "right", _speed_up),
     _Column("sent", "MB/step", 8, "right", _sent),
@@ -192,16 +180,17 @@ _COLUMNS = (
     _Column("minimum", "MB/step", 8, "right", _least),
     _Column("loss", "", 7, "right", _loss),
     _Column("step", "s", 7, "right", _step),
-    _Column(" evidence", "", 10, "left", _evidence),
+    _Column(" evidence", "", 10, "left", lambda of, _: Text(f" {of.evidence}", style="dim")),
 )
 
 
 def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
     """Columns of all tables, and of metrics where a record has one."""
-    measured = [
-        name for name in METRICS if any(_value(record, name) is not None for record in records)
+    metrics = [
+        _metric(name, *metric.brief)
+        for name, metric in METRICS.items()
+        if metric.brief and any(_value(record, name) is not None for record in records)
     ]
-    metrics = [column for name in measured if (column := _metric(name)) is not None]
     versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
     named = [
         replace(column, measure=versus) if column.measure == _VERSUS else column
@@ -215,17 +204,12 @@ def _value(record: Record, metric: str) -> float | None:
     return value
 
 
-def _metric(name: str) -> _Column | None:
-    """The column of a metric that the terminal has room for."""
-    metric = METRICS[name]
-    if metric.brief is None:
-        return None
-
+def _metric(name: str, title: str, measure: str) -> _Column:
     def show(record: Record, _: _Group) -> Text:
-        value = _value(record, name)
+        value, metric = _value(record, name), METRICS[name]
         return _ABSENT if value is None else Text(metric.written(value).removesuffix(metric.unit))
 
-    return _Column(*metric.brief, 8, "right", show)
+    return _Column(title, measure, 8, "right", show)
 
 
 def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
@@ -252,7 +236,8 @@ def _rows(
     table = _grid(longest_strategy, columns)
     for record in group:
         figures = (column.show(record, comparison) for column in columns)
-        table.add_row(_strategy(record), *figures)
+        style = "bold" if record.cell.strategy == "fcdp" else ""
+        table.add_row(Text(record.cell.subject, style=style), *figures)
     return table
 
 
@@ -270,16 +255,6 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Gro
     return Text("\n" + " · ".join(parts), style="bold cyan")
 
 
-def _of_times(records: Sequence[Record]) -> list[RenderableType]:
-    """What to keep in mind of times: a busy machine."""
-    machines = [r.machine for r in records if r.machine is not None and r.machine.why_busy]
-    if not machines:
-        return []
-    worst = max(machines, key=lambda machine: machine.steal_share)
-    said = f"the machine was busy: {worst.why_busy}"
-    return [Text(f"\n{said}", style="yellow")]
-
-
 def _notes(records: Sequence[Record], compared: Sequence[Comparison]) -> list[RenderableType]:
     """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
@@ -288,7 +263,11 @@ def _notes(records: Sequence[Record], compared: Sequence[Comparison]) -> list[Re
             lines = (record.error or "").strip().splitlines() or [""]
             # The last line of a traceback is the one that names the error.
             alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
-    notes = _of_times(records)
+    notes: list[RenderableType] = []
+    machines = [r.machine for r in records if r.machine is not None and r.machine.why_busy]
+    if machines:
+        worst = max(machines, key=lambda machine: machine.steal_share)
+        notes.append(Text(f"\nthe machine was busy: {worst.why_busy}", style="yellow"))
     if said := few(compared):
         notes.append(Text(f"\n{said}", style="dim"))
     for (state, error), ids in alike.items():

@@ -42,13 +42,16 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     yield "s/step", _number(seconds, 3)
     # Half of what the middle half of the rounds spans, over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
-    yield f"vs\n{_reference(variant)}", speed_up(variant)
+    over = _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
+    yield f"vs\n{over}", speed_up(variant)
     cache = variant.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
     yield "misses", _number(cache.misses_per_step if cache else None, 4)
     for tier in TIERS:
-        held = cache is not None and tier in cache.entries
-        yield f"{tier}\nn: MB", _held(cache, tier) if cache and held else _ABSENT
+        held = _ABSENT
+        if cache is not None and tier in cache.entries:
+            held = f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
+        yield f"{tier}\nn: MB", held
     # Of the host, page-locked on CUDA; of the device, its tier's.
     yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
     measured = variant.of.measurement
@@ -59,14 +62,6 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
         bits = variant.reached_bits_per_s(phase)
         yield f"{_PHASES[phase]}\nMbit/s", _number(None if bits is None else bits / 1e6, 3)
     yield "MFU", _ABSENT if variant.mfu is None else f"{variant.mfu:.1%}"
-
-
-def _held(cache: Cached, tier: str) -> str:
-    return f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
-
-
-def _reference(variant: Variant) -> str:
-    return _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
 
 
 def speed_up(speed: Comparison) -> str:
@@ -102,9 +97,8 @@ class Variant(Comparison):
         """Its choices for its strategy; the strategy where those are the defaults alone."""
         cell = self.of.cell
         policy = getattr(cell.settings, "policy", None)
-        words = [*([policy] if policy is not None else [cell.variant])]
-        words += [choice for choice in cell.choices if choice != policy]
-        return " ".join(words)
+        others = (choice for choice in cell.choices if choice != policy)
+        return " ".join((cell.variant if policy is None else policy, *others))
 
     @property
     def cache(self) -> Cached | None:
@@ -116,19 +110,14 @@ class Variant(Comparison):
         measured = self.of.measurement
         return ((measured and measured.phase_seconds) or {}).get(phase)
 
-    def sent_bytes(self, *phases: str) -> float | None:
-        """Bytes that a node sends in these phases of a step; ``None`` without a ledger."""
-        measured = self.of.measurement
-        if measured is None or measured.ledger_bytes_per_step is None:
-            return None
-        link = measured.ledger_bytes_per_step.get("inter_node", {})
-        return sum(link.get(phase, 0.0) for phase in phases)
-
     def reached_bits_per_s(self, phase: str) -> float | None:
         """Rate at which a node sends to others in the phase; reductions are in backward."""
-        seconds = self.phase_seconds(phase)
-        sent = self.sent_bytes(*(("backward", "reduce") if phase == "backward" else (phase,)))
-        return 8 * sent / seconds if seconds and sent is not None else None
+        measured, seconds = self.of.measurement, self.phase_seconds(phase)
+        if measured is None or measured.ledger_bytes_per_step is None or not seconds:
+            return None
+        link = measured.ledger_bytes_per_step.get("inter_node", {})
+        phases = (phase, "reduce") if phase == "backward" else (phase,)
+        return 8 * sum(link.get(each, 0.0) for each in phases) / seconds
 
     @property
     def mfu(self) -> float | None:

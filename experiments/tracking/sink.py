@@ -30,28 +30,18 @@ from simulation.quantities import format_link
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
 _MODES = {
-    "": "offline",
-    "offline": "offline",
-    "dryrun": "offline",
-    "online": "online",
-    "run": "online",
+    **dict.fromkeys(("", "offline", "dryrun"), "offline"),
+    **dict.fromkeys(("online", "run"), "online"),
     "disabled": "disabled",
 }
 #: Nothing but the figures: no console capture, no sampling of the machine, no look at the
 #: repository; and no machine's name, program or environment in what may be published.
 _SETTINGS: dict[str, Any] = {
-    "silent": True,
+    **dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True),
+    **dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True),
+    **dict.fromkeys(("x_save_requirements", "symlink"), False),
+    **dict.fromkeys(("host", "program"), ""),
     "console": "off",
-    "disable_code": True,
-    "disable_git": True,
-    "disable_job_creation": True,
-    "x_disable_stats": True,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
-    "symlink": False,
-    "host": "",
-    "program": "",
     "init_timeout": 20,
 }
 #: File in the folder of a W&B run: all of it has been written.
@@ -88,7 +78,11 @@ def export(
     wandb_runs = [cell_run(record, sweep_run) for record in ran]
     if report is not None and ran and report.is_dir():
         wandb_runs.append(report_run(ran, directory, report))
-    new = [wandb_run for wandb_run in wandb_runs if not _is_complete(directory, wandb_run)]
+    new = [
+        wandb_run
+        for wandb_run in wandb_runs
+        if not any((folder / _COMPLETE).exists() for folder in wandb_run.folders(directory))
+    ]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written: list[WandbRun] = []
@@ -96,7 +90,7 @@ def export(
     shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
-            _remove(directory, wandb_run)
+            wandb_run.remove(directory)
             if mode == "online" and not _try_online(wandb_run, directory, warnings):
                 mode = "offline"
             if mode == "offline":
@@ -105,7 +99,9 @@ def export(
     except Exception as error:
         warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
     finally:
-        _end_service()
+        # Its service process writes files when it pleases, and all before it ends.
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.teardown()
         logging.raiseExceptions = shows_errors
     if shutil.disk_usage(directory).free < _ROOM:
         written = []  # what is there may be cut, without a word of W&B's
@@ -113,7 +109,8 @@ def export(
             f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
             "same command with --resume writes them again"
         )
-    _complete(written, directory)
+    for folder in (folder for wandb_run in written for folder in wandb_run.folders(directory)):
+        (folder / _COMPLETE).touch()
     return Export(mode, len(written), tuple(warnings), whole=len(written) == len(new))
 
 
@@ -127,7 +124,7 @@ def _try_online(wandb_run: WandbRun, directory: Path, warnings: list[str]) -> bo
         warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
         # Its service process holds the id of the run that failed.
         wandb.teardown()
-        _remove(directory, wandb_run)
+        wandb_run.remove(directory)
         return False
     return True
 
@@ -155,31 +152,6 @@ def _has_key() -> bool:
         return netrc.netrc(str(file)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _folders(directory: Path, wandb_run: WandbRun) -> list[Path]:
-    return list(directory.glob(f"wandb/*run-*-{wandb_run.id}"))
-
-
-def _end_service() -> None:
-    """End W&B's service process, which writes files when it pleases, and all before it ends."""
-    if (wandb := sys.modules.get("wandb")) is not None:
-        wandb.teardown()
-
-
-def _complete(wandb_runs: Sequence[WandbRun], directory: Path) -> None:
-    for wandb_run in wandb_runs:
-        for folder in _folders(directory, wandb_run):
-            (folder / _COMPLETE).touch()
-
-
-def _is_complete(directory: Path, wandb_run: WandbRun) -> bool:
-    return any((folder / _COMPLETE).exists() for folder in _folders(directory, wandb_run))
-
-
-def _remove(directory: Path, wandb_run: WandbRun) -> None:
-    for left in _folders(directory, wandb_run):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _write(wandb_run: WandbRun, directory: Path, mode: Literal["online", "offline"]) -> None:
@@ -215,11 +187,6 @@ def _brief(error: Exception) -> str:
 
 
 _TAG_LENGTH = 64
-#: Columns of the table of all cells.
-_COLUMNS = (
-    *("cell", "strategy", "model", "tuning", "link", "accumulation", "state", "evidence"),
-    *("tokens_per_s", "step_seconds", "inter_node_megabytes_per_step"),
-)
 #: Titles of the charts, by the column that they show.
 _CHARTS = {
     "tokens_per_s": "Tokens per second",
@@ -239,6 +206,14 @@ class WandbRun:
     config: dict[str, Any]
     fill: Callable[[Any], None]
     exit_code: int = 0
+
+    def folders(self, directory: Path) -> list[Path]:
+        """Where W&B has written it, whole or not."""
+        return list(directory.glob(f"wandb/*run-*-{self.id}"))
+
+    def remove(self, directory: Path) -> None:
+        for left in self.folders(directory):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
@@ -294,7 +269,8 @@ def _show(run: Any, records: Sequence[Record], report: Path) -> None:
     """Log what is looked at in the browser: the cells as a table, two charts of it, the figures."""
     import wandb
 
-    table = wandb.Table(columns=[*_COLUMNS], data=[_row(record) for record in records])
+    rows = [_row(record) for record in records]
+    table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
     shown: dict[str, Any] = {"cells": table}
     for name, title in _CHARTS.items():
         shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
@@ -303,21 +279,23 @@ def _show(run: Any, records: Sequence[Record], report: Path) -> None:
     run.log(shown)
 
 
-def _row(record: Record) -> list[Any]:
+def _row(record: Record) -> dict[str, Any]:
+    """A cell in the table of all cells, by column."""
     cell, measured = record.cell, record.measurement
-    return [
-        record.cell_id,
-        cell.subject,
-        cell.model.name,
-        cell.tuning,
-        format_link(cell.inter_bandwidth_bits_per_s),
-        cell.accumulation,
-        record.state,
-        record.evidence,
-        record.tokens_per_s,
-        record.step_seconds_median,
-        None if measured is None else measured.inter_node_bytes_per_step / 1e6,
-    ]
+    sent = None if measured is None else measured.inter_node_bytes_per_step / 1e6
+    return {
+        "cell": record.cell_id,
+        "strategy": cell.subject,
+        "model": cell.model.name,
+        "tuning": cell.tuning,
+        "link": format_link(cell.inter_bandwidth_bits_per_s),
+        "accumulation": cell.accumulation,
+        "state": record.state,
+        "evidence": record.evidence,
+        "tokens_per_s": record.tokens_per_s,
+        "step_seconds": record.step_seconds_median,
+        "inter_node_megabytes_per_step": sent,
+    }
 
 
 def _config(cell: Cell) -> dict[str, Any]:
@@ -361,29 +339,19 @@ def _tags(record: Record) -> list[str]:
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
     """One point per step, whose number is W&B's; warm-up steps, the first, have no time."""
-    warmup = len(measurement.losses) - len(measurement.step_seconds)
-    points = []
-    for step, loss in enumerate(measurement.losses):
-        point = {"loss": loss}
-        if step >= warmup:
-            point["step_seconds"] = measurement.step_seconds[step - warmup]
-        points.append(point)
+    points = [{"loss": loss} for loss in measurement.losses]
+    timed = reversed(measurement.step_seconds)
+    for point, seconds in zip(reversed(points), timed, strict=False):
+        point["step_seconds"] = seconds
     return points
 
 
 def _summary(record: Record) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "state": record.state,
-        "evidence": record.evidence,
-        "error": record.error,
-        "seconds": record.seconds,
-        "commit": record.commit,
-        "tokens_per_s": record.tokens_per_s,
-        "step_seconds_median": record.step_seconds_median,
-    }
-    figures |= {f"versions/{name}": version for name, version in record.versions.items()}
-    figures |= {f"hardware/{name}": value for name, value in record.hardware.items()}
-    figures |= {f"network/{name}": value for name, value in record.network.items()}
+    names = ("state", "evidence", "error", "seconds", "commit")
+    figures = {name: getattr(record, name) for name in names}
+    figures |= {name: getattr(record, name) for name in ("tokens_per_s", "step_seconds_median")}
+    for part in ("versions", "hardware", "network"):
+        figures |= {f"{part}/{name}": value for name, value in getattr(record, part).items()}
     if record.measurement is not None:
         figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
     return {name: value for name, value in figures.items() if value is not None}

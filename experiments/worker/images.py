@@ -137,32 +137,26 @@ def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
 
 
 def _cifar_10(given: Images, origin: Origin) -> tuple[Examples, Examples]:
-    vision, transforms, folder = _torchvision(given, origin)
-    normal = [
-        transforms.ToTensor(),
-        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ]
-    changed = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    vision, of, folder = _torchvision(given, origin)
+    normal = [of.ToTensor(), of.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))]
+    changed = of.Compose([of.RandomCrop(32, padding=4), of.RandomHorizontalFlip(), *normal])
     with _named(given, origin):
         return (
-            vision.CIFAR10(folder, train=True, transform=transforms.Compose([*changed, *normal])),
-            vision.CIFAR10(folder, train=False, transform=transforms.Compose(normal)),
+            vision.CIFAR10(folder, train=True, transform=changed),
+            vision.CIFAR10(folder, train=False, transform=of.Compose(normal)),
         )
 
 
 def _imagenet(given: Images, origin: Origin) -> tuple[Examples, Examples]:
     """A folder ``train`` and a folder ``val``, each with a folder per class."""
-    vision, transforms, folder = _torchvision(given, origin)
-    normal = [
-        transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ]
-    changed = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
-    cut = [transforms.Resize(256), transforms.CenterCrop(224)]
+    vision, of, folder = _torchvision(given, origin)
+    normal = [of.ToTensor(), of.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    changed = of.Compose([of.RandomResizedCrop(224), of.RandomHorizontalFlip(), *normal])
+    cut = of.Compose([of.Resize(256), of.CenterCrop(224), *normal])
     with _named(given, origin):
         return (
-            vision.ImageFolder(f"{folder}/train", transforms.Compose([*changed, *normal])),
-            vision.ImageFolder(f"{folder}/val", transforms.Compose([*cut, *normal])),
+            vision.ImageFolder(f"{folder}/train", changed),
+            vision.ImageFolder(f"{folder}/val", cut),
         )
 
 

@@ -15,15 +15,6 @@ import torch.nn as nn
 from baselines.strategy import Loss, causal_loss
 from experiments.records import workload
 from experiments.records.cell import Cell
-from experiments.records.workload import (
-    AnyText,
-    Dataset,
-    Images,
-    JsonLines,
-    Library,
-    Origin,
-    TextFile,
-)
 from experiments.worker import configured, data, images
 from fcdp import Topology
 
@@ -56,7 +47,7 @@ def of(cell: Cell, model: nn.Module, topology: Topology) -> Workload:
 
     Raises ``ValueError`` naming line and key for data that cannot be had or are not the model's.
     """
-    if isinstance(cell.data, Images):
+    if isinstance(cell.data, workload.Images):
         return images.ImageWorkload(cell, cell.data, topology.rank, topology.world_size)
     return TextWorkload(cell, model, topology.rank)
 
@@ -121,7 +112,7 @@ def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
     the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
     """
     given = cell.data
-    assert not isinstance(given, Images), "cells see to it"
+    assert not isinstance(given, workload.Images), "cells see to it"
     found = _bytes(given, cell) if given.tokenizer is None else _tokenised(given, cell)
     where = cell.origin.key("data")
     least = cell.sequence_length + 2
@@ -160,10 +151,10 @@ def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     return training, torch.stack([last[start : start + window] for start in starts]).long()
 
 
-def _bytes(given: AnyText, cell: Cell) -> torch.Tensor:
-    if isinstance(given, Library):
+def _bytes(given: workload.AnyText, cell: Cell) -> torch.Tensor:
+    if isinstance(given, workload.Library):
         return data.corpus()
-    if isinstance(given, TextFile):
+    if isinstance(given, workload.TextFile):
         file = _file(given.text, given.digest, cell.origin.key("data", "text"), cell.origin)
         # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
         return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
@@ -171,7 +162,7 @@ def _bytes(given: AnyText, cell: Cell) -> torch.Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8)
 
 
-def _tokenised(given: AnyText, cell: Cell) -> torch.Tensor:
+def _tokenised(given: workload.AnyText, cell: Cell) -> torch.Tensor:
     """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
     assert given.tokenizer is not None
     tokenizer = _tokenizer(given.tokenizer, cell.origin)
@@ -183,7 +174,7 @@ def _tokenised(given: AnyText, cell: Cell) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-def _tokenizer(given: str, origin: Origin) -> Any:
+def _tokenizer(given: str, origin: workload.Origin) -> Any:
     from transformers import AutoTokenizer
 
     where = origin.key("data", "tokenizer")
@@ -196,21 +187,21 @@ def _tokenizer(given: str, origin: Origin) -> Any:
         ) from error
 
 
-def _texts(given: AnyText, origin: Origin) -> Iterator[str]:
+def _texts(given: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
     """The documents of the data."""
-    if isinstance(given, Library):
+    if isinstance(given, workload.Library):
         yield bytes(data.corpus().tolist()).decode(errors="replace")
-    elif isinstance(given, TextFile):
+    elif isinstance(given, workload.TextFile):
         file = _file(given.text, given.digest, origin.key("data", "text"), origin)
         yield file.read_text(encoding="utf-8", errors="replace")
-    elif isinstance(given, JsonLines):
+    elif isinstance(given, workload.JsonLines):
         file = _file(given.jsonl, given.digest, origin.key("data", "jsonl"), origin)
         yield from workload.json_lines(file, given.field)
     else:
         yield from _of_dataset(given, origin)
 
 
-def _file(given: str, digest: str, where: str, origin: Origin) -> Path:
+def _file(given: str, digest: str, where: str, origin: workload.Origin) -> Path:
     """A file of the matrix's folder that is the one that the runner has read."""
     file = Path(origin.source(str(origin.path(given)), where))
     if workload.digest(file) != digest:
@@ -218,7 +209,7 @@ def _file(given: str, digest: str, where: str, origin: Origin) -> Path:
     return file
 
 
-def _of_dataset(given: Dataset, origin: Origin) -> Iterator[str]:
+def _of_dataset(given: workload.Dataset, origin: workload.Origin) -> Iterator[str]:
     where = origin.key("data", "dataset")
     try:
         from datasets import load_dataset

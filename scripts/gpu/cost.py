@@ -372,9 +372,12 @@ def _traced(step: _Step, file: Path) -> dict[str, Any]:
                     torch.cuda.synchronize()
         profiler.export_chrome_trace(str(whole))
         events = json.loads(whole.read_text(encoding="utf-8"))["traceEvents"]
+    # The events alone, and no time in the header: the file names nothing of this machine.
+    kept = json.dumps({"traceEvents": events}, separators=(",", ":"))
+    file.write_bytes(gzip.compress(kept.encode("utf-8"), mtime=0))
     found = copies(events)
     return {
-        "trace_bytes": write_small(events, file),
+        "trace_bytes": file.stat().st_size,
         "copies": None if found is None else found._asdict(),
         "plain_copy_bytes_per_s": None if on_cpu else _plain_bandwidth(step.device),
     }
@@ -395,12 +398,6 @@ def _plain_bandwidth(device: torch.device) -> float:
 
 Span = tuple[float, float]
 Event = dict[str, Any]
-
-#: What the device did; the host's thousands of operators are left out, but for our own names.
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_OURS = "fcdp::"
-_FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
-_ARGUMENTS = ("bytes", "stream", "memory bandwidth (GB/s)")
 
 
 class Copies(NamedTuple):
@@ -447,26 +444,6 @@ def merged(spans: Iterable[Span]) -> list[Span]:
         else:
             union.append((begin, end))
     return union
-
-
-def write_small(events: Sequence[Event], file: Path) -> int:
-    """Keep what the device did and what is named by FCDP; returns the bytes of the file."""
-    kept = [small for event in events if (small := _shortened(event))]
-    text = json.dumps({"traceEvents": kept}, separators=(",", ":"))
-    # No time in the header: the same events make the same file.
-    file.write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
-    return file.stat().st_size
-
-
-def _shortened(event: Event) -> Event | None:
-    """What is kept of an event, if anything is."""
-    name = str(event.get("name", ""))
-    if event.get("ph") == "M":  # names of the rows
-        return event if name in ("process_name", "thread_name") else None
-    if event.get("cat") not in _ON_DEVICE and not name.startswith(_OURS):
-        return None
-    arguments = {k: v for k, v in event.get("args", {}).items() if k in _ARGUMENTS}
-    return {**{key: event[key] for key in _FIELDS if key in event}, "args": arguments}
 
 
 def _span(event: Event) -> Span:

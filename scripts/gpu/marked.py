@@ -84,10 +84,13 @@ def judge(record: Record, name: str, status: int | None, said: str) -> dict[str,
     """Note the file's verdict; return its tests with what came of each."""
     outcomes = {test: outcome.lower() for test, outcome in _OUTCOME.findall(said)}
     passed = sum(outcome == "passed" for outcome in outcomes.values())
+    # All that could not be imported is not installed if it is no part of this repository.
+    missing = _MISSING.findall(said)
+    ours = [provenance.ROOT / package for package in missing]
     if status is None:
         record.failed(name, f"did not end in time\n{said[-_LONGEST_TEXT:]}")
-    elif status in _NOT_COLLECTED and _lacks_a_package(said):
-        record.not_measured(name, f"a package is not installed: {_MISSING.findall(said)[0]}")
+    elif status in _NOT_COLLECTED and missing and not any(map(Path.is_dir, ours)):
+        record.not_measured(name, f"a package is not installed: {missing[0]}")
     elif status not in (0, _NO_TESTS):
         record.failed(name, said[-_LONGEST_TEXT:])
     elif passed:
@@ -96,9 +99,3 @@ def judge(record: Record, name: str, status: int | None, said: str) -> dict[str,
         why = re.search(r"^SKIPPED .*$", said, re.MULTILINE)
         record.not_measured(name, why[0] if why else "no test was found")
     return outcomes
-
-
-def _lacks_a_package(said: str) -> bool:
-    """Whether all that could not be imported is not installed, and no part of this repository."""
-    names = _MISSING.findall(said)
-    return bool(names) and not any((provenance.ROOT / name).is_dir() for name in names)

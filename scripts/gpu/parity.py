@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,7 @@ CODECS: dict[str, fcdp.Codec] = {"int8": fcdp.BlockInt8(), "int4": fcdp.BlockInt
 BOUNDS = {"int8": 0.03, "int4": 0.25}
 #: More than two summands have more than one order, and micro-batches are added before ranks.
 _TOLERANCE = 1e-4
-POLICIES = (
-    "none",
-    "device",
-    "host",
-    "disk",
-    "threshold-0",
-    "threshold-1",
-    "budget",
-    "auto",
-)
+POLICIES = ("none", "device", "host", "disk", "threshold-0", "threshold-1", "budget", "auto")
 #: After a hang or a crash the cases behind it get new ranks, so often.
 _RESTARTS = 3
 #: Under this no ranks are started.
@@ -107,33 +98,23 @@ def compare(
     record: Record, brief: Brief, world: World, cases: Sequence[Case], limit_s: float
 ) -> None:
     """Train the cases on the ranks of ``world``, within ``limit_s``."""
-    found = _run(brief, world, cases, limit_s)
-    lines = {
-        case.name: {**of[0], "equal": all(line["equal"] for line in of)}
-        for case, of in found.lines.items()
-    }
+    found, broken = _run(brief, world, cases, limit_s)
     record.details[world.name] = {
         "transport": "gloo" if brief.device == "cpu" else "NCCL, ranks that share a GPU",
-        "cases": lines,
-        "broken": {case.name: why for case, why in found.broken.items()},
+        "cases": {case.name: line for case, line in found.items()},
+        "broken": {case.name: why for case, why in broken.items()},
     }
-    judge(record, world, cases, found)
-    equal = sum(_equal(found, world, case) for case in cases)
-    record.figures[f"equal on {world.name}"] = f"{equal} of {len(cases)}"
+    judge(record, world, found, broken)
 
 
-@dataclass
-class Found:
-    """What came of a world's cases."""
-
-    #: By case: one line per rank.
-    lines: dict[Case, list[dict[str, Any]]] = field(default_factory=dict)
-    #: By case that broke its ranks, or was not reached: why.
-    broken: dict[Case, str] = field(default_factory=dict)
+#: By case: what its ranks answer together, or why they do not.
+Lines = dict[Case, dict[str, Any]]
+Broken = dict[Case, str]
 
 
-def _run(brief: Brief, world: World, cases: Sequence[Case], limit_s: float) -> Found:
-    deadline, found, first = Deadline(limit_s), Found(), 0
+def _run(brief: Brief, world: World, cases: Sequence[Case], limit_s: float) -> tuple[Lines, Broken]:
+    deadline, first = Deadline(limit_s), 0
+    found, broken = Lines(), Broken()
     for _ in range(1 + _RESTARTS):
         if first == len(cases) or deadline.left() < min(_LEAST_S, limit_s / 2):
             break
@@ -145,75 +126,53 @@ def _run(brief: Brief, world: World, cases: Sequence[Case], limit_s: float) -> F
             limit_s=deadline.left(),
             apart=True,
         )
-        known = min(map(len, outcome.lines))
-        for index in range(known):
-            found.lines[cases[first + index]] = [lines[index] for lines in outcome.lines]
-        first += known
+        answers = [*zip(*outcome.lines, strict=False)]  # those that all ranks have given
+        found |= dict(zip(cases[first:], map(together, answers), strict=False))
+        first += len(answers)
         if outcome.state != "ended" and first < len(cases):
-            found.broken[cases[first]] = str(outcome)
+            broken[cases[first]] = str(outcome)
             first += 1
             if cases[first - 1].policy == "fsdp2":
                 break  # without FCDP: this world cannot be had here
-    for case in cases[first:]:
-        found.broken[case] = "not reached in time"
-    return found
+    return found, broken | dict.fromkeys(cases[first:], "not reached in time")
 
 
-def judge(record: Record, world: World, cases: Sequence[Case], found: Found) -> None:
-    """Turn what came of the cases into checks."""
-    references = [case for case in cases if case.policy == "fsdp2"]
-    refused = [found.broken[case] for case in references if case in found.broken]
+def together(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' lines as one: equal where all are, and as far and as idle as any."""
+    return {
+        **lines[0],
+        "equal": all(line["equal"] for line in lines),
+        "distance": max(line["distance"] for line in lines),
+        "hits": min(line["hits"] for line in lines),
+    }
+
+
+def judge(record: Record, world: World, found: Lines, broken: Broken) -> None:
+    """Turn what came of the cases into a check each."""
+    refused = [why for case, why in broken.items() if case.policy == "fsdp2"]
     if refused:
         record.not_measured(
             f"parity on {world.name}", f"FSDP2 alone does not run there: {refused[0]}"
         )
         return
-    broken = [f"{case.name}: {why}" for case, why in found.broken.items()]
-    record.passed_if(not broken, f"{world.name}: no hang and no crash", "\n".join(broken))
-    if references:
-        unequal = [case.name for case in references if not _equal(found, world, case)]
-        record.passed_if(
-            not unequal and all(found.lines[case][0]["trains"] for case in references),
-            f"FSDP2 on {world.name} trains and gives the same bits twice",
-            ", ".join(unequal),
-        )
-    for codec, exact in dict.fromkeys((case.codec, world.is_exact(case)) for case in cases):
-        group = [
-            case
-            for case in cases
-            if (case.codec, world.is_exact(case)) == (codec, exact) and case.policy != "fsdp2"
-        ]
-        wrong = [c.name for c in group if not _equal(found, world, c) or _idle(found, c)]
-        farthest = max((_distance(found, case) for case in group), default=0.0)
-        to = "FSDP2" if codec is None else "no cache, repeatedly,"
+    equal = 0
+    for case, line in found.items():
+        exact, distance = world.is_exact(case), line["distance"]
+        same = line["equal"] if exact else distance <= _TOLERANCE
+        # Where a cache served nothing, being equal says nothing of it.
+        works = line["trains"] if case.policy == "fsdp2" else case.policy == "none" or line["hits"]
+        near = case.codec is None or distance <= BOUNDS[case.codec]
+        to = "FSDP2" if case.codec is None else "no cache, and losses near FSDP2's"
         how = "bit for bit" if exact else "but for the order of sums"
+        equal += same
         record.passed_if(
-            not wrong,
-            f"{codec or 'all policies'} on {world.name}: equal to {to} {how}, served by caches",
-            f"{len(wrong)} not: {', '.join(wrong)}" if wrong else f"{farthest:.1e} at most",
+            bool(same and works and near),
+            f"{case.name} on {world.name}: equal to {to}, {how}",
+            f"{distance:.1e} from FSDP2's losses, {line['hits']} gathers served",
         )
-        if codec is not None:
-            record.passed_if(
-                farthest <= BOUNDS[codec],
-                f"{codec} on {world.name}: losses within {BOUNDS[codec]:.0%} of FSDP2's",
-                f"{farthest:.2%} at most",
-            )
-
-
-def _equal(found: Found, world: World, case: Case) -> bool:
-    lines = found.lines.get(case, [])
-    if world.is_exact(case):
-        return bool(lines) and all(line["equal"] for line in lines)
-    return bool(lines) and _distance(found, case) <= _TOLERANCE
-
-
-def _idle(found: Found, case: Case) -> bool:
-    """Whether a cache served nothing, so that being equal says nothing of it."""
-    return case.policy != "none" and not all(line["hits"] for line in found.lines.get(case, []))
-
-
-def _distance(found: Found, case: Case) -> float:
-    return max((line["distance"] for line in found.lines.get(case, [])), default=0.0)
+    for case, why in broken.items():
+        record.failed(f"{case.name} on {world.name}: no hang and no crash", why)
+    record.figures[f"equal on {world.name}"] = f"{equal} of {len(found) + len(broken)}"
 
 
 def on_this_rank(rank: Rank) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands import COMMANDS
+from experiments.commands import COMMANDS, load
 from experiments.matrix.files import MATRICES
 from experiments.records.provenance import ROOT
 from tests.experiments.command_line import command
@@ -213,7 +213,7 @@ def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
     assert "…" not in shown
     lines = [line.strip("│╭╮╰╯─ ") for line in shown.splitlines()]
     words = set(_WORDS.findall(" ".join(lines)))
-    options = COMMANDS[name].load(name).params
+    options = load(name).params
     for option in options:
         wanted = _WORDS.findall(str(getattr(option, "help", None) or ""))
         assert set(wanted) <= words, (option.name, set(wanted) - words)

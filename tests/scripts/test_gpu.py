@@ -17,7 +17,7 @@ import pytest
 from experiments.preflight.schema import Preflight
 from scripts.gpu import __main__ as command
 from scripts.gpu import constants, cost, marked, parity, ranks
-from scripts.gpu.parity import Case, Found
+from scripts.gpu.parity import Case
 from scripts.gpu.ranks import Rank
 from scripts.gpu.records import Brief, Record
 
@@ -192,9 +192,11 @@ def line(**changes: Any) -> dict[str, Any]:
     return {"equal": True, "distance": 0.0, "hits": 3, "trains": True, **changes}
 
 
-def judged(found: Found, world: parity.World = parity.PAIR) -> Record:
+def judged(
+    found: parity.Lines, world: parity.World = parity.PAIR, broken: parity.Broken | None = None
+) -> Record:
     record = Record("correctness")
-    parity.judge(record, world, [*found.lines, *found.broken], found)
+    parity.judge(record, world, found, broken or {})
     return record
 
 
@@ -203,10 +205,11 @@ def judged(found: Found, world: parity.World = parity.PAIR) -> Record:
     [({}, "passed"), ({"equal": False}, "failed"), ({"hits": 0}, "failed")],
 )
 def test_parity_is_judged_over_all_ranks(changed: dict[str, Any], verdict: str) -> None:
-    found = Found({case: [line(), line()] for case in CASES})
-    found.lines[CASES[2]] = [line(), line(**changed)]
-    name = "all policies on 2 × 1: equal to FSDP2 bit for bit, served by caches"
-    assert verdicts(judged(found))[name] == verdict
+    lines = {case: line() for case in CASES}
+    lines[CASES[2]] = parity.together([line(), line(**changed)])
+    found = verdicts(judged(lines))
+    assert found.pop("host/full on 2 × 1: equal to FSDP2, bit for bit") == verdict
+    assert {*found.values()} == {"passed"}
 
 
 @pytest.mark.parametrize(
@@ -222,29 +225,28 @@ def test_only_sums_of_several_orders_may_differ(
     world: parity.World, micro_batches: int, equal: bool, distance: float, verdict: str
 ) -> None:
     case = Case("host", "full", None, micro_batches)
-    record = judged(Found({case: [line(equal=equal, distance=distance)]}), world)
-    assert record.verdict == verdict
+    assert judged({case: line(equal=equal, distance=distance)}, world).verdict == verdict
 
 
 def test_a_case_that_broke_its_ranks_is_no_parity() -> None:
-    record = judged(Found({case: [line()] for case in CASES[:2]}, {CASES[2]: "hung after 9 s"}))
+    found = {case: line() for case in CASES[:2]}
+    record = judged(found, broken={CASES[2]: "hung after 9 s"})
     assert record.verdict == "failed"
     assert [check.detail for check in record.checks if "no hang" in check.name] == [
-        "host/full: hung after 9 s"
+        "hung after 9 s"
     ]
 
 
 def test_where_nccl_refuses_fsdp2_nothing_is_said_of_fcdp() -> None:
-    record = judged(Found({}, {CASES[0]: "Duplicate GPU detected"}))
+    record = judged({}, broken={CASES[0]: "Duplicate GPU detected"})
     assert record.verdict == "not measured"
     assert "Duplicate GPU detected" in record.checks[0].detail
 
 
 def test_quantised_losses_have_a_bound() -> None:
-    cases = [Case("fsdp2"), Case("none", "full", "int8")]
+    case = Case("none", "full", "int8")
     for distance, verdict in ((0.02, "passed"), (0.04, "failed")):
-        record = judged(Found({case: [line(distance=distance)] for case in cases}))
-        assert verdicts(record)["int8 on 2 × 1: losses within 3% of FSDP2's"] == verdict
+        assert judged({case: line(distance=distance)}).verdict == verdict
 
 
 def test_marked_tests_are_found_by_their_mark(tmp_path: Path) -> None:
@@ -381,12 +383,3 @@ def test_a_copy_counts_as_hidden_as_far_as_kernels_run_beside_it() -> None:
     copies = cost.copies(EVENTS)
     assert copies == cost.Copies(200, 20e-6, 0.25)
     assert cost.copies(EVENTS[:2]) is None
-
-
-def test_of_a_trace_the_device_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json.gz"
-    assert cost.write_small(EVENTS, file) == file.stat().st_size
-    kept = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    assert [each["name"] for each in kept] == [each["name"] for each in EVENTS[:5]]
-    assert kept[0]["args"] == {"bytes": 100, "stream": 7}
-    assert cost.copies(kept) == cost.copies(EVENTS)

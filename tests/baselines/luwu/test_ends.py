@@ -20,7 +20,7 @@ import torch
 from baselines.luwu import server, switch
 from baselines.luwu.files import masters
 from baselines.luwu.train import LuWu
-from baselines.luwu.wire import Connection, Listener, Lost
+from baselines.luwu.wire import SWITCH, Connection, Listener, Lost
 from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch
 from tests.baselines.luwu.training import KEYS, SMALL, connect, job_of, model_of, reference, trained
@@ -40,7 +40,7 @@ def _server(folder: Path, patience_s: float, said: Pipe) -> None:
 def _switch(to: str, workers: int, patience_s: float, said: Pipe) -> None:
     listener = Listener(KEYS, "127.0.0.1:0")
     said.send(listener.address)
-    connection = Connection(KEYS, to, server.SWITCH)
+    connection = Connection(KEYS, to, SWITCH)
     _telling(switch.Switch(listener, connection, workers, patience_s).serve, said)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from baselines.luwu.server import SWITCH, Server
-from baselines.luwu.switch import Switch, worker_name
-from baselines.luwu.wire import Connection, Kind, Listener, Lost, Message, send
+from baselines.luwu.server import Server
+from baselines.luwu.switch import Switch
+from baselines.luwu.wire import SWITCH, Connection, Kind, Listener, Lost, Message, send, worker_name
 from tests.baselines.luwu.training import KEYS
 
 pytestmark = pytest.mark.unit

@@ -18,7 +18,7 @@ from baselines.luwu import server, switch
 from baselines.luwu.plan import Plan
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
-from baselines.luwu.wire import Connection, Keys, Listener
+from baselines.luwu.wire import SWITCH, Connection, Keys, Listener
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job
 from tests.baselines.cyclic.training import LEARNING_RATE, Tied, batch, loss
@@ -49,7 +49,7 @@ class Roles:
 def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Roles]:
     """A server and a switch, in threads."""
     to_server, to_workers = Listener(KEYS, "127.0.0.1:0"), Listener(KEYS, "127.0.0.1:0")
-    connection = Connection(KEYS, to_server.address, server.SWITCH)
+    connection = Connection(KEYS, to_server.address, SWITCH)
     made = Roles(to_workers.address, [])
 
     def run(name: str, function: Callable[[], None]) -> None:

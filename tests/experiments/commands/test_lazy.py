@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
-from experiments.commands import COMMANDS
+from experiments.commands import COMMANDS, load, summary
 from experiments.records.provenance import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_summary_is_the_first_line_of_its_command(name: str) -> None:
-    command = COMMANDS[name].load(name)
-    assert command.help.splitlines()[0] == COMMANDS[name].summary
+    assert load(name).help.splitlines()[0] == summary(name)
 
 
 def test_an_unknown_command_is_a_mistake() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.records.comparison import pooled
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
-from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
 from tests.experiments.command_line import command, flat

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from analysis.load.table import latest
 from experiments.records import select
+from experiments.records.comparison import pooled
 from experiments.records.record import Machine, Record
 from experiments.records.record import read as read_records
-from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
 from tests.experiments.stand_in import cell, full_disk, record
