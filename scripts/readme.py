@@ -53,31 +53,16 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "differences": lambda: tables.in_a_sentence(_records("delta")),
         "planned": lambda: _planned(),
     },
-    "docs/differences.md": {
-        "slow-link": lambda: tables.on_the_slow_link(_records("delta")),
-        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
-        "quantised": lambda: tables.over_seeds(_records("quantised")),
+    "docs/README.md": {
+        "plan": lambda: _answered(_PAYS),
+        "check": lambda: _answered(_CHECK, "analysis"),
+        "policies": lambda: _answered(_POLICIES),
     },
-    "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
+    "docs/differences.md": {"slow-link": lambda: tables.on_the_slow_link(_records("delta"))},
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
-    "docs/measurements.md": {
-        "reference": lambda: tables.condensed(_records("reference")),
-        "unshaped": lambda: tables.condensed(_records("unshaped")),
-        "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
-        "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
-        "slow-link": lambda: tables.kept(_records("slow-link")),
-        "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
-    },
+    "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
-    "docs/memory.md": {
-        "frozen": lambda: tables.by_base(_records("frozen")),
-        "memory": memory.of_caches,
-        "others": memory.of_others,
-        "traffic": memory.of_traffic,
-    },
-    "docs/host-cost.md": {"host-time": lambda: host_cost.tables(host_cost.committed())},
-    "docs/ablations.md": {"ablation": lambda: tables.ablated(_records("ablation"))},
-    "docs/matrices.md": {
+    "docs/reference.md": {
         "cells": matrices.of_cells,
         "strategies": matrices.of_strategies,
         "clusters": matrices.of_clusters,
@@ -85,7 +70,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "data": matrices.of_data,
         "optimizers": matrices.of_optimizers,
     },
-    "docs/strategies.md": {
+    "results/tables.md": {
+        "reference": lambda: tables.condensed(_records("reference")),
+        "unshaped": lambda: tables.condensed(_records("unshaped")),
+        "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
+        "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
+        "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
         "workers": lambda: tables.kept_by_workers(
@@ -95,6 +85,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "lag-longer": lambda: tables.lag(_records("co2-long")),
         "lag-long": lambda: tables.lag(_records("co2-tuned")),
         "behind": lambda: tables.behind(_records("co2-ablation")),
+        "ablation": lambda: tables.ablated(_records("ablation")),
+        "frozen": lambda: tables.by_base(_records("frozen")),
+        "quantised": lambda: tables.over_seeds(_records("quantised")),
+        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "host-time": lambda: host_cost.tables(host_cost.committed()),
+        "memory": memory.of_caches,
+        "others": memory.of_others,
+        "traffic": memory.of_traffic,
     },
 }
 
