@@ -12,10 +12,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rich.console import Console
 
 from analysis import text
 from analysis.claims import papers
@@ -26,7 +25,6 @@ from baselines import registry
 from docs import memory
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
-from experiments.terminal.summary_table import summary
 from scripts import host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +44,14 @@ _CASES = {
     ),
 }
 _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
+#: What the site's front types at each of its doors.
+_DOORS = {
+    "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
+    "check": "analysis check results/paper/volume",
+    "policies": (
+        "experiments compare results/ablation:policy=none,k=4 results/ablation:policy=host,k=4"
+    ),
+}
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -54,12 +60,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "planned": lambda: _planned(),
     },
     "docs/README.md": {
-        "plan": lambda: _answered(_PAYS),
-        "check": lambda: _answered(_CHECK, "analysis"),
-        "policies": lambda: _answered(_POLICIES),
+        name: partial(lambda door: _answered(door), door) for name, door in _DOORS.items()
     },
     "docs/differences.md": {"slow-link": lambda: tables.on_the_slow_link(_records("delta"))},
-    "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
+    "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
     "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
@@ -130,20 +134,14 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _printed(matrix: str) -> str:
-    """What the command prints at its end."""
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(summary(_records(matrix)))
-    lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
 def _answered(command: str) -> str:
-    """The command and what it prints."""
-    printed = _run(command)
-    shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
-    lines = (line.rstrip() for line in printed.strip("\n").splitlines())
-    return f"```console\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
+    """The command and what it prints; of a long answer the beginning and the end."""
+    program, _, rest = command.partition(" ")
+    lines = [line.rstrip() for line in _run(rest, program=program).strip("\n").splitlines()]
+    if len(lines) > 25:
+        lines = [*lines[:5], "…", *lines[-7:]]
+    shown = re.sub(" --(peft|strat|nodes)", r" \\\n    --\1", command)
+    return f"```console\n$ python -m {shown}\n" + "\n".join(lines) + "\n```"
 
 
 def _planned() -> str:
@@ -166,9 +164,9 @@ def _rows(command: str) -> dict[str, dict[str, str]]:
             return {row["strategy"]: row for row in csv.DictReader(file)}
 
 
-def _run(command: str, *more: str) -> str:
-    """Run a command of experiments; return its output."""
-    arguments = [sys.executable, "-m", "experiments", *shlex.split(command), *more]
+def _run(command: str, *more: str, program: str = "experiments") -> str:
+    """Run a command; return its output."""
+    arguments = [sys.executable, "-m", program, *shlex.split(command), *more]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
