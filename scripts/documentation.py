@@ -57,7 +57,7 @@ _PARTS = {
     ),
     "Codecs": ("Delta", "BlockInt8", "BlockInt4", "Codec"),
 }  # fmt: skip
-_OPENING = f"""What `fcdp` has, from its docstrings. [The API](api.md) is an overview.
+_OPENING = f"""What `fcdp` has, from its docstrings. [The reference](reference.md#the-library) is an overview.
 
 A test runs the examples on two ranks, each a node of its own, after
 
@@ -69,7 +69,7 @@ with `directory` an empty folder that both see."""
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and each file of the repository that a page links."""
-    files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(File.generated(config, "library.md", content=reference()))
     # A folder's page and that of its README are one.
     linked = {
         _uri(path): path.parent if path.name == "README.md" else path
@@ -121,7 +121,7 @@ def _is_a_page_or_figure(path: Path) -> bool:
 
 def _path(target: str, page: str) -> Path | None:
     """What a relative link names, from the repository's root; nothing elsewhere, or of mkdocs."""
-    if "://" in target or page == "reference.md":
+    if "://" in target or page == "library.md":
         return None
     at = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), target))
     return Path(at) if (ROOT / at).exists() else None
@@ -179,7 +179,7 @@ def reference() -> str:
         f"## {part}\n\n" + "\n\n".join(_directive(f"{of[name]}.{name}") for name in names)
         for part, names in _PARTS.items()
     ]
-    return "\n\n".join(["# Reference", _OPENING, *parts]) + "\n"
+    return "\n\n".join(["# The library", _OPENING, *parts]) + "\n"
 
 
 def _directive(name: str) -> str:
