@@ -57,7 +57,7 @@ _PARTS = {
     ),
     "Codecs": ("Delta", "BlockInt8", "BlockInt4", "Codec"),
 }  # fmt: skip
-_OPENING = f"""What `fcdp` has, from its docstrings. [The reference](reference.md#the-library) is an overview.
+_OPENING = f"""What `fcdp` has, from its docstrings; [in short](reference.md#the-library).
 
 A test runs the examples on two ranks, each a node of its own, after
 

@@ -124,18 +124,17 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
     rows = []
     for claim in numbers:
         found, asks = of.ranges[claim.id], of.paper[claim.id]
-        near = "yes" if asks.away(found.best) <= 1 else "no"
+        near = "" if asks.away(found.best) <= 1 else ", too far"
         rows.append(
             (
                 first.get(claim.id, claim.claim),
                 f"{quoted(claim.number, claim.unit)} [{claim.label}]",
-                rounded(found.best, claim.unit),
-                near,
+                f"{rounded(found.best, claim.unit)}{near}",
                 found.span(claim.unit),
                 f"{text.number(100 * found.share)} %",
             )
         )
-    columns = ("Number", "Paper", "At the best point", "Near enough", "Over the range", "Agrees at")
+    columns = ("Number", "Paper", "At the best point", "Over the range", "Agrees at")
     return Table("together", "The paper's numbers together", columns, tuple(rows))
 
 

@@ -73,17 +73,17 @@ def pages(site: Path) -> dict[Path, Reader]:
 
 
 def test_each_page_of_docs_is_a_page_of_the_site_and_scripts_are_not(site: Path) -> None:
-    names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "reference"}
+    names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "library"}
     assert {page.stem for page in site.glob("*.html")} - {"404"} == names
     scripts = set(site.rglob("*.py")) | set(site.rglob("__pycache__"))
     assert scripts == set()
 
 
 def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Reader]) -> None:
-    ids = pages[site / "reference.html"].ids
+    ids = pages[site / "library.html"].ids
     named = {name.rpartition(".")[2] for name in ids if name.startswith("fcdp.")}
     assert set(fcdp.__all__) <= named
-    text = (site / "reference.html").read_text(encoding="utf-8")
+    text = (site / "library.html").read_text(encoding="utf-8")
     assert not any(role in text for role in (":func:", ":class:", ":meth:"))
 
 
