@@ -22,21 +22,13 @@ EVIDENCE = {
 
 
 def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    words: Collection[str] | None = None,
-    *,
-    spaced: bool = False,
+    head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] | None = None
 ) -> str:
-    """A Markdown table; ``words``, by default its first column, flush left, all else right.
-
-    ``spaced`` is how the rule below the head is written.
-    """
+    """A Markdown table; ``words``, by default its first column, flush left, all else right."""
     left = head[:1] if words is None else words
-    rule = ["---" if name in left else "--:" for name in head]
-    ruled = f"| {' | '.join(rule)} |" if spaced else f"|{'|'.join(rule)}|"
+    rule = f"|{'|'.join('---' if name in left else '--:' for name in head)}|"
     top, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
-    return "\n".join([top, ruled, *others])
+    return "\n".join([top, rule, *others])
 
 
 def escaped(value: object) -> str:

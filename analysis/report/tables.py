@@ -68,7 +68,7 @@ def markdown(table: pd.DataFrame) -> str:
     """A Markdown table; words flush left, numbers flush right."""
     header = [str(name) for name in table.columns]
     rows = ([*map(text.escaped, row)] for row in table.itertuples(index=False))
-    return text.table(header, rows, WORDS, spaced=True)
+    return text.table(header, rows, WORDS)
 
 
 def notes(compared: pd.DataFrame) -> list[str]:
