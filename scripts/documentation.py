@@ -21,7 +21,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 #: Where files of the repository stand in the site.
 _FOLDER = "repository"
-_LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
+#: One of the five pages, though it lies outside of docs: what it links is in the site, too.
+_REPRODUCTION = "REPRODUCTION.md"
+_LINK = re.compile(r"!?\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
 #: In HTML, which mkdocs leaves as it is.
 _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
@@ -70,11 +72,13 @@ with `directory` an empty folder that both see."""
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and each file of the repository that a page links."""
     files.append(File.generated(config, "library.md", content=reference()))
+    pages = [(page.content_string, page.src_uri) for page in files.documentation_pages()]
+    pages.append(((ROOT / _REPRODUCTION).read_text("utf-8"), f"{_FOLDER}/{_REPRODUCTION}"))
     # A folder's page and that of its README are one.
     linked = {
         _uri(path): path.parent if path.name == "README.md" else path
-        for page in list(files.documentation_pages())
-        for path in _outside(page.content_string, page.src_uri)
+        for page in pages
+        for path in _outside(*page)
     }
     for uri, path in sorted(linked.items()):
         files.append(_file(uri, path, config))
@@ -93,7 +97,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(uri) is None:
             # A page of the repository links more than pages of docs do: that stays in it.
             return match["text"]
-        return f"[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
+        mark = "!" * match[0].startswith("!")
+        return f"{mark}[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
 
     def moved_picture(match: re.Match[str]) -> str:
         path = _path(match["target"], here)

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,8 +141,14 @@ def _answered(command: str) -> str:
     lines = [line.rstrip() for line in _run(rest, program=program).strip("\n").splitlines()]
     if len(lines) > 25:
         lines = [*lines[:5], "…", *lines[-7:]]
-    shown = re.sub(" --(peft|strat|nodes)", r" \\\n    --\1", command)
-    return f"```console\n$ python -m {shown}\n" + "\n".join(lines) + "\n```"
+    shown = " \\\n    ".join(_broken(f"$ python -m {command}", 74))
+    lines = [part for line in lines for part in ([line] if "  " in line else _broken(line, 80))]
+    return "```console\n" + "\n".join([shown, *lines]) + "\n```"
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """Lines as on a terminal of so many columns, which break between words."""
+    return textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def _planned() -> str:

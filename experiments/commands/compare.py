@@ -42,6 +42,8 @@ def compare(
     except (ValueError, OSError) as error:
         terminal.stop(error)
     console = terminal.console()
+    if len(pairs) == 1:  # ids are for copying: no width cuts them
+        terminal.say_as_it_is(console, f"A  {one[0].cell_id}\nB  {other[0].cell_id}")
     console.print(_in_full(pairs[0]) if len(pairs) == 1 else _listed(pairs))
     if said := few(pairs):
         console.print(said)
@@ -67,7 +69,6 @@ def _in_full(pair: Comparison) -> Table:
 
     assert pair.over is not None
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
-    table.add_row("cell", pair.over.cell_id, pair.of.cell_id)
     for label, values in _settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
