@@ -116,7 +116,7 @@ def chapter(
         parts,
         in_words(of.holds, of.found, of.paper),
         (_together(numbers, first, of),),
-        (figures.ranges("paper-region", "All numbers", numbers, of),),
+        (figures.ranges("paper-region", "All numbers", numbers, of, first),),
     )
 
 
@@ -187,7 +187,7 @@ class _Shown:
         ]
         # What is simulated of no claim at all is no column; nor is a range that none has.
         simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
-        order = [0, 1, *([2] if simulated else []), *([5] if ranged else []), 3, 4]
+        order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
         names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
         columns = (*names, "The paper's system, over its unknowns")
         return Table(
@@ -310,7 +310,9 @@ def _drawing(
         drawn = [shown.of(name) for name in section.claims]
         if shown.region is None:
             return None
-        return figures.ranges(f"paper-{section.id}", section.title, drawn, shown.region)
+        return figures.ranges(
+            f"paper-{section.id}", section.title, drawn, shown.region, section.first
+        )
     run = runs.get(section.matrices[0])
     if isinstance(run, BoundStudy):
         return figures.bound([shown.of(name) for name in section.claims], run)

@@ -318,8 +318,13 @@ def _memory_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) ->
 PAPER = "#7F7F7F"
 
 
-def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawing:
-    """A line per number: ours over its range as a share of the paper's, and at the best point."""
+def ranges(
+    name: str, title: str, claims: Sequence[Claim], of: Region, said: Mapping[str, str]
+) -> Drawing:
+    """A line per number: ours over its range as a share of the paper's, and at the best point.
+
+    ``said`` has what claims are called where there is little room.
+    """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
         figure = Figure(figsize=(7.2, 0.34 * len(numbers) + 1.2), layout="constrained")
@@ -337,7 +342,8 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
         ax.set_xlabel("ours over the paper's number")
-        ax.set_yticks(range(len(numbers)), [_brief(claim) for claim in numbers])
+        names = [f"{said.get(of.id, of.claim)}: {quoted(of.number, of.unit)}" for of in numbers]
+        ax.set_yticks(range(len(numbers)), names)
         ax.set_ylim(len(numbers) - 0.5, -0.5)
         ax.grid(False, axis="y")
         handles = [
@@ -356,8 +362,3 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
 
 #: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
 _LEAST = 0.05
-
-
-def _brief(claim: Claim) -> str:
-    """A claim's name and number, as an axis has room for them."""
-    return f"{claim.id.removeprefix('fcdp-')}: {quoted(claim.number, claim.unit)}"
