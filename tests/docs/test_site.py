@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,6 +86,15 @@ def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Reade
     assert set(fcdp.__all__) <= named
     text = (site / "library.html").read_text(encoding="utf-8")
     assert not any(role in text for role in (":func:", ":class:", ":meth:"))
+
+
+def test_the_five_pages_come_first_and_are_searched(site: Path) -> None:
+    front = (site / "index.html").read_text(encoding="utf-8")
+    five = ("index", "repository/REPRODUCTION", "use", "extend", "reference")
+    first = re.findall(r'<a href="([^"#]+)\.html" class="md-nav__link', front)[:5]
+    assert [name.removeprefix("./") for name in first] == [*five]
+    index = (site / "search/search_index.json").read_text(encoding="utf-8")
+    assert all(f'"location":"{name}.html"' in index for name in five)
 
 
 def test_every_link_inside_leads_to_a_page_and_its_heading(pages: dict[Path, Reader]) -> None:
