@@ -27,6 +27,8 @@ _LINK = re.compile(r"!?\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#
 #: In HTML, which mkdocs leaves as it is.
 _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
+#: Sources would stand before the pages in what a search finds.
+_UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 #: What the examples in docstrings of the library start from.
 SETTING = """\
 import torch
@@ -167,11 +169,11 @@ def _content(path: Path) -> str:
         said = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
         held = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
         names = "\n".join(f"- `{item.name}{'/' * item.is_dir()}`" for item in held)
-        return f"{said}\n\n## Files\n\n{names}\n"
+        return f"{_UNSEARCHED}{said}\n\n## Files\n\n{names}\n"
     text = there.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
-    return f"# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"
+    return f"{_UNSEARCHED}# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"
 
 
 def reference() -> str:
