@@ -64,7 +64,8 @@ def gain(speed: Sequence[float], none: str = "none") -> str:
 
 def speed_up(*speed: float) -> str:
     """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
-    return f"{gain(speed)}{_ends(times(end).removesuffix('×') for end in speed[1:])}"
+    told = gain(speed, none="not significant")
+    return f"{told}{_ends(times(end).removesuffix('×') for end in speed[1:])}"
 
 
 def compared(speed: Comparison) -> str:

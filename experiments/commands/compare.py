@@ -76,7 +76,7 @@ def _in_full(pair: Comparison) -> Table:
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
-        ratio = "none" if same else _ratio(mine, theirs)
+        ratio = "not significant" if same else _ratio(mine, theirs)
         if name == "tokens/s" and pair.interval:
             ratio += " ({:.3g}–{:.3g})".format(*pair.interval)
         table.add_row(name, _number(mine), _number(theirs), ratio)
@@ -84,10 +84,10 @@ def _in_full(pair: Comparison) -> Table:
 
 
 def _speed(pair: Comparison) -> str:
-    """How many times as fast B is; none where that is not told from noise."""
+    """How many times as fast B is; or that it may be noise."""
     if pair.ratio is None:
         return " / ".join(record.state for record in (pair.over, pair.of) if record)
-    return f"{pair.ratio:.2f}×" if pair.differs else "none"
+    return f"{pair.ratio:.2f}×" if pair.differs else "not significant"
 
 
 def _ratio(mine: float | None, theirs: float | None) -> str:

@@ -95,11 +95,11 @@ def _reference(variant: Variant) -> str:
 
 
 def speed_up(speed: Comparison) -> str:
-    """How many times as fast a cell is; none where that is not told from noise."""
+    """How many times as fast a cell is; "not sig." where noise may be all of it."""
     if speed.ratio is None:
         return _ABSENT
     if speed.of is not speed.over and not speed.differs:
-        return "none"
+        return "not sig."
     return f"{speed.ratio:.2f}×"
 
 
