@@ -64,8 +64,8 @@ def gain(speed: Sequence[float], none: str = "none") -> str:
 
 def speed_up(*speed: float) -> str:
     """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
-    told = gain(speed, none="not significant")
-    return f"{told}{_ends(times(end).removesuffix('×') for end in speed[1:])}"
+    ends = (times(end).removesuffix("×") for end in speed[1:])
+    return gain(speed, "not significant") + _ends(ends)
 
 
 def compared(speed: Comparison) -> str:

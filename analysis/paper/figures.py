@@ -321,10 +321,7 @@ PAPER = "#7F7F7F"
 def ranges(
     name: str, title: str, claims: Sequence[Claim], of: Region, said: Mapping[str, str]
 ) -> Drawing:
-    """A line per number: ours over its range as a share of the paper's, and at the best point.
-
-    ``said`` has what claims are called where there is little room.
-    """
+    """A line per number, by its short name: ours over its range, of the paper's; the best point."""
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
         figure = Figure(figsize=(7.2, 0.34 * len(numbers) + 1.2), layout="constrained")

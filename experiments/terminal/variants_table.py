@@ -28,10 +28,9 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown, kept = copy(self.table), [*self.table.columns]
+        wide = options.update(max_width=1000)
         for at in self.losing:
-            if Measurement.get(console, options.update(max_width=1000), shown).maximum <= (
-                options.max_width
-            ):
+            if Measurement.get(console, wide, shown).maximum <= options.max_width:
                 break
             kept.remove(self.table.columns[at])
             # Rich pads a column by its place.
