@@ -16,7 +16,7 @@ EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity vol
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test ci lint unit operators docs mutants gpu setup baselines clients pins clean help
+.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu setup baselines clients pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -61,6 +61,14 @@ lint: setup ## linters, directions of imports, types and budgets of lines alone
 
 docs: setup ## the documentation as a site, in build/site; fails at a warning
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)/bin/python -m mkdocs build --strict
+
+archive: ## all tracked files as build/fcdp-COMMIT.tar.gz, with the checksum of each in SHA256SUMS
+	rm -rf build/archive && mkdir -p build/archive
+	git archive --prefix fcdp/ HEAD | tar -x -C build/archive
+	cd build/archive/fcdp && find . -type f -not -name SHA256SUMS -print0 | sort -z | xargs -0 sha256sum > SHA256SUMS
+	tar -c -C build/archive --sort name --mode a+rX,go-w --owner 0 --group 0 --mtime "$$(git log -1 --format=@%ct)" fcdp \
+		| gzip -n9 > build/fcdp-$$(git rev-parse --short HEAD).tar.gz
+	rm -rf build/archive && sha256sum build/fcdp-$$(git rev-parse --short HEAD).tar.gz
 
 # An hour of one core where nothing was tried before; it gives way to whatever else runs.
 mutants: setup ## small faults in fcdp/, one at a time: which do the tests catch

@@ -22,21 +22,13 @@ EVIDENCE = {
 
 
 def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    words: Collection[str] | None = None,
-    *,
-    spaced: bool = False,
+    head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] | None = None
 ) -> str:
-    """A Markdown table; ``words``, by default its first column, flush left, all else right.
-
-    ``spaced`` is how the rule below the head is written.
-    """
+    """A Markdown table; ``words``, by default its first column, flush left, all else right."""
     left = head[:1] if words is None else words
-    rule = ["---" if name in left else "--:" for name in head]
-    ruled = f"| {' | '.join(rule)} |" if spaced else f"|{'|'.join(rule)}|"
+    rule = f"|{'|'.join('---' if name in left else '--:' for name in head)}|"
     top, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
-    return "\n".join([top, ruled, *others])
+    return "\n".join([top, rule, *others])
 
 
 def escaped(value: object) -> str:
@@ -72,7 +64,8 @@ def gain(speed: Sequence[float], none: str = "none") -> str:
 
 def speed_up(*speed: float) -> str:
     """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
-    return f"{gain(speed)}{_ends(times(end).removesuffix('×') for end in speed[1:])}"
+    ends = (times(end).removesuffix("×") for end in speed[1:])
+    return gain(speed, "not significant") + _ends(ends)
 
 
 def compared(speed: Comparison) -> str:

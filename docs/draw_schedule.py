@@ -1,4 +1,4 @@
-"""Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/schedule.md.
+"""Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/how-it-works.md.
 
 Durations are made up (a link between nodes that is slow, a host link that is not); the order of
 calls and what waits for what are the library's. tests/docs/test_schedule.py compares the order

@@ -31,7 +31,7 @@ Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 #: Nodes up to which a unit moves inside the node without a copy, a part per node. Each part takes
 #: the host 3 microseconds, and NCCL an operation; beyond, one copy of the unit costs less than they
-#: do, and takes its size in device memory (docs/host-cost.md).
+#: do, and takes its size in device memory (docs/how-it-works.md).
 PARTS_MOST = 16
 
 

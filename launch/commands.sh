@@ -6,7 +6,7 @@
 #
 # One argument a command; the first that cannot run ends it. Each starts its ranks on the nodes of
 # FCDP_HOSTS, this one first, by ssh, or where that is not set on those of Slurm's allocation.
-# docs/rented-nodes.md lists the other variables.
+# docs/nodes.md lists the other variables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -21,10 +21,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 #: Where files of the repository stand in the site.
 _FOLDER = "repository"
-_LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
+#: One of the five pages, though it lies outside of docs: what it links is in the site, too.
+_REPRODUCTION = "REPRODUCTION.md"
+_LINK = re.compile(r"!?\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
 #: In HTML, which mkdocs leaves as it is.
 _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
+#: Sources would stand before the pages in what a search finds.
+_UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 #: What the examples in docstrings of the library start from.
 SETTING = """\
 import torch
@@ -57,7 +61,7 @@ _PARTS = {
     ),
     "Codecs": ("Delta", "BlockInt8", "BlockInt4", "Codec"),
 }  # fmt: skip
-_OPENING = f"""What `fcdp` has, from its docstrings. [The API](api.md) is an overview.
+_OPENING = f"""What `fcdp` has, from its docstrings; [in short](reference.md#the-library).
 
 A test runs the examples on two ranks, each a node of its own, after
 
@@ -69,12 +73,14 @@ with `directory` an empty folder that both see."""
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and each file of the repository that a page links."""
-    files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(File.generated(config, "library.md", content=reference()))
+    pages = [(page.content_string, page.src_uri) for page in files.documentation_pages()]
+    pages.append(((ROOT / _REPRODUCTION).read_text("utf-8"), f"{_FOLDER}/{_REPRODUCTION}"))
     # A folder's page and that of its README are one.
     linked = {
         _uri(path): path.parent if path.name == "README.md" else path
-        for page in list(files.documentation_pages())
-        for path in _outside(page.content_string, page.src_uri)
+        for page in pages
+        for path in _outside(*page)
     }
     for uri, path in sorted(linked.items()):
         files.append(_file(uri, path, config))
@@ -93,7 +99,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(uri) is None:
             # A page of the repository links more than pages of docs do: that stays in it.
             return match["text"]
-        return f"[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
+        mark = "!" * match[0].startswith("!")
+        return f"{mark}[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
 
     def moved_picture(match: re.Match[str]) -> str:
         path = _path(match["target"], here)
@@ -121,7 +128,7 @@ def _is_a_page_or_figure(path: Path) -> bool:
 
 def _path(target: str, page: str) -> Path | None:
     """What a relative link names, from the repository's root; nothing elsewhere, or of mkdocs."""
-    if "://" in target or page == "reference.md":
+    if "://" in target or page == "library.md":
         return None
     at = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), target))
     return Path(at) if (ROOT / at).exists() else None
@@ -162,11 +169,11 @@ def _content(path: Path) -> str:
         said = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
         held = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
         names = "\n".join(f"- `{item.name}{'/' * item.is_dir()}`" for item in held)
-        return f"{said}\n\n## Files\n\n{names}\n"
+        return f"{_UNSEARCHED}{said}\n\n## Files\n\n{names}\n"
     text = there.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
-    return f"# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"
+    return f"{_UNSEARCHED}# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"
 
 
 def reference() -> str:
@@ -179,7 +186,7 @@ def reference() -> str:
         f"## {part}\n\n" + "\n\n".join(_directive(f"{of[name]}.{name}") for name in names)
         for part, names in _PARTS.items()
     ]
-    return "\n\n".join(["# Reference", _OPENING, *parts]) + "\n"
+    return "\n\n".join(["# The library", _OPENING, *parts]) + "\n"
 
 
 def _directive(name: str) -> str:

@@ -1,6 +1,6 @@
 """What one unit's gather and reduction cost the host, on groups whose other ranks are imitated.
 
-python -m scripts.host_cost            measure, and print the tables of docs/host-cost.md
+python -m scripts.host_cost            measure, and print the tables of results/tables.md
 python -m scripts.host_cost --write    measure, and write the record; scripts.readme the tables
 
 The library's accelerator path runs on the CPU: collectives instead of messages, an accelerator's

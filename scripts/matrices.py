@@ -1,4 +1,4 @@
-"""Tables of docs/matrices.md: the keys of a matrix file, from the types that read them.
+"""Tables of docs/reference.md: the keys of a matrix file, from the types that read them.
 
 What a key means is the comment above its field, or above the name of its field's type; where there
 is none, its label.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ from experiments.records import workload
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 from simulation.transformer import ModelSpec
 
-_HEAD = ("Key", "Value", "Default", "Meaning")
+_HEAD = ("Key", "Value, and its default", "Meaning")
 _HEAD_OF = (*_HEAD, "Of")
 _REQUIRED = "–"
 #: What the file has in another form than a cell: what it takes, and its default.
@@ -47,23 +47,20 @@ def of_cells() -> str:
     """What all cells have: one row for each key that axes and workload take."""
     names = {name: FILE_NAMES.get(name, name) for name in Cell.model_fields}
     rows = _rows(Cell, {name: file for name, file in names.items() if file in SETTINGS})
-    return text.table(_HEAD, rows, words=_HEAD)
+    return _table(rows)
 
 
 def of_strategies() -> str:
-    """What cells of some strategies have beside it, with these strategies."""
-    rows: dict[str, list[str]] = {}
+    """What cells of some strategies have beside it, a table for those that have the same."""
+    tables: dict[str, dict[str, list[str]]] = {}
     for kind in registry.settings_types():
         for row in _rows(kind):
-            rows.setdefault(row[0], row)
-    for name, row in rows.items():
-        key = name.strip("`")
-        have = [each for each in registry.STRATEGIES if key in each.settings.model_fields]
-        # Their defaults may differ.
-        defaults = [_default(each.settings, key) for each in have]
-        row[2] = ", ".join(dict.fromkeys(defaults))
-        row.append(_either(each.name for each in have))
-    return text.table(_HEAD_OF, rows.values(), words=_HEAD_OF)
+            key = row[0].strip("`")
+            have = [each for each in registry.STRATEGIES if key in each.settings.model_fields]
+            # Their defaults may differ.
+            row[2] = ", ".join(dict.fromkeys(_default(each.settings, key) for each in have))
+            tables.setdefault(_either(each.name for each in have), {}).setdefault(key, row)
+    return "\n\n".join(f"{of}:\n\n" + _table(rows.values()) for of, rows in tables.items())
 
 
 def of_clusters() -> str:
@@ -75,7 +72,7 @@ def of_clusters() -> str:
                 same[-1] = "all"
             else:
                 rows.append([*row, of])
-    return text.table(_HEAD_OF, rows, words=_HEAD_OF)
+    return _table(rows, _HEAD_OF)
 
 
 def of_models() -> str:
@@ -111,15 +108,24 @@ def of_optimizers() -> str:
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:
     """A table per kind, under what it is; without what the reader adds to the file's."""
-    return "\n\n".join(
-        f"{_as_markdown(inspect.cleandoc(kind.__doc__ or ''))}\n\n"
-        + text.table(
-            _HEAD,
-            _rows(kind, {name: name for name in kind.model_fields if name not in added}),
-            words=_HEAD,
-        )
-        for kind in kinds
+    parts, earlier = [], []
+    for kind in kinds:
+        rows = _rows(kind, {name: name for name in kind.model_fields if name not in added})
+        # What an earlier kind has word for word is said once.
+        told = ", ".join(row[0] for row in rows if row in earlier)
+        said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
+        parts.append(f"{said}\n\n{_table(row for row in rows if row not in earlier)}")
+        earlier += rows
+    return "\n\n".join(parts)
+
+
+def _table(rows: Iterable[list[str]], head: Sequence[str] = _HEAD) -> str:
+    """A default stands beside the values, unless the key is required."""
+    shown = (
+        [key, value if default == _REQUIRED else f"{value}; {default}", *more]
+        for key, value, default, *more in rows
     )
+    return text.table(head, shown, words=head)
 
 
 def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list[list[str]]:

@@ -11,12 +11,12 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rich.console import Console
 
 from analysis import text
 from analysis.claims import papers
@@ -27,7 +27,6 @@ from baselines import registry
 from docs import memory
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.terminal.summary_table import summary
 from scripts import host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +46,14 @@ _CASES = {
     ),
 }
 _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
+#: What the site's front types at each of its doors.
+_DOORS = {
+    "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
+    "check": "analysis check results/paper/volume",
+    "policies": (
+        "experiments compare results/ablation:policy=none,k=4 results/ablation:policy=host,k=4"
+    ),
+}
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -54,31 +61,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "differences": lambda: tables.in_a_sentence(_records("delta")),
         "planned": lambda: _planned(),
     },
-    "docs/differences.md": {
-        "slow-link": lambda: tables.on_the_slow_link(_records("delta")),
-        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
-        "quantised": lambda: tables.over_seeds(_records("quantised")),
+    "docs/README.md": {
+        name: partial(lambda door: _answered(door), door) for name, door in _DOORS.items()
     },
-    "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
-    "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
-    "docs/measurements.md": {
-        "reference": lambda: tables.condensed(_records("reference")),
-        "unshaped": lambda: tables.condensed(_records("unshaped")),
-        "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
-        "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
-        "slow-link": lambda: tables.kept(_records("slow-link")),
-        "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
-    },
+    "docs/differences.md": {"slow-link": lambda: tables.on_the_slow_link(_records("delta"))},
+    "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
+    "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
-    "docs/memory.md": {
-        "frozen": lambda: tables.by_base(_records("frozen")),
-        "memory": memory.of_caches,
-        "others": memory.of_others,
-        "traffic": memory.of_traffic,
-    },
-    "docs/host-cost.md": {"host-time": lambda: host_cost.tables(host_cost.committed())},
-    "docs/ablations.md": {"ablation": lambda: tables.ablated(_records("ablation"))},
-    "docs/matrices.md": {
+    "docs/reference.md": {
         "cells": matrices.of_cells,
         "strategies": matrices.of_strategies,
         "clusters": matrices.of_clusters,
@@ -86,7 +76,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "data": matrices.of_data,
         "optimizers": matrices.of_optimizers,
     },
-    "docs/strategies.md": {
+    "results/tables.md": {
+        "reference": lambda: tables.condensed(_records("reference")),
+        "unshaped": lambda: tables.condensed(_records("unshaped")),
+        "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
+        "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
+        "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
         "workers": lambda: tables.kept_by_workers(
@@ -96,6 +91,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "lag-longer": lambda: tables.lag(_records("co2-long")),
         "lag-long": lambda: tables.lag(_records("co2-tuned")),
         "behind": lambda: tables.behind(_records("co2-ablation")),
+        "ablation": lambda: tables.ablated(_records("ablation")),
+        "frozen": lambda: tables.by_base(_records("frozen")),
+        "quantised": lambda: tables.over_seeds(_records("quantised")),
+        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "host-time": lambda: host_cost.tables(host_cost.committed()),
+        "memory": memory.of_caches,
+        "others": memory.of_others,
+        "traffic": memory.of_traffic,
     },
 }
 
@@ -130,20 +133,20 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _printed(matrix: str) -> str:
-    """What the command prints at its end."""
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(summary(_records(matrix)))
-    lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
 def _answered(command: str) -> str:
-    """The command and what it prints."""
-    printed = _run(command)
-    shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
-    lines = (line.rstrip() for line in printed.strip("\n").splitlines())
-    return f"```console\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
+    """The command and what it prints; of a long answer the beginning and the end."""
+    program, _, rest = command.partition(" ")
+    lines = [line.rstrip() for line in _run(rest, program=program).strip("\n").splitlines()]
+    if len(lines) > 25:
+        lines = [*lines[:5], "…", *lines[-7:]]
+    shown = " \\\n    ".join(_broken(f"$ python -m {command}", 74))
+    lines = [part for line in lines for part in ([line] if "  " in line else _broken(line, 80))]
+    return "```console\n" + "\n".join([shown, *lines]) + "\n```"
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """Lines as on a terminal of so many columns, which break between words."""
+    return textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def _planned() -> str:
@@ -166,9 +169,9 @@ def _rows(command: str) -> dict[str, dict[str, str]]:
             return {row["strategy"]: row for row in csv.DictReader(file)}
 
 
-def _run(command: str, *more: str) -> str:
-    """Run a command of experiments; return its output."""
-    arguments = [sys.executable, "-m", "experiments", *shlex.split(command), *more]
+def _run(command: str, *more: str, program: str = "experiments") -> str:
+    """Run a command; return its output."""
+    arguments = [sys.executable, "-m", program, *shlex.split(command), *more]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 

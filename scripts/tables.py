@@ -20,7 +20,7 @@ from simulation.quantities import format_link
 
 _RESULT_HEAD = (
     "Trained",
-    *("DeepSpeed s", "FSDP2 s", "FCDP s", "over the faster"),
+    *("DeepSpeed s", "FSDP2 s", "FCDP s", "speed-up over the faster"),
     *("ZeRO-3 at least MB", "DeepSpeed MB", "FSDP2 MB", "FCDP MB"),
 )
 _THREE = ("deepspeed-zero3", "fsdp2", "fcdp")

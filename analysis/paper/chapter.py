@@ -116,7 +116,7 @@ def chapter(
         parts,
         in_words(of.holds, of.found, of.paper),
         (_together(numbers, first, of),),
-        (figures.ranges("paper-region", "All numbers", numbers, of),),
+        (figures.ranges("paper-region", "All numbers", numbers, of, first),),
     )
 
 
@@ -124,18 +124,17 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
     rows = []
     for claim in numbers:
         found, asks = of.ranges[claim.id], of.paper[claim.id]
-        near = "yes" if asks.away(found.best) <= 1 else "no"
+        near = "" if asks.away(found.best) <= 1 else ", too far"
         rows.append(
             (
                 first.get(claim.id, claim.claim),
                 f"{quoted(claim.number, claim.unit)} [{claim.label}]",
-                rounded(found.best, claim.unit),
-                near,
+                f"{rounded(found.best, claim.unit)}{near}",
                 found.span(claim.unit),
                 f"{text.number(100 * found.share)} %",
             )
         )
-    columns = ("Number", "Paper", "At the best point", "Near enough", "Over the range", "Agrees at")
+    columns = ("Number", "Paper", "At the best point", "Over the range", "Agrees at")
     return Table("together", "The paper's numbers together", columns, tuple(rows))
 
 
@@ -188,7 +187,7 @@ class _Shown:
         ]
         # What is simulated of no claim at all is no column; nor is a range that none has.
         simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
-        order = [0, 1, *([2] if simulated else []), *([5] if ranged else []), 3, 4]
+        order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
         names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
         columns = (*names, "The paper's system, over its unknowns")
         return Table(
@@ -312,7 +311,9 @@ def _drawing(
         drawn = [shown.of(name) for name in section.claims]
         if shown.region is None:
             return None
-        return figures.ranges(f"paper-{section.id}", section.title, drawn, shown.region)
+        return figures.ranges(
+            f"paper-{section.id}", section.title, drawn, shown.region, section.first
+        )
     run = runs.get(section.matrices[0])
     if isinstance(run, BoundStudy):
         return figures.bound([shown.of(name) for name in section.claims], run)

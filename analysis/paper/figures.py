@@ -77,10 +77,7 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
         ax.set_xlim(right=3000)
         ax.grid(False, axis="y")
         put_legend(figure, [Line2D([], [], **_PAPERS_MARK, label="the paper's")])  # type: ignore[arg-type]
-    caption = (
-        f"Bytes between nodes in a step, LoRA. The paper's table stands on the systems that it may "
-        f"mean. {run.summary}"
-    )
+    caption = "Bytes between nodes, LoRA. The paper's table stands on the systems that it may mean."
     return Drawing("paper-volume", "Bytes between nodes", caption, figure)
 
 
@@ -104,7 +101,7 @@ def scaling(run: Run) -> Drawing:
         put_legend(figure, [line(look) for look in looks.values()])
     caption = (
         "Tokens a second of the cluster with as many sequences a step on one, two and four nodes; "
-        f"a point that is missing ran out of memory. {run.summary}"
+        "a point that is missing ran out of memory."
     )
     return Drawing("paper-scaling", "Strong scaling", caption, figure)
 
@@ -129,9 +126,7 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
         ax.minorticks_off()
         marks = [line(look) for look in looks.values()]
         put_legend(figure, [*marks, Line2D([], [], **_PAPERS_MARK, label="the paper's")])  # type: ignore[arg-type]
-    caption = (
-        f"Throughput with LoRA of {LARGEST} over bandwidth, as a share of its own. {run.summary}"
-    )
+    caption = f"Throughput with LoRA of {LARGEST} over bandwidth, as a share of its own."
     return Drawing("paper-bandwidth", "What is kept on slower links", caption, figure)
 
 
@@ -171,7 +166,7 @@ def policies(run: Run) -> Drawing:
         memory.set(xlabel="threshold τ", ylabel="device memory, GB", ylim=(0, None))
         handles, _ = speed.get_legend_handles_labels()
         put_legend(figure, [h for h in handles if isinstance(h, Line2D)], columns=len(kinds))
-    caption = f"FCDP's threshold policy, {LARGEST}. {run.summary}"
+    caption = f"FCDP's threshold policy, {LARGEST}."
     return Drawing("paper-policies", "Throughput and memory over τ", caption, figure)
 
 
@@ -188,7 +183,7 @@ def memory(run: Run) -> Drawing:
         ax.set(xlabel="GB of device memory", ylim=(len(looks) - 0.5, -0.5))
         ax.margins(x=0.2)
         ax.grid(False, axis="y")
-    caption = f"Full fine-tuning of {LARGEST} at micro-batch 8. {run.summary}"
+    caption = f"Full fine-tuning of {LARGEST} at micro-batch 8."
     return Drawing("paper-memory", "Device memory", caption, figure)
 
 
@@ -340,8 +335,10 @@ def _memory_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) ->
 PAPER = "#7F7F7F"
 
 
-def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawing:
-    """A line per number: ours over its range as a share of the paper's, and at the best point."""
+def ranges(
+    name: str, title: str, claims: Sequence[Claim], of: Region, said: Mapping[str, str]
+) -> Drawing:
+    """A line per number, by its short name: ours over its range, of the paper's; the best point."""
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
         figure = Figure(figsize=(7.2, 0.34 * len(numbers) + 1.2), layout="constrained")
@@ -359,7 +356,7 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
         ax.set_xlabel("ours over the paper's number")
-        names = [f"{c.id.removeprefix('fcdp-')}: {quoted(c.number, c.unit)}" for c in numbers]
+        names = [f"{said.get(c.id, c.claim)}: {quoted(c.number, c.unit)}" for c in numbers]
         ax.set_yticks(range(len(numbers)), names)
         ax.set_ylim(len(numbers) - 0.5, -0.5)
         ax.grid(False, axis="y")

@@ -55,7 +55,7 @@ class Table:
 def as_markdown(table: Table) -> str:
     """The table with escaped bars."""
     rows = ([*map(text.escaped, row)] for row in table.rows)
-    return text.table(table.columns, rows, spaced=True)
+    return text.table(table.columns, rows)
 
 
 def as_csv(table: Table) -> str:

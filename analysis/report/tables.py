@@ -68,7 +68,7 @@ def markdown(table: pd.DataFrame) -> str:
     """A Markdown table; words flush left, numbers flush right."""
     header = [str(name) for name in table.columns]
     rows = ([*map(text.escaped, row)] for row in table.itertuples(index=False))
-    return text.table(header, rows, WORDS, spaced=True)
+    return text.table(header, rows, WORDS)
 
 
 def notes(compared: pd.DataFrame) -> list[str]:
@@ -76,8 +76,8 @@ def notes(compared: pd.DataFrame) -> list[str]:
     found = [
         "speed-up and “of baseline” compare with the cell of the same settings that ran "
         + "; ".join(_baselines(compared))
-        + ". In brackets, where clocks were read, the speed-up's interval by rounds; none: 1 is in "
-        "it.",
+        + ". In brackets, where clocks were read, the speed-up's interval by rounds; "
+        "not significant: 1 is in it.",
         "MB sent/step: 10⁶ bytes that leave the busiest node; closed form: the least that the "
         "strategy's schedule must send.",
     ]

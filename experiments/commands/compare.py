@@ -43,6 +43,8 @@ def compare(
     except (ValueError, OSError) as error:
         terminal.stop(error)
     console = terminal.console()
+    if len(pairs) == 1:  # ids are for copying: no width cuts them
+        terminal.say_as_it_is(console, f"A  {one[0].cell_id}\nB  {other[0].cell_id}")
     console.print(_in_full(pairs[0]) if len(pairs) == 1 else _listed(pairs))
     if said := few(pairs):
         console.print(said)
@@ -67,7 +69,6 @@ def _listed(pairs: Sequence[Comparison]) -> Table:
 def _in_full(pair: Comparison) -> Table:
     assert pair.over is not None
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
-    table.add_row("cell", pair.over.cell_id, pair.of.cell_id)
     for label, values in _settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
@@ -78,7 +79,7 @@ def _in_full(pair: Comparison) -> Table:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
         ratio = f"{theirs / mine:.3g}" if mine and theirs is not None else "–"
-        ratio = "none" if same else ratio
+        ratio = "not significant" if same else ratio
         if name == "tokens/s" and pair.interval:
             ratio += " ({:.3g}–{:.3g})".format(*pair.interval)
         table.add_row(name, _number(mine), _number(theirs), ratio)
@@ -86,10 +87,10 @@ def _in_full(pair: Comparison) -> Table:
 
 
 def _speed(pair: Comparison) -> str:
-    """How many times as fast B is; none where that is not told from noise."""
+    """How many times as fast B is; or that it may be noise."""
     if pair.ratio is None:
         return " / ".join(record.state for record in (pair.over, pair.of) if record)
-    return f"{pair.ratio:.2f}×" if pair.differs else "none"
+    return f"{pair.ratio:.2f}×" if pair.differs else "not significant"
 
 
 def _number(value: float | None) -> str:

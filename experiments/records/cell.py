@@ -190,7 +190,7 @@ class Cell(Strict):
         default=0, ge=0, lt=2**32
     )
     data: Annotated[AnyData, Setting("Data", in_id="later", learns=True)] = Library()
-    #: Next-token cross entropy, or a user's function, as docs/workloads.md says.
+    #: Next-token cross entropy, or a user's function, as docs/use.md says.
     loss: Annotated[
         Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
     ] = "cross entropy"

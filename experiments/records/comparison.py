@@ -28,7 +28,7 @@ FEWEST = 6
 REFERENCES: Mapping[str, str] = {
     "deepspeed-zero3": "ZeRO-3",
     "fsdp2": "FSDP2",
-    "fcdp none": "none",
+    "fcdp none": "no cache",
     "fcdp": "FCDP",
 }
 

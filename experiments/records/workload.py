@@ -53,7 +53,7 @@ class ConfiguredModel(Strict):
 
 
 class OwnModel(Strict):
-    """A model that a user's function makes, as docs/workloads.md says."""
+    """A model that a user's function makes, as docs/use.md says."""
 
     name: Name
     function: Function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, JustifyMethod, RenderableType
@@ -46,14 +46,15 @@ def summary(records: Sequence[Record]) -> RenderableType:
     wanted = None if usual is None else usual.cell.subject
     columns = _columns(ran, wanted)
     compared: list[Comparison] = []
-    parts: list[RenderableType] = [_header(longest, columns)]
-    for group in groups(ran):
-        comparison = _Group.of(group, wanted)
-        compared += [
-            comparison.speed(record) for record in group if record is not comparison.baseline
-        ]
-        parts.append(_heading([record.cell for record in group], extra, comparison))
-        parts.append(_rows(group, comparison, longest, columns))
+    grouped = [(group, _Group.of(group, wanted)) for group in groups(ran)]
+    columns = [column.wide_enough(grouped) for column in columns]
+    titles = [Text("strategy"), *(Text(column.title) for column in columns)]
+    measures = [Text(), *(Text(column.measure) for column in columns)]
+    parts = [_grid(longest, columns, [titles, measures], "dim")]
+    for group, comparison in grouped:
+        compared += [comparison.speed(of) for of in group if of is not comparison.baseline]
+        rows = [[_strategy(of), *(each.show(of, comparison) for each in columns)] for of in group]
+        parts += [_heading(group, extra, comparison), _grid(longest, columns, rows)]
         if (details := variants_table.table(group)) is not None:
             parts += [Text(), details]
     if any(map(_sends_less, ran)):
@@ -69,6 +70,10 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
         for item in conditions
         if not item.setting.always and len({item.of(cell) for cell in cells}) > 1
     ]
+
+
+def _strategy(record: Record) -> Text:
+    return Text(record.cell.subject, style="bold" if record.cell.strategy == "fcdp" else "")
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,16 @@ class _Group:
 class _Column:
     title: str
     measure: str
-    width: int
     justify: JustifyMethod
     show: Callable[[Record, _Group], Text]
+    #: The more, the sooner a narrow terminal has none of it.
+    spare: int = 0
+    width: int = 0
+
+    def wide_enough(self, grouped: Iterable[tuple[Sequence[Record], _Group]]) -> _Column:
+        """The column, with room for each of its cells."""
+        shown = [self.show(record, of).cell_len for group, of in grouped for record in group]
+        return replace(self, width=max(len(self.title), len(self.measure), *shown))
 
 
 def _tokens(record: Record, _: _Group) -> Text:
@@ -172,15 +184,14 @@ def megabytes(count: float) -> str:
 #: Stands for what the cells are compared with.
 _VERSUS = "vs"
 _COLUMNS = (
-    _Column("state", "", 7, "left", lambda of, _: Text(of.state, style=STATE_STYLES[of.state])),
-    _Column("speed", "tokens/s", 8, "right", _tokens),
-    _Column("speed-up", _VERSUS, 9, "right", _speed_up),
-    _Column("sent", "MB/step", 8, "right", _sent),
-    _Column("sent", _VERSUS, 9, "right", _sent_ratio),
-    _Column("minimum", "MB/step", 8, "right", _least),
-    _Column("loss", "", 7, "right", _loss),
-    _Column("step", "s", 7, "right", _step),
-    _Column(" evidence", "", 10, "left", lambda of, _: Text(f" {of.evidence}", style="dim")),
+    _Column("state", "", "left", lambda of, _: Text(of.state, style=STATE_STYLES[of.state])),
+    _Column("speed", "tokens/s", "right", _tokens),
+    _Column("speed-up", _VERSUS, "right", _speed_up),
+    _Column("sent", "MB/step", "right", _sent),
+    _Column("sent", _VERSUS, "right", _sent_ratio, spare=2),
+    _Column("minimum", "MB/step", "right", _least, spare=3),
+    _Column("loss", "", "right", _loss, spare=1),
+    _Column("step", "s", "right", _step),
 )
 
 
@@ -189,59 +200,40 @@ def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
     metrics = [
         _metric(name, *metric.brief)
         for name, metric in METRICS.items()
-        if metric.brief and any(_value(record, name) is not None for record in records)
+        if metric.brief and any(getattr(of.measurement, name, None) is not None for of in records)
     ]
     versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
     named = [
         replace(column, measure=versus) if column.measure == _VERSUS else column
         for column in _COLUMNS
     ]
-    return [*named[:-2], *metrics, *named[-2:]]
-
-
-def _value(record: Record, metric: str) -> float | None:
-    value: float | None = getattr(record.measurement, metric, None)
-    return value
+    return [*named[:-1], *metrics, named[-1]]
 
 
 def _metric(name: str, title: str, measure: str) -> _Column:
     def show(record: Record, _: _Group) -> Text:
-        value, metric = _value(record, name), METRICS[name]
+        value, metric = getattr(record.measurement, name, None), METRICS[name]
         return _ABSENT if value is None else Text(metric.written(value).removesuffix(metric.unit))
 
-    return _Column(title, measure, 8, "right", show)
+    return _Column(title, measure, "right", show, spare=4)
 
 
-def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
+def _grid(
+    longest: int, columns: Sequence[_Column], rows: Iterable[Sequence[Text]], style: str = ""
+) -> RenderableType:
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=longest_strategy, no_wrap=True)
+    table.add_column(overflow="fold")
     for column in columns:
         table.add_column(justify=column.justify, width=column.width, no_wrap=True)
-    return table
+    for name, *figures in rows:
+        name.pad_right(longest - name.cell_len)
+        table.add_row(name, *figures, style=style)
+    spare = [at for at, column in enumerate(columns, 1) if column.spare]
+    return variants_table.Fitted(table, sorted(spare, key=lambda at: -columns[at - 1].spare))
 
 
-def _header(longest_strategy: int, columns: Sequence[_Column]) -> Table:
-    table = _grid(longest_strategy, columns)
-    table.add_row("strategy", *(column.title for column in columns), style="dim")
-    table.add_row("", *(column.measure for column in columns), style="dim")
-    return table
-
-
-def _rows(
-    group: Sequence[Record],
-    comparison: _Group,
-    longest_strategy: int,
-    columns: Sequence[_Column],
-) -> Table:
-    table = _grid(longest_strategy, columns)
-    for record in group:
-        figures = (column.show(record, comparison) for column in columns)
-        style = "bold" if record.cell.strategy == "fcdp" else ""
-        table.add_row(Text(record.cell.subject, style=style), *figures)
-    return table
-
-
-def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Group) -> Text:
+def _heading(group: Sequence[Record], extra: Sequence[Described], comparison: _Group) -> Text:
+    cells = [record.cell for record in group]
     first = cells[0]
     parts = [first.model.name, first.tuning, format_link(first.inter_bandwidth_bits_per_s)]
     for item in extra:
@@ -252,6 +244,7 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Gro
     if comparison.is_cut:
         # Losses of different steps would look like different results.
         parts.append(f"loss of step {comparison.step}")
+    parts.append(" and ".join(sorted({record.evidence for record in group})))
     return Text("\n" + " · ".join(parts), style="bold cyan")
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +18,27 @@ _ABSENT = "–"
 _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
 
 
-def table(comparison: Sequence[Record]) -> Table | None:
+@dataclass(frozen=True)
+class Fitted:
+    """A table without those columns that its terminal has no room for: no number is cut."""
+
+    table: Table
+    #: Which columns go, one after the other.
+    losing: Sequence[int]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, kept = copy(self.table), [*self.table.columns]
+        wide = options.update(max_width=1000)
+        for at in self.losing:
+            if Measurement.get(console, wide, shown).maximum <= options.max_width:
+                break
+            kept.remove(self.table.columns[at])
+            # Rich pads a column by its place.
+            shown.columns = [replace(column, _index=place) for place, column in enumerate(kept)]
+        yield shown
+
+
+def table(comparison: Sequence[Record]) -> Fitted | None:
     """The variants of one comparison, ranked; ``None`` where fewer than two have a cache."""
     variants = ranked(comparison)
     if sum(variant.cache is not None for variant in variants) < 2:
@@ -28,7 +52,7 @@ def table(comparison: Sequence[Record]) -> Table | None:
     for values in rows:
         shown = [str(column.header) for column in found.columns]
         found.add_row(*(Text(values[title]) for title in shown))
-    return found
+    return Fitted(found, range(len(found.columns) - 1, 0, -1))
 
 
 def row(variant: Variant) -> Mapping[str, str]:
@@ -65,11 +89,11 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
 
 
 def speed_up(speed: Comparison) -> str:
-    """How many times as fast a cell is; none where that is not told from noise."""
+    """How many times as fast a cell is; "not sig." where noise may be all of it."""
     if speed.ratio is None:
         return _ABSENT
     if speed.of is not speed.over and not speed.differs:
-        return "none"
+        return "not sig."
     return f"{speed.ratio:.2f}×"
 
 

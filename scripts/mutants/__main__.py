@@ -5,7 +5,7 @@
     python -m scripts.mutants --seconds 75 --seed "$(git rev-parse HEAD)"      a sample
 
 Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain. All
-together write ``results/mutants/mutants.jsonl`` and docs/mutants.md anew.
+together write ``results/mutants/mutants.jsonl`` and results/mutants/README.md anew.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def write(root: Path, found: Mapping[Mutant, str]) -> None:
     lines = [json.dumps([*each.name, found[each]], ensure_ascii=False) for each in found]
     (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     files.compress(folder / "mutants.jsonl")
-    page = root / "docs/mutants.md"
+    page = root / f"{_FOLDER}/README.md"
     head, _, _ = page.read_text(encoding="utf-8").partition(_MARK)
     explained = _explained(root)
     survivors = [each for each in found if not found[each]]

@@ -131,7 +131,7 @@ def _absurd(plan: Plan) -> Iterator[str]:
 def _next(plan: Plan) -> str:
     """The next command to run."""
     if plan.request.hardware.rates.basis.startswith("preflight"):
-        return "next: python -m experiments run MATRIX --cluster rented (docs/rented-nodes.md)"
+        return "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
     return "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs import ROOT, block
+
 PARTS = ("fcdp", "baselines", "simulation", "experiments", "analysis")
 MATRIX = """\
 name: added
@@ -45,14 +45,6 @@ class PatienceSettings(Settings):
 PLAN = "plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 10Gbit/s --host-memory 512GB"
 
 
-def block(name: str) -> str:
-    """One of the blocks of docs/strategies.md."""
-    page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
-    match = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert match is not None
-    return match[1]
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
@@ -60,10 +52,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     # The planner's rates of GPUs are a record.
     shutil.copytree(ROOT / "results" / "compute", folder / "results" / "compute")
-    (folder / "baselines" / "fcdp_disk.py").write_text(block("strategy"))
+    (folder / "baselines" / "fcdp_disk.py").write_text(block("extend.md", "strategy"))
     registry = folder / "baselines" / "registry.py"
     before, start, after = registry.read_text().partition("STRATEGIES: tuple[Strategy, ...] = (\n")
-    entry = block("registry").strip().removesuffix(")") + ", settings=PatienceSettings)"
+    entry = (
+        block("extend.md", "registry").strip().removesuffix(")") + ", settings=PatienceSettings)"
+    )
     imported = before.replace("    CacheSettings,\n", "    CacheSettings,\n    PatienceSettings,\n")
     registry.write_text(f"{imported}{start}    {entry},\n{after}")
     with (folder / "baselines" / "settings.py").open("a") as file:

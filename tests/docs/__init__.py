@@ -20,6 +20,13 @@ def table(page: str, name: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+def block(page: str, name: str) -> str:
+    """The fenced block that follows ``<!-- name -->`` in a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (found,) = re.findall(rf"<!-- {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    return str(found)
+
+
 def code_blocks(page: str) -> list[str]:
     """The Python blocks of a page."""
     text = (DOCS / page).read_text(encoding="utf-8")

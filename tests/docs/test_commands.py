@@ -37,10 +37,12 @@ _NETWORK = "makes network namespaces and trains for minutes; tests of the cluste
 _SIMULATED = "simulates for a minute or more; tests/simulation/test_paper.py holds its records"
 _IMAGE = "needs an image and a Docker engine; tests/launch/test_docker.py has both where it can"
 _NODES = "needs nodes; tests/launch/test_launch.py runs the script with stand-ins for them"
+_EARLIER = "reads what the run before it has left"
 _MAKE = "sets up an environment first, for minutes to hours; .ci/run does"
 #: Why a command is not run here, by how it begins; the longest beginning counts.
 WHY = {
     "make ": _MAKE,
+    "pip ": "installs into the environment; tests/packaging/test_wheel.py does into one of its own",
     "docker ": _IMAGE,
     "launch/": _NODES,
     "sbatch ": _NODES,
@@ -59,7 +61,9 @@ WHY = {
     "compares the document with what is committed",
     "python -m analysis check runs/paper": "reads what the run before it has left; "
     "tests/analysis/test_check.py has one",
-    "python -m analysis table runs/mine": "reads what the run before it has left",
+    "python -m analysis audit runs/": _EARLIER,
+    "python -m analysis table runs/mine": _EARLIER,
+    "python -m experiments show runs/mine": _EARLIER,
 }
 
 
@@ -187,6 +191,8 @@ def check_program(words: list[str]) -> None:
             told = []
         case ["sky", "launch", *_]:
             assert (ROOT / words[-1]).is_file()
+            told = []
+        case ["pip", "install", "."]:
             told = []
         case ["docker", "build", *_]:
             assert {"BASE", "TORCH"} >= {w.split("=")[0] for w in words if re.match("[A-Z]+=", w)}

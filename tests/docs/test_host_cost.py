@@ -1,4 +1,4 @@
-"""The tables of docs/host-cost.md, and that collectives do not grow with the number of nodes."""
+"""The table of host time, and that collectives do not grow with the number of nodes."""
 
 from __future__ import annotations
 

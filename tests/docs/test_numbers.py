@@ -24,7 +24,11 @@ def prose(page: Path) -> str:
 
 
 def test_no_measured_number_stands_in_prose_alone() -> None:
-    made = [ROOT / "REPRODUCTION.md", *(ROOT / "results/paper").glob("*.md")]
+    made = [
+        ROOT / "REPRODUCTION.md",
+        ROOT / "results/tables.md",
+        *(ROOT / "results/paper").glob("*.md"),
+    ]
     written = "\n".join([*map(blocks, PAGES), *(page.read_text("utf-8") for page in made)])
     known = set(re.findall(r"\d[\d.,]*", written))
 

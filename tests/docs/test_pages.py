@@ -27,11 +27,19 @@ def test_code_compiles_and_names_only_what_there_is() -> None:
         assert [name for name in names if not hasattr(fcdp, name)] == [], page
 
 
-def test_readme_and_index_link_every_page() -> None:
+def test_the_readme_leads_to_the_five_pages_and_the_front_to_all() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
+    five = ("docs/use.md", "docs/extend.md", "docs/reference.md", "REPRODUCTION.md")
+    assert [page for page in five if f"]({page})" not in readme] == []
     others = [page for page in PAGES if page != "README.md"]
-    assert [page for page in others if f"]({page})" not in PAGES["README.md"]] == []
+    front = re.sub(r"\s+", " ", PAGES["README.md"])
+    assert [page for page in others if f"]({page})" not in front] == []
+
+
+def test_the_pages_are_short() -> None:
+    """As `wc -w` counts them, tables' rules included."""
+    assert sum(len(text.split()) for text in PAGES.values()) <= 20_000
+    assert len((ROOT / "REPRODUCTION.md").read_text(encoding="utf-8").split()) <= 5_000
 
 
 def test_links_to_headings_have_one() -> None:

@@ -1,4 +1,4 @@
-"""docs/policies.md: the names are those of matrix files, and its own policy works."""
+"""Policies: the names are those of matrix files, and the page's own works."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 import fcdp
 from fcdp.cache.named import _POLICIES, parse
 from fcdp.engine import engine_of
-from tests.docs import ROOT, code_blocks, table
+from tests.docs import ROOT, block, table
 from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
 from tests.ranks import Pools
 
 
 def test_each_name_is_the_policy_beside_it() -> None:
-    rows = table("policies.md", "names")
+    rows = table("reference.md", "names")
     names = [row["In a matrix file"].strip("`") for row in rows]
     assert [name.partition("(")[0] for name in names] == [*_POLICIES]
     for name, row in zip(names, rows, strict=True):
@@ -29,12 +29,10 @@ def test_each_name_is_the_policy_beside_it() -> None:
         assert parse(name) == made
 
 
-def run_block(index: int, **names: Any) -> dict[str, Any]:
-    """The page's block ``index``, as a program of its own; what it defines."""
+def run_block(page: str, **names: Any) -> dict[str, Any]:
+    """The page's block, as a program of its own; what it defines."""
     scope = {"__name__": "example", **names}
-    exec(
-        compile(code_blocks("policies.md")[index], "policies.md", "exec", dont_inherit=True), scope
-    )
+    exec(compile(block(page, "policy"), page, "exec", dont_inherit=True), scope)
     return scope
 
 
@@ -44,9 +42,9 @@ def train(policy: str) -> dict[str, Any]:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = make_model(settings)
     if policy == "call":
-        run_block(0, fcdp=fcdp, model=model, topology=topology)
+        run_block("reference.md", fcdp=fcdp, model=model, topology=topology)
     else:
-        own = run_block(1)["FrozenOnly"]
+        own = run_block("extend.md")["FrozenOnly"]
         chosen = own() if policy == "class" else fcdp.HostCache()
         fcdp.shard(model, topology, units=model.blocks, policy=chosen)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -77,9 +75,8 @@ def test_the_example_is_a_policy_to_a_type_checker(
     if not request.config.getoption("--exhaustive"):
         pytest.skip("half a minute: runs with --exhaustive")
     example = tmp_path / "example.py"
-    example.write_text(
-        code_blocks("policies.md")[1] + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n"
-    )
+    own = block("extend.md", "policy")
+    example.write_text(own + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "", "--strict", "--follow-imports=silent",
          str(example)],

@@ -116,11 +116,11 @@ ROWS: dict[str, tuple[Settings, int]] = {
 
 
 def test_every_row_of_the_table_of_counts_is_run() -> None:
-    assert [row["micro-batch of a step"] for row in table("schedule.md", "counts")] == [*ROWS]
+    assert [row["micro-batch of a step"] for row in table("how-it-works.md", "counts")] == [*ROWS]
 
 
 @pytest.mark.parametrize(
-    "row", table("schedule.md", "counts"), ids=lambda row: next(iter(row.values()))
+    "row", table("how-it-works.md", "counts"), ids=lambda row: next(iter(row.values()))
 )
 def test_counts_of_the_table(ranks: Pools, row: dict[str, str]) -> None:
     settings, micro_batch = ROWS[row["micro-batch of a step"]]

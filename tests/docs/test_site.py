@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,18 +74,27 @@ def pages(site: Path) -> dict[Path, Reader]:
 
 
 def test_each_page_of_docs_is_a_page_of_the_site_and_scripts_are_not(site: Path) -> None:
-    names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "reference"}
+    names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "library"}
     assert {page.stem for page in site.glob("*.html")} - {"404"} == names
     scripts = set(site.rglob("*.py")) | set(site.rglob("__pycache__"))
     assert scripts == set()
 
 
 def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Reader]) -> None:
-    ids = pages[site / "reference.html"].ids
+    ids = pages[site / "library.html"].ids
     named = {name.rpartition(".")[2] for name in ids if name.startswith("fcdp.")}
     assert set(fcdp.__all__) <= named
-    text = (site / "reference.html").read_text(encoding="utf-8")
+    text = (site / "library.html").read_text(encoding="utf-8")
     assert not any(role in text for role in (":func:", ":class:", ":meth:"))
+
+
+def test_the_five_pages_come_first_and_are_searched(site: Path) -> None:
+    front = (site / "index.html").read_text(encoding="utf-8")
+    five = ("index", "repository/REPRODUCTION", "use", "extend", "reference")
+    first = re.findall(r'<a href="([^"#]+)\.html" class="md-nav__link', front)[:5]
+    assert [name.removeprefix("./") for name in first] == [*five]
+    index = (site / "search/search_index.json").read_text(encoding="utf-8")
+    assert all(f'"location":"{name}.html"' in index for name in five)
 
 
 def test_every_link_inside_leads_to_a_page_and_its_heading(pages: dict[Path, Reader]) -> None:

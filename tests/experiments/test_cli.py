@@ -100,7 +100,7 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert len(read_records(output / "records.jsonl")) == 6
     lines = result.stdout.splitlines()
-    assert "tiny · full · 10 Mbit/s" in lines
+    assert "tiny · full · 10 Mbit/s · emulated" in lines
     assert f"records  {output}/records.jsonl" in lines
     for kind in ("table    ", "figure   ", "report   "):
         named = [line.removeprefix(kind) for line in lines if line.startswith(kind)]

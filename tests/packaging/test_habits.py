@@ -18,6 +18,7 @@ from tests.packaging import ROOT
 from tests.packaging.test_project import TARGETS, make
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXTEND = (ROOT / "docs/extend.md").read_text(encoding="utf-8").replace("](../", "](")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 #: A file or folder of this repository, in code or as a link.
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
@@ -59,7 +60,7 @@ def test_links_and_paths_lead_somewhere(page: str) -> None:
 
 def test_names_stand_in_the_file_that_is_linked_beside_them() -> None:
     """``_POLICIES`` of [file](file), and its like."""
-    named = re.findall(r"`(\w+)`(?: of| in)\s+\[[^]]*\]\(([^)#]+\.py)\)", CONTRIBUTING)
+    named = re.findall(r"`(\w+)`(?: of| in)\s+\[[^]]*\]\(([^)#]+\.py)\)", CONTRIBUTING + EXTEND)
     assert {"place", "_POLICIES", "STRATEGIES", "Schedule", "Cell", "draw"} <= {*dict(named)}
     for name, path in named:
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)
@@ -67,7 +68,7 @@ def test_names_stand_in_the_file_that_is_linked_beside_them() -> None:
 
 def test_dotted_names_are_there() -> None:
     named = re.findall(
-        r"`((?:fcdp|baselines|simulation|experiments|analysis)\.[\w.]+)`", CONTRIBUTING
+        r"`((?:fcdp|baselines|simulation|experiments|analysis)\.[\w.]+)`", CONTRIBUTING + EXTEND
     )
     assert named
     for module, _, name in (dotted.rpartition(".") for dotted in named):
@@ -86,7 +87,7 @@ def test_every_command_is_one() -> None:
         for line in commands()
         if re.match(r"(\.venv/bin/)?python -m (experiments|analysis) ", line)
     }
-    assert {("experiments", "run"), ("analysis", "audit"), ("analysis", "report")} <= modules
+    assert {("experiments", "run"), ("analysis", "report")} <= modules
     for module, command in modules:
         done = subprocess.run(
             [sys.executable, "-m", module, command, "--help"],

@@ -21,6 +21,7 @@ TARGETS = (
     "ci",
     "lint",
     "docs",
+    "archive",
     "mutants",
     "gpu",
     "setup",
@@ -56,6 +57,23 @@ def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
     assert "scripts/setup.sh" in make("-n", "gpu").stdout.splitlines()[0]
     given = make("-n", "gpu", "PYTHON=python3.12").stdout
     assert given.splitlines() == ["python3.12 -m scripts.gpu --out results/gpu"]
+
+
+def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -> None:
+    """Whose own checksum, of one commit, is the same each time."""
+    first, again = make("-s", "archive"), make("-s", "archive")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    archive = ROOT / first.stdout.split()[1]
+    subprocess.run(["tar", "-xzf", archive, "-C", tmp_path], check=True)
+    checked = ["sha256sum", "--strict", "-c", "SHA256SUMS"]
+    done = subprocess.run(checked, cwd=tmp_path / "fcdp", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    listing = ["git", "ls-tree", "-r", "--name-only", "-z", "HEAD"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    named = {line.rpartition(": ")[0].removeprefix("./") for line in done.stdout.splitlines()}
+    assert named == {name for name in tracked.stdout.split("\0") if name}
+    archive.unlink()
 
 
 def test_make_alone_lists_the_targets() -> None:

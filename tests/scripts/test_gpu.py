@@ -1,4 +1,4 @@
-"""The command for the day a GPU is there: all of it on the CPU, and how it judges what it finds."""
+"""The command for a machine with a GPU: all of it on the CPU, and how it judges what it finds."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def test_the_reference_is_what_caches_least_of_those_that_ran(
 
 def test_a_row_says_what_the_cache_did() -> None:
     rows = {variant.name: variants_table.row(variant) for variant in ranked(comparison())}
-    assert rows["host"]["vs\nnone"] == "2.20×"
-    assert rows["none"]["vs\nnone"] == "1.00×"
-    assert rows["disk"]["vs\nnone"] == "none"  # within the spread
+    assert rows["host"]["vs\nno cache"] == "2.20×"
+    assert rows["none"]["vs\nno cache"] == "1.00×"
+    assert rows["disk"]["vs\nno cache"] == "not sig."  # within the spread
     assert (rows["host"]["hits"], rows["host"]["misses"]) == ("4", "5")
     budget = rows["budget(device=1MiB, host=2MiB)"]
     assert (budget["device\nn: MB"], budget["host\nn: MB"]) == ("2: 0.790", "2: 1.58")

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from experiments import terminal
 from experiments.matrix import reader
-from experiments.records.record import Record
+from experiments.records.record import Record, read
 from experiments.terminal.progress import Progress, Step, clock, last_step, seconds_left
 from experiments.terminal.summary_table import summary
 from tests.experiments.stand_in import cell, record
@@ -40,23 +40,18 @@ def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
     other = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
     lines = rendered(summary([*comparison(), other]))
     assert lines[:7] == [
-        "strategy        state      speed  speed-up     sent      sent  minimum    loss    step"
-        "  evidence",
-        "                        tokens/s vs ZeRO-3  MB/step vs ZeRO-3  MB/step               s",
+        "strategy        state    speed  speed-up    sent      sent minimum   loss  step",
+        "                      tokens/s vs ZeRO-3 MB/step vs ZeRO-3 MB/step            s",
         "",
-        "llama-4x128 · full · 100 Mbit/s",
-        "deepspeed-zero3 ok         1,024     1.00×     6.30     1.00×        –  5.3000   0.500"
-        "  emulated",
-        "fsdp2           oom            –         –        –         –        –       –       –"
-        "  emulated",
-        "fcdp            ok         2,048     2.00×     4.20     0.67×     6.00  5.3000   0.250"
-        "  emulated",
+        "llama-4x128 · full · 100 Mbit/s · emulated",
+        "deepspeed-zero3 ok       1,024     1.00×    6.30     1.00×       – 5.3000 0.500",
+        "fsdp2           oom          –         –       –         –       –      –     –",
+        "fcdp            ok       2,048     2.00×    4.20     0.67×    6.00 5.3000 0.250",
     ]
     # No DeepSpeed beside it: nothing to compare with.
     assert lines[8:10] == [
-        "llama-4x128 · lora · 100 Mbit/s",
-        "fsdp2           ok         1,024         –     6.30         –     6.00     nan   0.500"
-        "  emulated",
+        "llama-4x128 · lora · 100 Mbit/s · emulated",
+        "fsdp2           ok       1,024         –    6.30         –    6.00    nan 0.500",
     ]
     assert lines[11:] == [
         "oom 1 cell: rank 1: out of memory",
@@ -73,28 +68,29 @@ def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> No
     lines = rendered(summary(records))
     headings = [line for line in lines if "·" in line]
     assert headings == [
-        "llama-4x128 · full · 100 Mbit/s · accumulation 1",
-        "llama-4x128 · full · 100 Mbit/s · accumulation 4",
+        "llama-4x128 · full · 100 Mbit/s · accumulation 1 · emulated",
+        "llama-4x128 · full · 100 Mbit/s · accumulation 4 · emulated",
     ]
     # Another number of steps is still the same comparison; equal times differ by nothing.
-    assert [line.split()[3] for line in lines if line.startswith("fcdp")] == ["none", "none"]
+    told = [line.split()[3:5] for line in lines if line.startswith("fcdp")]
+    assert told == [["not", "sig."]] * 2
 
 
 def test_losses_are_those_of_one_step() -> None:
     slow = record(cell(strategy="deepspeed-zero3", steps=2), losses=[5.6, 5.5])
     quick = record(cell(steps=3), losses=[5.6, 5.5, 5.4])
     lines = rendered(summary([slow, quick]))
-    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2" in lines
-    assert [line.split()[7] for line in lines[-2:]] == ["5.5000", "5.5000"]
+    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2 · emulated" in lines
+    assert [line.split()[-2] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
 def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
     held_out = record(cell(held_out=2), held_out_loss=5.25)
     without = record(cell(held_out=2, strategy="fsdp2"), "oom", "no memory")
     lines = rendered(summary([held_out, without]), 120)
-    assert lines[0].split()[-3:] == ["out", "step", "evidence"]
-    assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500", "emulated"]
-    assert lines[5].split()[7:] == ["–", "–", "–", "emulated"]
+    assert lines[0].split()[-3:] == ["held", "out", "step"]
+    assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500"]
+    assert lines[5].split()[7:] == ["–", "–", "–"]
     assert "held out" not in rendered(summary(comparison()))[0]
 
 
@@ -109,14 +105,25 @@ def test_cells_that_ended_alike_are_told_once() -> None:
     assert "skipped 1 cell: not interesting" in lines
 
 
-def test_nothing_wraps_on_a_hundred_columns() -> None:
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) -> None:
     matrix = reader.read("reference")
-    sent = itertools.cycle([1.2e8, 1.2e11])
+    sent = itertools.cycle([1.2e8, 1.160855e12])
     records = [record(entry.cell, inter_node_bytes_per_step=next(sent)) for entry in matrix.cells]
-    lines = rendered(summary(records), width=100)
+    lines = rendered(summary(records), width)
     # A line a record, a heading and an empty line for each three strategies, two lines of header.
     assert len(lines) == 2 + len(records) + 2 * len(records) // 3
-    assert not any("…" in line for line in lines)
+    assert not any("…" in line or len(line) > width for line in lines)
+    assert any("1,160,855" in line.split() for line in lines)
+    assert ("minimum" in lines[0], "loss" in lines[0]) == (width > 80, width > 60)
+
+
+def test_variants_lose_columns_too() -> None:
+    records = read(Path("results/ablation/records.jsonl"))
+    narrow, wide = (rendered(summary(records), width) for width in (80, 140))
+    assert not any("…" in line or len(line) > 80 for line in narrow)
+    assert any("hits misses" in line for line in narrow)
+    assert any(line.endswith("Mbit/s Mbit/s") for line in wide)
 
 
 def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:

@@ -1,14 +1,15 @@
-"""docs/workloads.md: its matrix runs on an emulated cluster, its functions train."""
+"""docs/use.md: its matrix runs, its functions train, its figures are those of the records."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from analysis import text
+from analysis.load.table import load
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.matrix import reader
@@ -16,7 +17,8 @@ from experiments.records.cell import ClusterSpec
 from experiments.records.record import Record
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
-from tests.docs import DOCS, code_blocks
+from simulation.quantities import format_link
+from tests.docs import ROOT, block, table
 from tests.experiments.stand_in import Observer
 
 
@@ -24,13 +26,10 @@ from tests.experiments.stand_in import Observer
 def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The page's matrix file, with the files beside it that the page says there are."""
     monkeypatch.chdir(tmp_path)
-    exec(code_blocks("workloads.md")[0], {})
+    exec(block("use.md", "model"), {})
     (tmp_path / "prose.txt").write_text("In the beginning was the word. " * 200, encoding="utf-8")
-    page = (DOCS / "workloads.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- matrix -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    assert found is not None
     file = tmp_path / "mine.yaml"
-    file.write_text(found[1], encoding="utf-8")
+    file.write_text(block("use.md", "matrix"), encoding="utf-8")
     return file
 
 
@@ -60,9 +59,48 @@ def found(record: Record) -> Any:
 
 def test_the_functions_of_the_page_train() -> None:
     scope: dict[str, Any] = {}
-    exec(code_blocks("workloads.md")[1], scope)
+    exec(block("use.md", "functions"), scope)
     model, blocks = scope["build"](8)
     assert {*blocks} < {*model.modules()}
     sequences = torch.arange(18).view(2, 9)
     scope["loss"](model, sequences).backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def recorded(row: dict[str, str], strategy: str) -> Record:
+    """The record of one row's setting, by one strategy."""
+    setting = [row[name] for name in ("Model", "Tuning", "Link", "Micro-batches")]
+    (record,) = (
+        record
+        for record in load(ROOT / "results" / row["Records"] / "records.jsonl")
+        if record.state == "ok"
+        and record.cell.strategy == strategy
+        and [
+            record.cell.model.name,
+            record.cell.tuning,
+            format_link(record.cell.inter_bandwidth_bits_per_s),
+            str(record.cell.accumulation),
+        ]
+        == setting
+    )
+    return record
+
+
+@pytest.mark.parametrize("row", table("use.md", "figures"), ids=lambda row: "-".join(row.values()))
+def test_figures_are_those_of_the_records(row: dict[str, str]) -> None:
+    fsdp2, ours = (recorded(row, strategy) for strategy in ("fsdp2", "fcdp"))
+    theirs_s, ours_s = fsdp2.step_seconds_median, ours.step_seconds_median
+    assert theirs_s is not None
+    assert ours_s is not None
+    assert fsdp2.measurement is not None
+    assert ours.measurement is not None
+    least = fsdp2.measurement.inter_node_bytes_closed_form
+    assert least is not None
+    assert row == {
+        **{name: row[name] for name in ("Records", "Model", "Tuning", "Link", "Micro-batches")},
+        "FSDP2 s/step": text.number(theirs_s),
+        "FCDP s/step": text.number(ours_s),
+        "over FSDP2": text.times(theirs_s / ours_s),
+        "ZeRO-3 minimum MB/step": text.number(least / 1e6),
+        "FCDP MB/step": text.number(ours.measurement.inter_node_bytes_per_step / 1e6),
+    }
