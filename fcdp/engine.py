@@ -304,7 +304,8 @@ class Engine:
                 )
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self.staleness.invalidate()
+        # Which units it wrote FSDP2 tells: it looks at each parameter that was loaded.
+        self.staleness.ask()
         for encoded in self._encoded:
             encoded.forget()
 

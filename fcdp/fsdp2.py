@@ -146,10 +146,10 @@ def writes(group: Any) -> int:
 
 
 def after_replaced(group: Any, then: Callable[[], None]) -> None:
-    """Call a function when a parameter's tensor has been replaced, as by ``Module._apply``.
+    """Call a function when a parameter's tensor may be another, or hold what was loaded.
 
-    FSDP2 looks at each parameter then. Counts of writes begin anew with a new tensor, and may come
-    to the same sum.
+    FSDP2 looks at each parameter after ``Module._apply`` and after a load into its module. Counts
+    of writes begin anew with a new tensor, and may come to the same sum.
     """
     for param in _params(group):
 

@@ -176,6 +176,9 @@ def called(program: str, words: list[str]) -> tuple[str, Any, list[str], Any]:
 def check_program(words: list[str]) -> None:
     """A launcher's commands and an image's arguments are those of ``experiments``."""
     match words:
+        case ["launch/train-ssh.sh", _, _, *options]:
+            parse_training(options)
+            told = []
         case [script, _, *commands] if script.startswith("launch/"):
             assert os.access(ROOT / script, os.X_OK)
             told = commands
