@@ -174,7 +174,7 @@ def timeline(
 
 
 @app.command()
-def plan(
+def draw_plan(
     file: Annotated[
         typer.FileText, typer.Argument(metavar="PLAN", help="What experiments plan --figure found.")
     ],

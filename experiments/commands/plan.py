@@ -291,7 +291,7 @@ def _show(
                 writer.writeheader()
                 writer.writerows(table)
         if figure is not None:
-            drawn = ["plan", "-", "--output", str(figure)]
+            drawn = ["draw-plan", "-", "--output", str(figure)]
             if (why := terminal.have_drawn(drawn, json.dumps(document))) is not None:
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
     except (OSError, ValueError) as error:

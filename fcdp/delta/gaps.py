@@ -36,12 +36,10 @@ class Sizes(NamedTuple):
 def write(numbers: torch.Tensor, memory: int) -> tuple[Sizes, torch.Tensor]:
     """``numbers`` (n, int16) as bytes (uint8); codes are chosen anew each 2^(6 + memory) of them.
 
-    That takes a table of some 60 bytes each time.
+    One number at least is not zero. Each choice takes a table of some 60 bytes.
     """
     at = places(numbers != 0)
     values = numbers.index_select(0, at)
-    if not at.numel():
-        return Sizes(0, 0, 0), values.view(torch.uint8)
     gaps = at.to(torch.int32)
     gaps[1:] -= gaps[:-1].clone()
     gaps[0] += 1

@@ -17,6 +17,7 @@ from experiments.clusters.privileges import (
     missing_capabilities,
     require,
 )
+from tests.experiments.waiting import is_running
 
 ROOT = Path(__file__).parents[3]
 USER = 1000
@@ -58,7 +59,9 @@ def test_a_user_runs_a_cluster_in_a_user_namespace(as_user: list[str], logs: Pat
         pytest.skip(f"no user namespaces here: {done.stderr}")
     assert done.returncode == 0, done.stderr
     assert "['a b', '$c'] 100000000 Outcome(state='ok'" in done.stdout
-    assert netns.listnetns() == before
+    # Others that test at the same time have theirs.
+    left = {*netns.listnetns()} - {*before}
+    assert not [name for name in left if not is_running(int(name.split("-")[2]))]
 
 
 def test_where_user_namespaces_are_forbidden_it_says_what_to_do(

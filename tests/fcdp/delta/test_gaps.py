@@ -70,6 +70,14 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     assert ordered < 0.97 * _arrives(words + some, words, "entropy")
 
 
+@pytest.mark.parametrize("coding", CODINGS)
+def test_words_that_only_seemed_to_be_near_are_sent_as_they_are(coding: Coding) -> None:
+    numbers = torch.randint(-(2**15), 2**15, (5000,)).short()
+    numbers.view(-1, 8)[::16] = 1  # what is looked at
+    base = torch.zeros_like(numbers)
+    assert _arrives(numbers, base, coding) == difference.capacity(numbers.numel())
+
+
 def test_files_of_publications_stay_readable() -> None:
     """What is told of some numbers, byte by byte: later versions read what this one has written."""
     tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
@@ -85,6 +93,10 @@ def test_files_of_publications_stay_readable() -> None:
     read = torch.zeros_like(numbers)
     assert gaps.read(sizes, torch.tensor([*given], dtype=torch.uint8), read)
     assert torch.equal(read, numbers)
+    forms: dict[Coding, int] = {"entropy": 3, "ordered": 5}
+    for coding, form in forms.items():
+        encoded = encode(numbers, torch.zeros_like(numbers), coding)
+        assert encoded[:4].view(torch.int32).item() == form
 
 
 def test_what_cannot_have_been_written_is_refused() -> None:
