@@ -82,8 +82,7 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     Returns whether ``write`` can have made it; if not, ``numbers`` is undefined.
     """
     tokens, others, _ = sizes
-    most = 2 * numbers.numel()
-    if not (0 <= tokens <= most and 0 <= others <= most):
+    if not (0 < tokens <= numbers.numel() and 0 <= others <= tokens):
         return False
     coder = zlib.decompressobj(_WINDOW)
     try:
@@ -93,14 +92,14 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     wide_bytes = len(given) - tokens - others
     if not coder.eof or wide_bytes < 0 or wide_bytes % 2:
         return False
-    told = torch.frombuffer(given, dtype=torch.uint8) if given else data.new_empty(0)
+    told = torch.frombuffer(given, dtype=torch.uint8)
     codes, near, wide = told.split([tokens, others, wide_bytes])
     kinds = codes & 3
     counts = codes.to(torch.int64) >> 2
     steps = torch.where(kinds == _ZEROS, _RUN * (counts + 1), counts + 1)
     ends = torch.cumsum(steps, 0)
     at = ends.index_select(0, places(kinds != _ZEROS)) - 1
-    if tokens and int(ends[-1]) > numbers.numel():
+    if int(ends[-1]) > numbers.numel():
         return False
     kinds = kinds.index_select(0, places(kinds != _ZEROS))
     other, far = kinds == _OTHER, near == 0

@@ -22,6 +22,11 @@ def _drawn(count: int, share: float) -> torch.Tensor:
     return (signs * sizes * (torch.rand(count) < share)).to(torch.int16)
 
 
+def _deflated(told: list[int]) -> torch.Tensor:
+    coder = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return torch.tensor([*coder.compress(bytes(told)), *coder.flush()], dtype=torch.uint8)
+
+
 def _arrives(new: torch.Tensor, base: torch.Tensor, coding: Coding) -> int:
     encoded = encode(new, base, coding)
     assert encoded.numel() <= difference.capacity(new.numel())
@@ -78,6 +83,19 @@ def test_words_that_only_seemed_to_be_near_are_sent_as_they_are(coding: Coding) 
     assert _arrives(numbers, base, coding) == difference.capacity(numbers.numel())
 
 
+def test_runs_of_zeros_of_any_length_arrive() -> None:
+    for zeros in (62, 63, 64, 65, 127, 128):
+        for more in (0, 1, 63):
+            numbers = torch.zeros(64 * zeros + more + 1, dtype=torch.int16)
+            numbers[-1] = 1
+            _arrives(numbers, torch.zeros_like(numbers), "entropy")
+
+
+def test_numbers_of_a_byte_take_hardly_more_than_it() -> None:
+    numbers = torch.randint(-100, 100, (5000,)).short()
+    assert _arrives(numbers, torch.zeros_like(numbers), "entropy") < 1.3 * numbers.numel()
+
+
 def test_files_of_publications_stay_readable() -> None:
     """What is told of some numbers, byte by byte: later versions read what this one has written."""
     tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
@@ -88,11 +106,11 @@ def test_files_of_publications_stay_readable() -> None:
     sizes, data = gaps.write(numbers, 8)
     assert sizes == (len(tokens), 2, data.numel())
     assert [*zlib.decompress(bytes(data.tolist()), -15)] == [*tokens, *others]
-    coder = zlib.compressobj(9, zlib.DEFLATED, -15)
-    given = coder.compress(bytes([*tokens, *others])) + coder.flush()
     read = torch.zeros_like(numbers)
-    assert gaps.read(sizes, torch.tensor([*given], dtype=torch.uint8), read)
+    assert gaps.read(sizes, _deflated([*tokens, *others]), read)
     assert torch.equal(read, numbers)
+    words = torch.tensor([1.0, 0.5, 2.0, -0.5]).bfloat16().view(torch.int16)
+    assert gaps.by_magnitude(words).tolist() == [1, 3, 0, 2]
     forms: dict[Coding, int] = {"entropy": 3, "ordered": 5}
     for coding, form in forms.items():
         encoded = encode(numbers, torch.zeros_like(numbers), coding)
@@ -113,6 +131,14 @@ def test_what_cannot_have_been_written_is_refused() -> None:
         assert refused(sizes._replace(tokens=tokens, others=others), data)
     assert refused(sizes._replace(tokens=sizes.tokens + 1), data)
     assert refused(sizes._replace(others=sizes.others + 1), data)
+    assert refused(sizes, torch.full((10,), 255, dtype=torch.uint8))
+    assert refused(gaps.Sizes(0, 0, 2), _deflated([]))
+    near, _ = gaps.write(numbers.clamp(-1, 1), 8)
+    assert refused(near._replace(others=2), gaps.write(numbers.clamp(-1, 1), 8)[1])
+    assert not refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44, 1]))
+    assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44]))
+    assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 5, 44, 1]))
+    assert refused(gaps.Sizes(2, 2, 0), _deflated([2, 0, 5, 6]))
     base = torch.zeros(5000, dtype=torch.int16)
     encoded = encode(numbers, base, "entropy")
     for place in range(4, encoded.numel(), 7):

@@ -72,6 +72,23 @@ def test_a_difference_leads_from_what_was_kept_last() -> None:
     assert economy.asked[-1] == (told.nbytes / own.nbytes, 2)
 
 
+def test_entropy_codes_are_taken_where_they_pay_and_asked_by_what_they_took() -> None:
+    sent, entry, economy, _ = kept()
+    own = torch.randn(4096).bfloat16()
+    sizes = []
+    for version, finer in ((5, False), (6, True), (7, True)):
+        entry.held = entry.offered = version
+        sent.keep(own)
+        economy.finer_answer = finer
+        sizes.append(sent.write(own * 1.01).nbytes / own.nbytes)
+    packed, entropy, again = sizes
+    assert entropy == again < packed
+    assert [(ratio, found) for ratio, found, _ in economy.finer_asked[1:]] == [
+        (packed, 0.0),
+        (packed, entropy),
+    ]
+
+
 @pytest.mark.parametrize(
     ("tier", "held", "offered", "usable"),
     [("host", 4, 4, True), (None, 4, 4, False), ("host", 3, 4, False), ("host", 5, 5, False)],
