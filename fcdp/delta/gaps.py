@@ -90,7 +90,7 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     except zlib.error:
         return False
     wide_bytes = len(given) - tokens - others
-    if not coder.eof or wide_bytes < 0 or wide_bytes % 2:
+    if not coder.eof or wide_bytes < 0:
         return False
     told = torch.frombuffer(given, dtype=torch.uint8)
     codes, near, wide = told.split([tokens, others, wide_bytes])

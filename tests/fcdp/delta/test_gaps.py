@@ -137,6 +137,7 @@ def test_what_cannot_have_been_written_is_refused() -> None:
     assert refused(near._replace(others=2), gaps.write(numbers.clamp(-1, 1), 8)[1])
     assert not refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44, 1]))
     assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44]))
+    assert refused(gaps.Sizes(1, 1, 0), _deflated([2]))
     assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 5, 44, 1]))
     assert refused(gaps.Sizes(2, 2, 0), _deflated([2, 0, 5, 6]))
     base = torch.zeros(5000, dtype=torch.int16)
