@@ -22,9 +22,9 @@ def _drawn(count: int, share: float) -> torch.Tensor:
     return (signs * sizes * (torch.rand(count) < share)).to(torch.int16)
 
 
-def _deflated(told: list[int]) -> torch.Tensor:
+def _deflated(told: list[int], end: int = zlib.Z_FINISH) -> torch.Tensor:
     coder = zlib.compressobj(9, zlib.DEFLATED, -15)
-    return torch.tensor([*coder.compress(bytes(told)), *coder.flush()], dtype=torch.uint8)
+    return torch.tensor([*coder.compress(bytes(told)), *coder.flush(end)], dtype=torch.uint8)
 
 
 def _arrives(new: torch.Tensor, base: torch.Tensor, coding: Coding) -> int:
@@ -137,6 +137,7 @@ def test_what_cannot_have_been_written_is_refused() -> None:
     assert refused(near._replace(others=2), gaps.write(numbers.clamp(-1, 1), 8)[1])
     assert not refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44, 1]))
     assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44]))
+    assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 0, 44, 1], zlib.Z_SYNC_FLUSH))
     assert refused(gaps.Sizes(1, 1, 0), _deflated([2]))
     assert refused(gaps.Sizes(1, 1, 0), _deflated([2, 5, 44, 1]))
     assert refused(gaps.Sizes(2, 2, 0), _deflated([2, 0, 5, 6]))
