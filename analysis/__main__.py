@@ -147,6 +147,23 @@ def check(records: Records) -> None:
         raise typer.Exit(1)
 
 
+def _picture(output: Path) -> Path:
+    """The file, if it can be a picture's."""
+    if output.suffix not in _PICTURES:
+        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
+    return output
+
+
+_Picture = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Where the picture goes: .svg, .png or .pdf.",
+        callback=_picture,
+    ),
+]
+
+
 @app.command()
 def timeline(
     traces: Annotated[
@@ -156,15 +173,11 @@ def timeline(
             help="What experiments trace wrote, or a rank's of a cell with profile: true.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
-    ] = Path("timeline.svg"),
+    output: _Picture = Path("timeline.svg"),
 ) -> None:
     """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
     from analysis import timeline
 
-    if output.suffix not in _PICTURES:
-        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
     try:
         drawing = timeline.draw([timeline.load(file) for file in traces])
         timeline.save(drawing, output)
@@ -178,15 +191,11 @@ def draw_plan(
     file: Annotated[
         typer.FileText, typer.Argument(metavar="PLAN", help="What experiments plan --figure found.")
     ],
-    output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
-    ] = Path("plan.svg"),
+    output: _Picture = Path("plan.svg"),
 ) -> None:
     """Draw a plan's throughput and cost over nodes and links, with their ranges."""
     from analysis.figures.plan import draw
 
-    if output.suffix not in _PICTURES:
-        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
     try:
         draw(json.load(file)).savefig(output, dpi=200)
     except (OSError, ValueError, LookupError) as error:

@@ -48,7 +48,7 @@ class Setting:
     write: Callable[[Any], str] = _plain
 
 
-#: Of what is compared.
+#: A setting of the subject: cells that differ in it are compared.
 _subject = partial(Setting, role="subject")
 
 

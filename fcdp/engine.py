@@ -304,7 +304,7 @@ class Engine:
                 )
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # Which units it wrote FSDP2 tells: it looks at each parameter that was loaded.
+        # FSDP2 looks at each parameter that was loaded: its unit is declared written then.
         self.staleness.ask()
         for encoded in self._encoded:
             encoded.forget()

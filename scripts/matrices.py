@@ -51,7 +51,7 @@ def of_cells() -> str:
 
 
 def of_strategies() -> str:
-    """What cells of some strategies have beside it, a table for those that have the same."""
+    """Tables of the settings of some strategies alone, one for those that have the same."""
     tables: dict[str, dict[str, list[str]]] = {}
     for kind in registry.settings_types():
         for row in _rows(kind):
@@ -111,7 +111,7 @@ def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> s
     parts, earlier = [], []
     for kind in kinds:
         rows = _rows(kind, {name: name for name in kind.model_fields if name not in added})
-        # What an earlier kind has word for word is said once.
+        # A row that an earlier kind has word for word is said once.
         told = ", ".join(row[0] for row in rows if row in earlier)
         said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
         parts.append(f"{said}\n\n{_table(row for row in rows if row not in earlier)}")

@@ -46,7 +46,7 @@ _CASES = {
     ),
 }
 _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
-#: What the site's front types at each of its doors.
+#: Commands at the doors of the site's front.
 _DOORS = {
     "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
     "check": "analysis check results/paper/volume",

@@ -228,7 +228,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
     inverse = np.array([1 / one.value if one.share else one.value for one in usual])
     least = np.array([1 / one.most if one.share else 0.0 for one in usual])
     rows = np.array([one.rows for one in usual]) ** 0.5
-    # What is above its least possible value is what may not be negative.
+    # Fitted, and not negative, is by how much each is above its least possible value.
     target = np.concatenate([target - features @ least, rows * (1 - least / inverse)])
     features = np.concatenate([features, np.diag(rows / inverse)])
     found = least + np.array(_robust(features, target, len(runs)))

@@ -32,7 +32,7 @@ Checkpointing = Literal["full", "selective"]
 #: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
-#: What the blocks' matrix products are in; all else, and attention, is in bf16.
+#: Dtype of the blocks' matrix products; all else, and attention, is in bf16.
 ProductDtype = Literal["bf16", "fp8"]
 #: Generation of the fused attention.
 Attention = Literal["flash-1", "flash-2", "flash-3"]

@@ -244,7 +244,7 @@ def _check(
     unsure = _unsure(timed, interval, claim, check)
     if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
-    # What to know of the matrix's times, where they are what is compared.
+    # A matrix's note on its times goes with what compares them.
     times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
     noise = claims.matrices[check.matrix].noise if times else None
     reasons = [check.note, noise, unsure]

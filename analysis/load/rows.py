@@ -22,8 +22,8 @@ from simulation.quantities import format_link
 
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
-#: What other records than those of cells have, and what only simulations know. Of the bound of
-#: memory and bandwidth: itself, and what changing one thing multiplies it by.
+#: Fields of records that are of no cell, and those that only simulations know. The bound of memory
+#: and bandwidth has itself, and what changing one thing multiplies it by.
 _OTHERS = (
     "largest_micro_batch",
     "hfu_bound",

@@ -116,7 +116,7 @@ def _key(record: Record) -> tuple[object, ...]:
 
 
 def _figures(record: Record) -> dict[str, float | None]:
-    """What is compared of a cell, by name."""
+    """Figures of a cell, by the name that a comparison shows."""
     measured = record.measurement
     cache = measured.cache if measured else None
     return {

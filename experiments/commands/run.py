@@ -66,8 +66,8 @@ def run(
         Kind | None,
         typer.Option(
             metavar="KIND",
-            help="Where to run, emulated, "
-            "rented or simulated: the matrix file says, unless this does.",
+            help="Where to run, emulated, rented or simulated: the matrix file says, unless this "
+            "does.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -187,9 +187,9 @@ class _Estimate(NamedTuple):
     """The simulator's answer for one cell, or why it has none."""
 
     words: str
-    #: Of all its steps; ``None`` where it has none.
+    #: Time of all its steps; ``None`` where it has none.
     seconds: float | None = None
-    #: What it takes of this machine, where that is all of its nodes.
+    #: Memory of this machine that it takes, where that is all of its nodes.
     here_bytes: float = 0.0
 
 

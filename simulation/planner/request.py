@@ -82,7 +82,7 @@ class Request(Checked):
     product_dtype: ProductDtype = "bf16"
     #: Generation of the fused attention; none: the second, and ranges that have the first in them.
     attention: Attention | None = None
-    #: What the optimizer keeps.
+    #: Dtypes of what the optimizer keeps.
     states: States = "fp32"
     strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.

@@ -106,7 +106,7 @@ class _Kinds:
     """Kinds of tasks by what they use, and the speeds of sets of them: a step's repeat."""
 
     numbers: dict[tuple[tuple[str, float], ...], int] = field(default_factory=dict)
-    #: What tasks of the same demands use, the kind of that, and their seconds alone.
+    #: Uses of resources by demands, the kind of these, and seconds where a task is alone.
     seen: dict[tuple[tuple[str, float], ...], tuple[dict[str, float], int, float]] = field(
         default_factory=dict
     )

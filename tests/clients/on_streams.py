@@ -16,18 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.update(
-    RANK="0",
-    WORLD_SIZE="2",
-    LOCAL_RANK="0",
-    LOCAL_WORLD_SIZE="1",
-    MASTER_ADDR="127.0.0.1",
-    MASTER_PORT="29500",
-    TORCHELASTIC_RUN_ID="none",
-    TQDM_DISABLE="1",
-    HF_HUB_OFFLINE="1",
-    ACCELERATE_TORCH_DEVICE="taped:0",
-)
+from tests.clients.ranks import environment
+
+# Before clients are imported. One node is as another here: a rank is what its group says.
+os.environ.update(environment(0, nodes=2, per_node=1), ACCELERATE_TORCH_DEVICE="taped:0")
 
 import torch
 import torch.distributed as dist
@@ -44,7 +36,7 @@ _fully_shard = fsdp.fully_shard
 
 
 def _owner() -> Any:
-    """What holds this thread's ``fully_shard``, in which a takeover puts its own."""
+    """A holder of this thread's ``fully_shard``, in which a takeover puts its own."""
     if not hasattr(_own, "owner"):
         _own.owner = SimpleNamespace(fully_shard=_fully_shard)
     return _own.owner
@@ -59,6 +51,11 @@ class _Takeovers:
         if name == "of":
             return lambda root, owner, apart=(): _own.takeover.of(root, _owner(), apart)
         return getattr(_own.takeover, name)
+
+
+def _make_models_on_the_accelerator() -> None:
+    made = tiny.llama
+    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
 
 
 def hugging_face() -> Any:
@@ -78,9 +75,8 @@ def hugging_face() -> Any:
         state._shared_state = ThreadLocalSharedDict()
     hugging_face._takeover = _Takeovers()  # type: ignore[assignment]
     fsdp.fully_shard = lambda *args, **given: _owner().fully_shard(*args, **given)
-    made: Any = tiny.llama
+    _make_models_on_the_accelerator()
     loaded = PreTrainedModel.from_pretrained.__func__
-    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
     PreTrainedModel.from_pretrained = classmethod(
         lambda kind, *args, **given: loaded(kind, *args, **given).to(accelerator.NAME)
     )
@@ -108,8 +104,7 @@ def lightning() -> Any:
         kind.setup_device = lambda self, device: None
     for strategy in (of_fabric.ModelParallelStrategy, of_trainer.ModelParallelStrategy):
         strategy.root_device = property(lambda self: torch.device(accelerator.NAME, 0))
-    made = tiny.llama
-    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
+    _make_models_on_the_accelerator()
     return cases
 
 

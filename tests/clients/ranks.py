@@ -14,22 +14,27 @@ from importlib import import_module
 from pathlib import Path
 
 
+def environment(rank: int, nodes: int, per_node: int) -> dict[str, str]:
+    """A rank's variables as torchrun sets them, and what keeps clients from the network."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nodes * per_node),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TQDM_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def rank_of(rank: int, store: str, arguments: list[str]) -> None:
     client, nodes, per_node, out, *cases = arguments
     world = int(nodes) * int(per_node)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(rank % int(per_node)),
-        LOCAL_WORLD_SIZE=per_node,
-        GROUP_RANK=str(rank // int(per_node)),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-        TORCHELASTIC_RUN_ID="none",
-        GLOO_SOCKET_IFNAME="lo",
-        TQDM_DISABLE="1",
-        HF_HUB_OFFLINE="1",
-    )
+    os.environ.update(environment(rank, int(nodes), int(per_node)))
     import torch
     import torch.distributed as dist
 

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[bool], list[float]], list[float]]] = {
 
 
 def on_two_ranks(waits: bool) -> dict[str, tuple[list[Any], list[str], list[str | None]]]:
-    """Of each case its results, the races seen, and what each of 32 other schedules got wrong."""
+    """Results of each case, the races seen, and what each of 32 other schedules got wrong."""
     from tests.fcdp import accelerator
 
     found = {}

@@ -194,7 +194,7 @@ def test_what_only_some_micro_batches_use_is_reduced_with_the_last(ranks: Pools)
     """And what none of them uses has no gradient, as with FSDP2: no optimizer moves it."""
     for differences in ranks.run(2, whatever_is_used):
         assert max(differences.values()) < 1e-5
-        # Of more than two micro-batches alone sums have another order.
+        # Sums of more than two micro-batches alone have another order.
         assert sum(found > 1e-30 for found in differences.values()) <= 2
 
 

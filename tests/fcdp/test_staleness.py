@@ -29,8 +29,8 @@ from tests.ranks import Pools
 SETTINGS = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
 
 
-#: What happens between two forwards, and the units that the second gathers anew on both ranks.
 ADAPTERS = ["blocks.0.first.down", "blocks.1.first.down"]
+#: Events between two forwards, and the units that the second gathers anew on both ranks.
 STALE: dict[str, list[str] | None] = {
     "nothing": [],
     "forget_optimizer": [],

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
-from tests.examples.test_train import make_model
-from tests.experiments.clusters.engines import Slurm, program, require, slurm
+from tests.experiments.clusters.engines import Slurm, require, slurm
+from tests.experiments.clusters.own_program import Training, programs
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -94,38 +90,29 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     cluster: Slurm, tmp_path: Path
 ) -> None:
     """By ``launch/train.sbatch``: after a notice before its time is up, and at ``requeue``."""
-    make_model(tmp_path / "model")
-    (tmp_path / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
-    torchrun = tmp_path / "torchrun"
-    program(torchrun, f'exec {sys.executable} -m torch.distributed.run "$@"')
-    log = tmp_path / "batch.log"
+    training = Training(tmp_path)
     cluster.wait_until_idle()
-    words = [*("--model", f"{tmp_path}/model", "--data", f"{tmp_path}/text.txt")]
-    words += ["--output", f"{tmp_path}/out", "--save-every", "50"]
     job = cluster.call(
-        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
-        f"--export=ALL,FCDP_RANKS_PER_NODE=1,TORCHRUN={torchrun},PYTHONPATH={ROOT},"
-        f"GLOO_SOCKET_IFNAME={INTERFACE},OMP_NUM_THREADS=1",
-        *(str(ROOT / "launch/train.sbatch"), str(ROOT / "examples/train.py"), *words),
-        *("--sequence-length", "32", "--global-batch", "6", "--steps", "1000000"),
+        *("sbatch", "--parsable", "--nodes=2", f"--output={training.log}"),
+        f"--export=ALL,FCDP_RANKS_PER_NODE=1,TORCHRUN={training.torchrun},"
+        f"GLOO_SOCKET_IFNAME={INTERFACE}",
+        *(str(ROOT / "launch/train.sbatch"), *training.words),
     ).strip()
-    steps = tmp_path / "out/log.jsonl"
 
-    def goes_on(start: int) -> int:
-        """Wait for twenty more steps; where they began."""
-        done = len(steps.read_text().splitlines()) if steps.exists() else 0
-        wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > done + 20, 150)
-        return [*map(int, re.findall(r"from step (\d+) of", log.read_text()))][start]
+    def wait_until_queued() -> None:
+        wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
 
-    assert goes_on(0) == 0
+    training.goes_on()
+    assert training.resumed() == [0]
     cluster.call("scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
-    noticed = json.loads(steps.read_text().splitlines()[-1])["step"]
-    assert goes_on(1) == noticed + 1
+    wait_until_queued()
+    noticed = training.lines()[-1]["step"]
+    training.goes_on()
+    assert training.resumed()[1] == noticed + 1
     cluster.call("scontrol", "requeue", job)
-    wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
-    assert goes_on(2) > noticed
+    wait_until_queued()
+    training.goes_on()
+    assert training.resumed()[2] > noticed
     cluster.call("scancel", job)
     cluster.wait_until_ended(job)
-    everybody = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
-    assert [words for words in everybody if str(ROOT / "examples/train.py") in words] == []
+    assert programs() == []

@@ -97,7 +97,7 @@ def test_numbers_of_a_byte_take_hardly_more_than_it() -> None:
 
 
 def test_files_of_publications_stay_readable() -> None:
-    """What is told of some numbers, byte by byte: later versions read what this one has written."""
+    """Some numbers, byte by byte: later versions read what this one has written."""
     tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
     others = [5, 0, *(300).to_bytes(2, "little")]
     numbers = torch.zeros(5000, dtype=torch.int16)

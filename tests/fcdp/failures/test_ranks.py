@@ -87,7 +87,7 @@ def polling_often() -> Iterator[None]:
 
 
 def ended(act: Act, every: Exchanges) -> str:
-    """What ends ``act`` in another's stead, if it ends soon."""
+    """The error that ends ``act`` in another's stead, if it ends soon."""
     began = time.monotonic()
     try:
         act(every)

@@ -17,7 +17,7 @@ from simulation.planner.plan import Plan, plan
 from simulation.planner.rent import STRATEGIES
 from simulation.planner.request import Request
 
-#: Of the map in docs/planning.md: models, GPUs and tunings, each with a link of its own.
+#: Models, GPUs and tunings of the map in docs/planning.md, each with a link of its own.
 EXAMPLES = list(
     zip(
         product(("gemma-2b", "llama-3-8b", "llama-3-70b"), ("a40", "a100-80gb"), ({}, {"r": 8})),

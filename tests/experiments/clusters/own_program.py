@@ -1,0 +1,70 @@
+"""``examples/train.py`` as a user's own program, which launch scripts start on two nodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.records.provenance import ROOT
+from tests.examples.test_train import make_model
+from tests.experiments.clusters.engines import program
+from tests.experiments.waiting import wait_until
+
+PROGRAM = str(ROOT / "examples/train.py")
+
+
+class Training:
+    """A run of the program that ends only when it is told to, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        make_model(folder / "model")
+        (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
+        self.torchrun = folder / "torchrun"
+        program(
+            self.torchrun,
+            f"export PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n"
+            f'exec {sys.executable} -m torch.distributed.run "$@"',
+        )
+        self.log = folder / "log.txt"
+        self._steps = folder / "out/log.jsonl"
+        #: The program and its options.
+        self.words = (
+            *(PROGRAM, "--model", f"{folder}/model", "--data", f"{folder}/text.txt"),
+            *("--output", f"{folder}/out", "--save-every", "50", "--sequence-length", "32"),
+            *("--global-batch", "6", "--steps", "1000000"),
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The steps so far."""
+        text = self._steps.read_text() if self._steps.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def goes_on(self) -> None:
+        """Wait for twenty more steps of both nodes."""
+        done = len(self.lines())
+        wait_until(
+            lambda: (
+                len(more := self.lines()[done:]) > 20
+                and all(line["ranks"] == 2 for line in more[-20:])
+            ),
+            150,
+        )
+
+    def resumed(self) -> list[int]:
+        """The steps that the ranks began with, each time."""
+        return [*map(int, re.findall(r"from step (\d+) of", self.log.read_text()))]
+
+
+def programs() -> list[psutil.Process]:
+    """All ranks and agents of the program that run."""
+    return [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if PROGRAM in (each.info["cmdline"] or []) and each.status() != psutil.STATUS_ZOMBIE
+    ]
