@@ -116,7 +116,7 @@ def run(
     for each, cells, path in chosen:
         with session.opened(each, path, resume=resumed, retry_failed=retry_failed) as opened:
             directory, finished = opened
-            records = session.run_cells(each, cells, finished, directory)
+            records = session.run_cells(each, cells, finished, directory, wandb=not no_wandb)
             drawn = session.finish(records, directory, wandb=not no_wandb)
             reached = session.reach_reference(each, directory)
         well &= drawn and reached and not session.any_failed(records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -23,6 +24,7 @@ from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import Progress
 from experiments.terminal.summary_table import summary
 from experiments.tracking import sink
+from experiments.tracking.live import Live
 
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
@@ -70,23 +72,31 @@ def run_cells(
     cells: Sequence[MatrixCell],
     finished: Sequence[Record],
     directory: RunDirectory,
+    *,
+    wandb: bool = True,
+    sweep_run: str | None = None,
 ) -> list[Record]:
-    """Run the cells that have no record yet, and show how far they are."""
+    """Run the cells that have no record yet, and show how far they are, on ``wandb`` too."""
     if not matrix.simulated and (busy := runner.look().why_busy):
         said = (
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
             "of the steps is shown as none"
         )
         terminal.say_as_it_is(terminal.console(), said, "yellow")
+    console = terminal.console()
     try:
-        with Progress(matrix, cells, finished, terminal.console()) as progress:
+        with Progress(matrix, cells, finished, console) as progress, ExitStack() as stack:
+            observers: list[runner.Observer] = [progress]
+            if wandb and not matrix.simulated:
+                link = partial(terminal.say_as_it_is, console, style="dim")
+                observers.append(stack.enter_context(Live(directory.path, link, sweep_run)))
             running = [entry.cell for entry in cells if entry.skip_reason is None]
             built = (
                 SimulatedCluster(matrix.cluster)
                 if matrix.simulated
                 else kinds.cluster(matrix.cluster, kinds.preloaded(running))
             )
-            return runner.run(cells, finished, built, directory, progress)
+            return runner.run(cells, finished, built, directory, *observers)
     except (ClusterError, runner.RunError) as error:
         terminal.stop(error)
 

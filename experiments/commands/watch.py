@@ -13,7 +13,7 @@ from experiments import terminal
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.select import FILE
-from experiments.terminal.progress import last_step
+from experiments.runner.directory import last_step
 from experiments.terminal.summary_table import summary
 from simulation.files import stored
 

@@ -12,10 +12,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -29,6 +31,28 @@ from simulation import files
 RETRIED = ("failed", "timeout")
 #: Where rank 0 of a cell writes a line for each step.
 PROGRESS = "progress.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a cell that is running, as its rank 0 reports it."""
+
+    step: int
+    of: int
+    loss: float
+    seconds: float
+    #: When it ended, in seconds since 1970.
+    at: float
+
+
+def last_step(directory: Path) -> Step | None:
+    """The newest step of the cell that runs here, whose line is complete; ``None`` before one."""
+    try:
+        written = (directory / PROGRESS).read_bytes()
+    except OSError:  # The worker has not come to its first step yet.
+        return None
+    *_, line, _ = (b"", *written.rsplit(b"\n", 2))
+    return Step(**json.loads(line)) if line else None
 
 
 class RunDirectory:

@@ -45,8 +45,11 @@ class RunError(RuntimeError):
 class Observer(Protocol):
     """Whoever is told of a run while it goes on."""
 
-    def cell_started(self, cell: Cell, directory: Path) -> None:
-        """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there."""
+    def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
+        """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there.
+
+        ``started_at`` is the one of its record.
+        """
         ...
 
     def cell_finished(self, record: Record) -> None:
@@ -69,7 +72,7 @@ def run(
     finished: Sequence[Record],
     cluster: Cluster,
     directory: RunDirectory,
-    observer: Observer,
+    *observers: Observer,
 ) -> list[Record]:
     """Run the cells that have no record yet; return the records of all of them, in order.
 
@@ -79,7 +82,7 @@ def run(
     by_id = {record.cell_id: record for record in finished}
     pending = [entry for entry in cells if entry.cell.id not in by_id]
     if pending:
-        runner = _Runner(cluster, directory, observer)
+        runner = _Runner(cluster, directory, observers)
         with cluster:
             for entry in pending:
                 by_id[entry.cell.id] = runner.finish(entry)
@@ -87,10 +90,12 @@ def run(
 
 
 class _Runner:
-    def __init__(self, cluster: Cluster, directory: RunDirectory, observer: Observer) -> None:
+    def __init__(
+        self, cluster: Cluster, directory: RunDirectory, observers: Sequence[Observer]
+    ) -> None:
         self._cluster = cluster
         self._directory = directory
-        self._observer = observer
+        self._observers = observers
         self._origin = provenance.gather()
         self._watch = Watch()
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
@@ -109,21 +114,23 @@ class _Runner:
                 f"all records before this cell are kept in {self._directory.records.name}, "
                 "go on with --resume once it can be written to"
             ) from error
-        self._observer.cell_finished(record)
+        for observer in self._observers:
+            observer.cell_finished(record)
         return record
 
     def _run(self, cell: Cell) -> Record:
         directory = self._directory.new_cell(cell.id)
         cell_file = directory / "cell.json"
         cell_file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        self._observer.cell_started(cell, directory)
         started_at, started = _now(), time.monotonic()
+        for observer in self._observers:
+            observer.cell_started(cell, directory, started_at)
         network: dict[str, Any] = {}
         measurement = None
         try:
             self._cluster.shape(None)
             outcome = self._compile(cell, directory)
-            started_at, started = _now(), time.monotonic()
+            started = time.monotonic()
             self._watch.machine()
             if outcome.state == "ok":
                 with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:

@@ -6,11 +6,9 @@ seconds, the overall bar and the time left. In a log: the line per finished cell
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +20,7 @@ from rich.text import Text
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Record
+from experiments.runner.directory import Step, last_step
 from experiments.terminal.summary_table import STATE_STYLES, megabytes, varying_settings
 from simulation.quantities import format_link
 
@@ -29,26 +28,6 @@ from simulation.quantities import format_link
 _REDRAWS = 2
 #: Titles of the settings that are most often axes; a line must fit on a hundred columns.
 _SHORT = {"accumulation": "accum", "micro_batch": "batch", "sequence_length": "length"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a cell that is running, as its rank 0 reports it."""
-
-    step: int
-    of: int
-    loss: float
-    seconds: float
-
-
-def last_step(directory: Path) -> Step | None:
-    """The newest step of the cell that runs here, whose line is complete; ``None`` before one."""
-    try:
-        written = (directory / "progress.jsonl").read_bytes()
-    except OSError:  # The worker has not come to its first step yet.
-        return None
-    *_, line, _ = (b"", *written.rsplit(b"\n", 2))
-    return Step(**json.loads(line)) if line else None
 
 
 class Progress:
@@ -99,7 +78,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def cell_started(self, cell: Cell, directory: Path) -> None:
+    def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         """Show this cell as the current one."""
         if not self._begun:
             self._begin()

@@ -1,9 +1,9 @@
 """Weights & Biases, fed from the records once all cells are finished.
 
 The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
-the tables and figures. It comes after the last cell, so that it never runs beside a measurement,
-and a failure in it is a warning. Cut short, it goes on with the next export: a W&B run that is not
-complete is written again under the same id, which online resumes it.
+the tables and figures. A cell's run has been written while the cell ran, by ``live``; what is not
+whole then is written here, again under the same id, which online resumes it. A failure is a
+warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -73,9 +73,9 @@ def export(
     together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
     single record.
     """
-    mode, warnings = _mode()
+    mode, warnings = asked_mode()
     ran = [record for record in records if record.state != "skipped"]
-    wandb_runs = [cell_run(record, sweep_run) for record in ran]
+    wandb_runs = [recorded_run(record, sweep_run) for record in ran]
     if report is not None and ran and report.is_dir():
         wandb_runs.append(report_run(ran, directory, report))
     new = [
@@ -85,51 +85,41 @@ def export(
     ]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
-    written: list[WandbRun] = []
+    written = 0
     # On a full disk W&B's log cannot be written either, which Python would show as tracebacks.
     shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
             wandb_run.remove(directory)
-            if mode == "online" and not _try_online(wandb_run, directory, warnings):
-                mode = "offline"
-            if mode == "offline":
-                _write(wandb_run, directory, "offline")
-            written.append(wandb_run)
+            mode = _write(wandb_run, directory, mode, warnings)
+            written += 1
     except Exception as error:
-        warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+        warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
     finally:
         # Its service process writes files when it pleases, and all before it ends.
         if (wandb := sys.modules.get("wandb")) is not None:
             wandb.teardown()
         logging.raiseExceptions = shows_errors
-    if shutil.disk_usage(directory).free < _ROOM:
-        written = []  # what is there may be cut, without a word of W&B's
+    if not all(mark_whole(wandb_run, directory) for wandb_run in new[:written]):
+        written = 0
         warnings.append(
             f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
             "same command with --resume writes them again"
         )
-    for folder in (folder for wandb_run in written for folder in wandb_run.folders(directory)):
+    return Export(mode, written, tuple(warnings), whole=written == len(new))
+
+
+def mark_whole(wandb_run: WandbRun, directory: Path) -> bool:
+    """Mark the run as written to its end, unless the disk is full; return whether it is."""
+    if shutil.disk_usage(directory).free < _ROOM:
+        return False  # what is there may be cut, without a word of W&B's
+    for folder in wandb_run.folders(directory):
         (folder / _COMPLETE).touch()
-    return Export(mode, len(written), tuple(warnings), whole=len(written) == len(new))
-
-
-def _try_online(wandb_run: WandbRun, directory: Path, warnings: list[str]) -> bool:
-    """Write the run online, or leave nothing of it and say why not."""
-    try:
-        _write(wandb_run, directory, "online")
-    except Exception as error:
-        import wandb
-
-        warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
-        # Its service process holds the id of the run that failed.
-        wandb.teardown()
-        wandb_run.remove(directory)
-        return False
     return True
 
 
-def _mode() -> tuple[str, list[str]]:
+def asked_mode() -> tuple[str, list[str]]:
+    """Return the mode that ``WANDB_MODE`` asks for, or the one instead, and warnings why."""
     asked = os.environ.get("WANDB_MODE", "").lower()
     mode = _MODES.get(asked)
     if mode is None:
@@ -154,31 +144,52 @@ def _has_key() -> bool:
         return False
 
 
-def _write(wandb_run: WandbRun, directory: Path, mode: Literal["online", "offline"]) -> None:
-    # Imported here, because it takes a second and most commands do not need it.
-    import wandb
-
-    # Some of these are W&B's internal ones and may be missing in another version.
-    settings = {k: v for k, v in _SETTINGS.items() if k in wandb.Settings.model_fields}
-    run = wandb.init(
-        mode=mode,
-        dir=str(directory),
-        project=os.environ.get("WANDB_PROJECT") or "fcdp",
-        id=wandb_run.id,
-        resume="allow",
-        name=wandb_run.name,
-        group=wandb_run.group,
-        job_type=wandb_run.job_type,
-        tags=wandb_run.tags,
-        config=wandb_run.config,
-        settings=wandb.Settings(**settings),
-    )
+def _write(wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str]) -> str:
+    """Write the run; return the mode in which it was."""
+    run, mode = begin(wandb_run, directory, mode, warnings)
     try:
         wandb_run.fill(run)
     except BaseException:
         run.finish(exit_code=1)
         raise
     run.finish(exit_code=wandb_run.exit_code)
+    return mode
+
+
+def begin(
+    wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str], **settings: Any
+) -> tuple[Any, str]:
+    """Begin W&B's run; return it and its mode: offline, with a warning, if W&B is not reached."""
+    # Imported here, because it takes a second and most commands do not need it.
+    import wandb
+
+    # Some of these are W&B's internal ones and may be missing in another version.
+    known = {k: v for k, v in (_SETTINGS | settings).items() if k in wandb.Settings.model_fields}
+
+    def init(mode: Literal["online", "offline"]) -> Any:
+        return wandb.init(
+            mode=mode,
+            dir=str(directory),
+            project=os.environ.get("WANDB_PROJECT") or "fcdp",
+            id=wandb_run.id,
+            resume="allow",
+            name=wandb_run.name,
+            group=wandb_run.group,
+            job_type=wandb_run.job_type,
+            tags=wandb_run.tags,
+            config=wandb_run.config,
+            settings=wandb.Settings(**known),
+        )
+
+    if mode == "online":
+        try:
+            return init("online"), mode
+        except Exception as error:
+            warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
+            # Its service process holds the id of the run that failed.
+            wandb.teardown()
+            wandb_run.remove(directory)
+    return init("offline"), "offline"
 
 
 def _brief(error: Exception) -> str:
@@ -202,9 +213,9 @@ class WandbRun:
     name: str
     group: str
     job_type: str
-    tags: list[str]
     config: dict[str, Any]
-    fill: Callable[[Any], None]
+    tags: list[str] = field(default_factory=list)
+    fill: Callable[[Any], None] = lambda run: None
     exit_code: int = 0
 
     def folders(self, directory: Path) -> list[Path]:
@@ -216,26 +227,44 @@ class WandbRun:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
-    """A cell's W&B run: its history, its summary; group = matrix, W&B's job type = strategy."""
+def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun:
+    """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
+    return WandbRun(
+        # The same for the same record: a resumed matrix adds only its new cells.
+        id=run_id or _digest(cell.id, started_at),
+        name=cell.id,
+        group=cell.matrix,
+        job_type=cell.variant,
+        config=_config(cell),
+    )
+
+
+def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
+    """The W&B run of a cell that has ended: its history, its summary."""
 
     def fill(run: Any) -> None:
         if record.measurement is not None:
             for step, point in enumerate(_history(record.measurement), start=1):
                 # With its number, a point that a resumed run has already is not added again.
                 run.log(point, step=step)
-        run.summary.update(_summary(record))
+        end(run, record)
 
-    return WandbRun(
-        id=run_id or _run_id(record),
-        name=record.cell_id,
-        group=record.cell.matrix,
-        job_type=record.cell.variant,
-        tags=_tags(record),
-        config=_config(record.cell),
+    return replace(
+        cell_run(record.cell, record.started_at, run_id),
         fill=fill,
-        exit_code=0 if record.state == "ok" else 1,
+        exit_code=exit_code(record),
     )
+
+
+def exit_code(record: Record | None) -> int:
+    """How W&B is told that a cell has ended, without a record if the run was ended in it."""
+    return 0 if record is not None and record.state == "ok" else 1
+
+
+def end(run: Any, record: Record) -> None:
+    """Give the cell's W&B run what only its record knows."""
+    run.tags = _tags(record)
+    run.summary.update(_summary(record))
 
 
 def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
@@ -255,7 +284,7 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
             run.log_artifact(artifact)
 
     return WandbRun(
-        id=_digest("report", *sorted(map(_run_id, records))),
+        id=_digest("report", *sorted(cell_run(of.cell, of.started_at).id for of in records)),
         name=f"{matrix}-report",
         group=matrix,
         job_type="report",
@@ -316,11 +345,6 @@ def _staging(directory: Path) -> Iterator[None]:
     finally:
         if given is None:
             del os.environ["WANDB_DATA_DIR"]
-
-
-def _run_id(record: Record) -> str:
-    """An id, the same for the same record: a resumed matrix adds only its new cells."""
-    return _digest(record.cell_id, record.started_at)
 
 
 def _digest(*parts: str) -> str:

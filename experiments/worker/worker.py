@@ -151,6 +151,7 @@ class _Training:
             "of": self.cell.warmup_steps + self.cell.steps,
             "loss": self.losses[-1],
             "seconds": self.seconds[-1],
+            "at": time.time(),
         }
         with (self.output / "progress.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -213,7 +213,7 @@ class Observer:
         self.started: list[str] = []
         self.finished: list[Record] = []
 
-    def cell_started(self, cell: Cell, directory: Path) -> None:
+    def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         self.started.append(cell.id)
 
     def cell_finished(self, record: Record) -> None:

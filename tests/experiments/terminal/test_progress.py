@@ -15,7 +15,8 @@ from rich.console import Console, RenderableType
 from experiments import terminal
 from experiments.matrix import reader
 from experiments.records.record import Record, read
-from experiments.terminal.progress import Progress, Step, clock, last_step, seconds_left
+from experiments.runner.directory import Step
+from experiments.terminal.progress import Progress, clock, seconds_left
 from experiments.terminal.summary_table import summary
 from tests.experiments.stand_in import cell, record
 
@@ -131,7 +132,7 @@ def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
     records = [record(entry.cell) for entry in matrix.cells]
     with Progress(matrix, matrix.cells, records[:finished], console) as progress:
         for entry in matrix.cells[finished:]:
-            progress.cell_started(entry.cell, directory)
+            progress.cell_started(entry.cell, directory, "2026-01-01T00:00:00+00:00")
             progress.cell_finished(record(entry.cell))
 
 
@@ -168,12 +169,12 @@ def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> 
     first = matrix.cells[0].cell
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
     with Progress(matrix, matrix.cells, [], console) as progress:
-        progress.cell_started(first, tmp_path)
+        progress.cell_started(first, tmp_path, "2026-01-01T00:00:00+00:00")
         lines = rendered(progress.status())
         assert lines[1].startswith(
             "now  deepspeed-zero3 · full · gpt2-4x128 · 100 Mbit/s  starting"
         )
-        step = {"step": 2, "of": 4, "loss": 5.25, "seconds": 1.5}
+        step = {"step": 2, "of": 4, "loss": 5.25, "seconds": 1.5, "at": 0.0}
         (tmp_path / "progress.jsonl").write_text(json.dumps(step) + "\n")
         lines = rendered(progress.status())
         assert lines[1].endswith("step 2 of 4, loss 5.2500, 1.50 s/step")
@@ -183,23 +184,6 @@ def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> 
         lines = rendered(progress.status())
         assert "1 of 24 cells" in lines[1]
         assert "about 4:36 left" in lines[1]
-
-
-def test_the_last_step_is_of_a_complete_line(tmp_path: Path) -> None:
-    file = tmp_path / "progress.jsonl"
-    assert last_step(tmp_path) is None
-    line = '{"step": 1, "of": 2, "loss": 5.0, "seconds": 0.5}\n'
-    for torn in ("", line[:20]):
-        file.write_text(torn)
-        assert last_step(tmp_path) is None
-    for torn in ("", line[:20]):
-        file.write_text(line + torn)
-        assert last_step(tmp_path) == Step(1, 2, 5.0, 0.5)
-    file.write_text(line + '{"step": 2, "of": 2, "loss": NaN, "seconds": 0.5}\n{"st')
-    last = last_step(tmp_path)
-    assert last is not None
-    assert last.step == 2
-    assert math.isnan(last.loss)
 
 
 def test_time_left_goes_by_the_link() -> None:
@@ -217,7 +201,7 @@ def test_time_left_goes_by_the_link() -> None:
 def test_the_cell_that_runs_says_how_long_it_will_take() -> None:
     slow, fast = 10_000_000, 100_000_000
     remaining = [cell(inter_bandwidth_bits_per_s=link) for link in (slow, slow, fast)]
-    step = Step(step=2, of=10, loss=1.0, seconds=5.0)
+    step = Step(step=2, of=10, loss=1.0, seconds=5.0, at=0.0)
     # Eight steps are left of it; the others are taken for alike, with what it took to start.
     assert seconds_left(remaining, [], 20.0, step) == pytest.approx(40 + 60 + 60)
     finished = [record(cell(inter_bandwidth_bits_per_s=fast)).model_copy(update={"seconds": 9.0})]

@@ -177,7 +177,7 @@ def test_online_without_a_key_goes_on_offline(
 def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    assert sink._mode() == ("online", [])
+    assert sink.asked_mode() == ("online", [])
 
 
 def test_disabled_and_unknown_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

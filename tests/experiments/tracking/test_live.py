@@ -1,0 +1,107 @@
+"""W&B while a cell runs: its steps so far are in W&B's file, with the times at which they ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import wandb
+
+from experiments.records.cell import Cell
+from experiments.runner.directory import PROGRESS
+from experiments.tracking.live import Live
+from experiments.tracking.sink import export
+from tests.experiments.stand_in import cell, record
+from tests.experiments.tracking import offline
+
+pytestmark = pytest.mark.ranks
+
+STARTED_AT = record(cell()).started_at
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_SWEEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(live: Live, of: Cell, directory: Path) -> Path:
+    """Have the cell begin, in a folder of its own; return that."""
+    folder = directory / "cells" / of.id
+    folder.mkdir(parents=True)
+    live.cell_started(of, folder, STARTED_AT)
+    return folder
+
+
+def step(folder: Path, number: int, at: float) -> None:
+    """Append a step as rank 0 does."""
+    line = {"step": number, "of": 4, "loss": 6.0 - number, "seconds": 0.25, "at": at}
+    with (folder / PROGRESS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def wait(holds: Callable[[], bool], at_most_s: float = 30) -> None:
+    """Wait until it holds; fail if it does not in time."""
+    until = time.monotonic() + at_most_s
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_steps_are_there_while_the_cell_runs(tmp_path: Path) -> None:
+    of = cell(strategy="fcdp")
+    with Live(tmp_path, pytest.fail) as live:
+        folder = start(live, of, tmp_path)
+        begun = time.time()
+        for number in (1, 2, 3):
+            step(folder, number, begun + 10 * number)
+            wait(
+                lambda number=number: any(
+                    len(run.history) == number for run in offline.runs(tmp_path)
+                )
+            )
+        step(folder, 4, begun + 40)
+        live.cell_finished(record(of))
+    (run,) = offline.runs(tmp_path)
+    assert (run.name, run.group, run.job_type) == (of.id, "small", "fcdp")
+    assert [point["loss"] for point in run.history] == [5.0, 4.0, 3.0, 2.0]
+    assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
+    # Times are those that rank 0 gave, not those at which W&B was told.
+    assert [point["_timestamp"] - begun for point in run.history] == pytest.approx([10, 20, 30, 40])
+    assert run.history[-1]["_runtime"] == pytest.approx(40, abs=5)
+    assert run.summary["step_seconds_median"] == 0.5
+    # Nothing is left to be written at the end.
+    assert export([record(of)], tmp_path).runs == 0
+
+
+def test_a_cell_without_a_record_ends_as_failed_and_is_written_anew(tmp_path: Path) -> None:
+    of = cell()
+    with pytest.raises(KeyboardInterrupt), Live(tmp_path, pytest.fail) as live:
+        step(start(live, of, tmp_path), 1, time.time())
+        wait(lambda: any(run.history for run in offline.runs(tmp_path)))
+        raise KeyboardInterrupt
+    assert export([record(of)], tmp_path).runs == 1
+    assert len(offline.runs(tmp_path)) == 1
+
+
+def test_what_goes_wrong_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with Live(tmp_path, pytest.fail) as live:
+        start(live, cell(), tmp_path)
+        live.cell_finished(record(cell()))
+    monkeypatch.undo()
+    assert export([record(cell())], tmp_path).runs == 1
+
+
+def test_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Live(tmp_path, pytest.fail) as live:
+        start(live, cell(), tmp_path)
+        live.cell_finished(record(cell()))
+    assert not (tmp_path / "wandb").exists()
