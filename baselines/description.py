@@ -86,6 +86,11 @@ class Strategy:
         return self.title or self.name
 
     @property
+    def is_saved(self) -> bool:
+        """Whether ``fcdp.save`` can write what it trains: it is built over FCDP's cache."""
+        return self.builder == ("baselines.presets.fcdp", "build")
+
+    @property
     def has_policy(self) -> bool:
         """Whether it caches by a policy, which its cells may choose."""
         return "policy" in self.settings.model_fields

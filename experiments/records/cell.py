@@ -202,6 +202,11 @@ class Cell(Strict):
     #: Whether one step more is trained under torch's profiler, after all that is measured; where
     #: ranks run: a simulated cell has `trace`.
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
+    #: Steps from one checkpoint to the next, from which a cell goes on whose ranks ended too soon;
+    #: 0: none. For strategies over FCDP's cache, where all nodes see one folder.
+    checkpoint_every: Annotated[int, Setting("Checkpoint every", "incidental", in_id="later")] = (
+        Field(default=0, ge=0)
+    )
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     #: Which repetition of the cell it is, of those that its matrix wants.
     repeat: Annotated[int, Setting("Repetition", "incidental", in_id="later")] = Field(
@@ -357,6 +362,10 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
+    if cell.checkpoint_every and not registry.find(cell.strategy).is_saved:
+        allowed = ", ".join(each.name for each in registry.STRATEGIES if each.is_saved)
+        why = f"{cell.checkpoint_every} is not for {cell.strategy}, allowed is 0"
+        yield "checkpoint_every", f"{why}; others are for {allowed}"
 
 
 def _in_a_name(words: str) -> str:

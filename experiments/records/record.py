@@ -98,6 +98,9 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
+    #: After which steps ranks were started again, from a checkpoint; each step is counted once, and
+    #: no time or byte of a checkpoint.
+    resumed_at: list[int] = Field(default=[])
     #: Optimizer steps from one exchange between workers to the next.
     steps_per_round: int = 1
     #: Where workers train apart, means over the outer updates: what late displacements were divided

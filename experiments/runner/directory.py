@@ -3,7 +3,7 @@
 ::
 
     records.jsonl     one line per finished cell; the truth that everything else is drawn from
-    cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/
+    cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/, checkpoint/ until it ends
     wandb/            the same figures as W&B runs
     report/           tables, figures, report
     earlier/<time>/   what stood here when the matrix was started afresh
@@ -25,12 +25,11 @@ from experiments.matrix.matrix import Matrix
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.records.select import FILE
+from experiments.worker import CHECKPOINT, PROGRESS
 from simulation import files
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
 RETRIED = ("failed", "timeout")
-#: Where rank 0 of a cell writes a line for each step.
-PROGRESS = "progress.jsonl"
 
 
 @dataclass(frozen=True)
@@ -148,11 +147,14 @@ class RunDirectory:
         return read_records(self.records) if files.stored(self.records).exists() else []
 
     def new_cell(self, cell_id: str) -> Path:
-        """An empty directory for a cell; a cell cut short earlier leaves nothing in it."""
+        """A directory for a cell, with nothing of a cell cut short earlier but its checkpoint."""
         path = self.cells / cell_id
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.iterdir():
+            if left.is_dir() and left.name != CHECKPOINT:
+                shutil.rmtree(left)
+            elif not left.is_dir():
+                left.unlink()
         return path
 
     def _forget(self, dropped: list[Record], kept: list[Record]) -> None:

@@ -7,6 +7,7 @@ before the next cell starts, so that a killed run loses only the cell that it wa
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Sequence
@@ -27,12 +28,17 @@ from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
+from experiments.worker import CHECKPOINT
+from fcdp.checkpoint.commit import COMMIT
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
 #: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
+#: Starts in a row without a new checkpoint, after which a cell has failed: what fails at the same
+#: step each time comes to none.
+_FRUITLESS = 3
 #: Of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
 _LAST_LINES = 20
 _LAST_BYTES = 65_536
@@ -120,8 +126,8 @@ class _Runner:
 
     def _run(self, cell: Cell) -> Record:
         directory = self._directory.new_cell(cell.id)
-        cell_file = directory / "cell.json"
-        cell_file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        file = directory / "cell.json"
+        file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
         started_at, started = _now(), time.monotonic()
         for observer in self._observers:
             observer.cell_started(cell, directory, started_at)
@@ -133,22 +139,14 @@ class _Runner:
             started = time.monotonic()
             self._watch.machine()
             if outcome.state == "ok":
-                with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:
-                    outcome = self._cluster.run(
-                        WORKER,
-                        [str(cell_file), str(directory)],
-                        logs=directory / "logs",
-                        environment=pins.variables(cell.deepspeed),
-                        timeout_s=cell.timeout_s,
-                        extra=registry.find(cell.strategy).extra,
-                    )
-                network = barrier.network
+                outcome, network = self._train(cell, directory)
             if outcome.state == "ok":
                 file = directory / "measurement.json"
                 if not file.exists():
                     said = "all ranks ended without an error, but rank 0 wrote no"
                     raise RuntimeError(f"{said} {file.name}")
                 measurement = Measurement.model_validate_json(file.read_bytes())
+                shutil.rmtree(directory / CHECKPOINT, ignore_errors=True)
         except LostNodeError as error:
             raise RunError(
                 f"{cell.id}: {error}; this cell has no record, all before it are kept in "
@@ -167,6 +165,29 @@ class _Runner:
             machine=self._watch.machine() if self._cluster.can.start_processes else None,
             seconds=time.monotonic() - started,
         )
+
+    def _train(self, cell: Cell, directory: Path) -> tuple[Outcome, dict[str, Any]]:
+        """Start the ranks, and again if they fail where there are checkpoints; how they ended.
+
+        With the outcome comes what the link was set to.
+        """
+        fruitless = 0
+        while True:
+            before = _commit(directory)
+            self._cluster.shape(None)
+            with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:
+                outcome = self._cluster.run(
+                    WORKER,
+                    [str(directory / "cell.json"), str(directory)],
+                    logs=directory / "logs",
+                    environment=pins.variables(cell.deepspeed),
+                    timeout_s=cell.timeout_s,
+                    extra=registry.find(cell.strategy).extra,
+                )
+            fruitless = fruitless + 1 if _commit(directory) == before else 0
+            again = cell.checkpoint_every and outcome.state == "failed" and fruitless < _FRUITLESS
+            if not again:
+                return outcome, barrier.network
 
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
         """Have the operators ready that the cell's engine compiles at their first use.
@@ -207,6 +228,12 @@ class _Runner:
             started_at=started_at,
             **({"measurement": None, "network": {}, "seconds": 0.0} | found),
         )
+
+
+def _commit(directory: Path) -> bytes | None:
+    """What tells a cell's checkpoint from the one before; ``None`` without any."""
+    file = directory / CHECKPOINT / COMMIT
+    return file.read_bytes() if file.exists() else None
 
 
 def _error(outcome: Outcome, logs: Path) -> str | None:

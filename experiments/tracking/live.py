@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.records.cell import Cell
 from experiments.records.record import Record
-from experiments.runner.directory import PROGRESS, Step
+from experiments.runner.directory import Step
 from experiments.tracking import sink
+from experiments.worker import PROGRESS
 
 #: Seconds between two looks at the steps: rare enough to be no load on cores that train.
 _INTERVAL_S = 0.5
+#: What ends with its cell is worth a look while it lasts: the machine's load is sampled, and W&B's
+#: file is as new as what was logged.
+_SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
 
 
 class Live:
@@ -61,11 +64,9 @@ class Live:
         if follower is not None:
             follower.end(record)
 
-    def begin(self, wandb_run: sink.WandbRun, started: float) -> Any:
-        """Begin a W&B run as of ``started``, and all after it offline if W&B is not reached."""
-        # All of this time the machine's load is sampled, too.
-        settings = {"x_start_time": started, "x_disable_stats": False}
-        run, self._mode = sink.begin(wandb_run, self._directory, self._mode, [], **settings)
+    def begin(self, wandb_run: sink.WandbRun) -> Any:
+        """Begin a W&B run, and all after it offline if W&B is not reached."""
+        run, self._mode = sink.begin(wandb_run, self._directory, self._mode, [], **_SETTINGS)
         if self._mode == "online":
             self._link(run.url)
         return run
@@ -86,7 +87,6 @@ class _Follower(threading.Thread):
         self._live = live
         self._wandb_run = wandb_run
         self._progress = progress
-        self._begun_at = time.time()
         self._record: Record | None = None
         self._ended = threading.Event()
 
@@ -99,7 +99,7 @@ class _Follower(threading.Thread):
     def run(self) -> None:
         """Log the steps, then what the record says."""
         try:
-            run = self._live.begin(self._wandb_run, self._begun_at)
+            run = self._live.begin(self._wandb_run)
             for step in self._steps():
                 point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
                 run.log(point, step=step.step, commit=True)

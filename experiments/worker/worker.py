@@ -8,7 +8,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+import fcdp
 from baselines import strategy as strategies
+from baselines.presets.fcdp import FCDP
 from baselines.strategy import CacheUse, Job, Trainable
 from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
-from experiments.worker import convolutional, models, workloads
+from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, workloads
 from fcdp import Topology
+from fcdp.checkpoint.commit import COMMIT
 
 #: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")
@@ -81,30 +84,79 @@ class _Training:
             ),
         )
         self.batches = self.workload.batches()
+        #: Of all steps, warm-up included; and what the measured ones have counted.
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.counts: _Counts | None = None
+        self.resumed_at: list[int] = []
 
     def measure(self) -> Measurement:
-        """Warm up, then train ``steps`` steps between two readings of the kernel's counters."""
-        cell, trainable = self.cell, self.trainable
+        """Warm up, then train ``steps`` steps, counting what crosses in them.
+
+        It goes on from the cell's checkpoint, if its ranks have ended before.
+        """
+        cell, trainable, every = self.cell, self.trainable, self.cell.checkpoint_every
+        self._go_on()
         dist.barrier()
         if self.topology.rank == 0:
             start_barrier.wait(self.output)
         dist.barrier()
-        self._train(cell.warmup_steps)
-        self.seconds.clear()
-        trainable.take_ledger()
-        trainable.take_metrics()
-        trainable.take_phases()
-        before = self._egress()
-        self._train(cell.steps)
-        sent = tuple(now - then for now, then in zip(self._egress(), before, strict=True))
-        cache, phases = trainable.cache, trainable.take_phases()
-        ledger = trainable.take_ledger()
-        measurement = self._measurement(sent, ledger, cache, phases)
+        end = cell.warmup_steps + cell.steps
+        while (done := len(self.losses)) < end:
+            # After how many steps the next checkpoint is due; never: 0.
+            due = every and (done // every + 1) * every
+            stop = min(step for step in (cell.warmup_steps, due, end) if step > done)
+            counts = self._stretch(stop - done)
+            if stop > cell.warmup_steps:
+                self.counts = counts if self.counts is None else self.counts + counts
+            else:
+                trainable.take_metrics()
+            if stop == due and stop < end:
+                self._save()
         # After all that is counted, timed or at its peak has been read.
+        measurement = self._measurement()
         told = {**trainable.take_metrics(), **self._held_out()}
         return measurement.model_copy(update=told)
+
+    def _stretch(self, steps: int) -> _Counts:
+        """Train so many steps, between two readings of the kernel's counters."""
+        trainable = self.trainable
+        trainable.take_ledger()
+        trainable.take_phases()
+        before = self._egress()
+        self._train(steps)
+        sent = [now - then for now, then in zip(self._egress(), before, strict=True)]
+        cache, phases = trainable.cache, trainable.take_phases()
+        return _Counts(sent, trainable.take_ledger(), cache, phases)
+
+    def _save(self) -> None:
+        """Write a checkpoint: also what each rank has counted, and its random numbers' state."""
+        mine = {
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "counts": self.counts and asdict(self.counts),
+            "random": [source.get_rng_state() for source in self._random],
+        }
+        ranks: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(ranks, mine)
+        extra = {"ranks": ranks, "resumed_at": self.resumed_at}
+        fcdp.save(self.model, self._optimizer, self.output / CHECKPOINT, extra=extra)
+
+    def _go_on(self) -> None:
+        """Take up what the last checkpoint holds, if there is one: rank 0 looks."""
+        there: list[Any] = [(self.output / CHECKPOINT / COMMIT).exists()]
+        dist.broadcast_object_list(there)
+        if not there[0]:
+            return
+        saved = fcdp.load(self.model, self._optimizer, self.output / CHECKPOINT)
+        mine = saved["ranks"][self.topology.rank]
+        self.losses, self.seconds = list(mine["losses"]), list(mine["seconds"])
+        self.counts = mine["counts"] and _Counts.of(mine["counts"])
+        self.resumed_at = [*saved["resumed_at"], len(self.losses)]
+        for source, state in zip(self._random, mine["random"], strict=True):
+            source.set_rng_state(state)
+        for _ in range(len(self.losses) * self.cell.accumulation):
+            next(self.batches)
 
     def profile(self) -> None:
         """Train one more step under the profiler, of which the measurement knows nothing."""
@@ -153,7 +205,7 @@ class _Training:
             "seconds": self.seconds[-1],
             "at": time.time(),
         }
-        with (self.output / "progress.jsonl").open("a", encoding="utf-8") as file:
+        with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _egress(self) -> tuple[int, ...]:
@@ -170,26 +222,32 @@ class _Training:
     def _device(self) -> torch.device:
         return torch.device(self.topology.mesh.device_type)
 
-    def _measurement(
-        self,
-        sent: tuple[int, ...],
-        ledger: dict[str, dict[str, float]] | None,
-        cache: CacheUse | None,
-        phases: dict[str, float] | None,
-    ) -> Measurement:
-        cell, trainable = self.cell, self.trainable
+    @property
+    def _random(self) -> list[Any]:
+        """Modules of PyTorch that have a generator of random numbers: dropout draws from it."""
+        on_cpu = self._device.type == "cpu"
+        return [torch] if on_cpu else [torch, torch.get_device_module(self._device)]
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, of strategies over FCDP's cache, which alone have checkpoints."""
+        assert isinstance(self.trainable, FCDP), "cells see to it"
+        return self.trainable.optimizer
+
+    def _measurement(self) -> Measurement:
+        cell, trainable, counts = self.cell, self.trainable, self.counts
+        assert counts is not None, "a cell has a step or more"
         mine = {
-            "seconds": self.seconds,
+            "seconds": self.seconds[cell.warmup_steps :],
             "losses": self.losses,
-            "sent": sent,
-            "cache": cache,
-            "phases": phases,
+            "counts": counts,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
+        every: list[_Counts] = [rank["counts"] for rank in ranks]
         on_accelerator = self._device.type != "cpu"
-        busiest, *to_groups = max(r["sent"] for r in ranks)
+        busiest, *to_groups = max(rank.sent for rank in every)
         return Measurement(
             engine=trainable.engine,
             engine_version=trainable.engine_version,
@@ -203,17 +261,61 @@ class _Training:
             inter_node_bytes_per_step=busiest / cell.steps,
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
             inter_node_bytes_closed_form=trainable.closed_form_bytes,
-            ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
+            ledger_bytes_per_step=counts.ledger and _per_step(counts.ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
-            cache=None if cache is None else _cached([r["cache"] for r in ranks], cell.steps),
-            phase_seconds=phases and _mean([r["phases"] for r in ranks], cell.steps),
+            cache=_cached([rank.cache for rank in every if rank.cache is not None], cell.steps),
+            phase_seconds=counts.phases and _mean([r.phases or {} for r in every], cell.steps),
+            resumed_at=self.resumed_at,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
 
 
-def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached:
+@dataclass
+class _Counts:
+    """What one rank has counted in some steps; cache: what it holds after the last of them."""
+
+    #: Bytes that its node has sent, in all and to other groups.
+    sent: list[int]
+    ledger: dict[str, dict[str, float]] | None
+    cache: CacheUse | None
+    phases: dict[str, float] | None
+
+    def __add__(self, later: _Counts) -> _Counts:
+        """Both together; ``later`` has the same parts."""
+        cache = later.cache
+        if self.cache is not None and cache is not None:
+            hits, misses = self.cache.hits + cache.hits, self.cache.misses + cache.misses
+            cache = replace(cache, hits=hits, misses=misses)
+        ledger = later.ledger
+        if ledger is not None:
+            ledger = {
+                link: _sum((self.ledger or {}).get(link, {}), phases)
+                for link, phases in ledger.items()
+            }
+        return _Counts(
+            [mine + more for mine, more in zip(self.sent, later.sent, strict=True)],
+            ledger,
+            cache,
+            None if later.phases is None else _sum(self.phases or {}, later.phases),
+        )
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> _Counts:
+        """The counts of which ``dataclasses.asdict`` made a dictionary."""
+        cache = saved["cache"]
+        return cls(**{**saved, "cache": cache and CacheUse(**cache)})
+
+
+def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    names = dict.fromkeys([*one, *other])
+    return {name: one.get(name, 0) + other.get(name, 0) for name in names}
+
+
+def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached | None:
+    if not ranks:
+        return None
     return Cached(
         hits_per_step=sum(rank.hits for rank in ranks) / len(ranks) / steps,
         misses_per_step=sum(rank.misses for rank in ranks) / len(ranks) / steps,

@@ -9,7 +9,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from baselines import pins, registry
 from experiments.clusters.interface import Cluster, Outcome
@@ -18,6 +18,9 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
 from experiments.runner.runner import WORKER
 from simulation.transformer import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 NODES, RANKS_PER_NODE = 2, 2
 
@@ -173,3 +176,27 @@ def _go(how: str) -> None:
     if how == "raise":
         raise ValueError("the cause of it all")
     os.kill(os.getpid(), getattr(signal, how))
+
+
+DYING_WORKER = f"{__name__}:die_once_per_step"
+
+
+def die_once_per_step(cell_file: str, output_directory: str) -> None:
+    """The worker; its last rank is killed before each step that a file in ``deaths`` names.
+
+    Once for each of the file's bytes.
+    """
+    from experiments.worker import worker
+
+    batches = worker._Training._batches
+
+    def batches_or_death(training: worker._Training) -> list[torch.Tensor]:
+        death = training.output.parent / "deaths" / str(len(training.losses))
+        last = training.topology.rank == training.topology.world_size - 1
+        if last and death.exists() and (times := death.stat().st_size):
+            os.truncate(death, times - 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batches(training)
+
+    worker._Training._batches = batches_or_death  # type: ignore[method-assign]
+    worker.main(cell_file, output_directory)

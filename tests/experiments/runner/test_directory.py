@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runner.directory import PROGRESS, Step, last_step
+from experiments.runner.directory import Step, last_step
+from experiments.worker import PROGRESS
 
 pytestmark = pytest.mark.unit
 

@@ -21,7 +21,8 @@ from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
-from experiments.runner.directory import PROGRESS, RunDirectory
+from experiments.runner.directory import RunDirectory
+from experiments.worker import PROGRESS
 from simulation import files
 from tests.experiments.stand_in import Observer, StandInCluster, full_disk, matrix_file, record
 

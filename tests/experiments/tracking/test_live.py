@@ -11,9 +11,9 @@ import pytest
 import wandb
 
 from experiments.records.cell import Cell
-from experiments.runner.directory import PROGRESS
 from experiments.tracking.live import Live
 from experiments.tracking.sink import export
+from experiments.worker import PROGRESS
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
 
@@ -55,7 +55,7 @@ def test_steps_are_there_while_the_cell_runs(tmp_path: Path) -> None:
     of = cell(strategy="fcdp")
     with Live(tmp_path, pytest.fail) as live:
         folder = start(live, of, tmp_path)
-        begun = time.time()
+        begun, clock = time.time(), time.monotonic()
         for number in (1, 2, 3):
             step(folder, number, begun + 10 * number)
             wait(
@@ -71,7 +71,7 @@ def test_steps_are_there_while_the_cell_runs(tmp_path: Path) -> None:
     assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
     # Times are those that rank 0 gave, not those at which W&B was told.
     assert [point["_timestamp"] - begun for point in run.history] == pytest.approx([10, 20, 30, 40])
-    assert run.history[-1]["_runtime"] == pytest.approx(40, abs=5)
+    assert 0 < run.history[-1]["_runtime"] < time.monotonic() - clock
     assert run.summary["step_seconds_median"] == 0.5
     # Nothing is left to be written at the end.
     assert export([record(of)], tmp_path).runs == 0

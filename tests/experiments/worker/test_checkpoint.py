@@ -1,0 +1,110 @@
+"""Cells that save on a schedule: ranks are killed, and what is left is as if none had been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.interface import LostNodeError
+from experiments.commands.kinds import PRELOADED
+from experiments.matrix.matrix import MatrixCell
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Measurement, Record
+from experiments.runner import runner
+from experiments.runner.directory import RunDirectory
+from experiments.worker import CHECKPOINT
+from tests.experiments.cells import DYING_WORKER, NODES, RANKS_PER_NODE, cell
+from tests.experiments.stand_in import Observer
+
+pytestmark = pytest.mark.cluster
+
+#: Three steps of warm-up and six that are measured; checkpoints after the second, fourth, …
+SETTINGS = {"checkpoint_every": 2, "warmup_steps": 3, "steps": 6, "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
+    spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+    preload = [*PRELOADED, "experiments.worker.worker", "tests.experiments.cells"]
+    with EmulatedCluster(spec, preload=preload) as built:
+        yield built
+
+
+@pytest.fixture(autouse=True)
+def dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "WORKER", DYING_WORKER)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: EmulatedCluster, tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return measured(run(cluster, cell("fcdp", **SETTINGS), RunDirectory(directory)))
+
+
+def run(cluster: EmulatedCluster, of: Cell, directory: RunDirectory, *deaths: int) -> Record:
+    """Run a cell as the only one of its matrix; its last rank dies before these steps."""
+    (directory.cells / "deaths").mkdir(parents=True, exist_ok=True)
+    for step in deaths:
+        (directory.cells / "deaths" / str(step)).write_bytes(b"." * deaths.count(step))
+    return runner._Runner(cluster, directory, [Observer()]).finish(MatrixCell(of, None))
+
+
+def measured(record: Record) -> Measurement:
+    assert record.measurement is not None, record.error
+    return record.measurement
+
+
+def check(found: Measurement, undisturbed: Measurement, *resumed_at: int) -> None:
+    """Check that it trained alike, and counted each step once and nothing of a checkpoint."""
+    assert found.resumed_at == list(resumed_at)
+    assert found.losses == undisturbed.losses
+    assert len(found.step_seconds) == 6
+    assert found.ledger_bytes_per_step == undisturbed.ledger_bytes_per_step
+    assert found.cache == undisturbed.cache
+    sent = undisturbed.inter_node_bytes_per_step
+    assert found.inter_node_bytes_per_step == pytest.approx(sent, rel=0.05)
+
+
+def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(
+    cluster: EmulatedCluster, tmp_path: Path, undisturbed: Measurement
+) -> None:
+    """Before the first checkpoint, in warm-up, and among the measured steps."""
+    directory = RunDirectory(tmp_path)
+    record = run(cluster, cell("fcdp", **SETTINGS), directory, 1, 3, 5, 7)
+    check(measured(record), undisturbed, 2, 4, 6)
+    assert not (directory.cells / record.cell_id / CHECKPOINT).exists()
+
+
+def test_a_cell_that_comes_to_no_new_checkpoint_fails(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    record = run(cluster, cell("fcdp", **SETTINGS), RunDirectory(tmp_path), 1, 1, 1)
+    assert record.state == "failed"
+    assert "killed by signal" in (record.error or "")
+
+
+def test_a_run_that_lost_a_node_goes_on_from_the_cells_checkpoint(
+    cluster: EmulatedCluster,
+    tmp_path: Path,
+    undisturbed: Measurement,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, directory = cell("fcdp", **SETTINGS), RunDirectory(tmp_path)
+    launch = cluster.run
+
+    def lose(*args: object, **kwargs: object) -> None:
+        assert launch(*args, **kwargs).state == "failed"  # type: ignore[arg-type]
+        raise LostNodeError("node 1 is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(runner.RunError, match="go on with"):
+        patch.setattr(cluster, "run", lose)
+        run(cluster, of, directory, 7)
+    check(measured(run(cluster, of, directory)), undisturbed, 6)
+
+
+def test_strategies_that_cannot_be_saved_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 is not for fsdp2, allowed is 0; others are for .*fcdp"):
+        cell("fsdp2", **SETTINGS)
