@@ -57,7 +57,7 @@ _DOORS = {
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "result": lambda: tables.result(_records("reference")),
+        "result": lambda: tables.result(_records("headline")),
         "differences": lambda: tables.in_a_sentence(_records("delta")),
         "planned": lambda: _planned(),
     },

@@ -18,11 +18,6 @@ from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
 
-_RESULT_HEAD = (
-    "Trained",
-    *("DeepSpeed s", "FSDP2 s", "FCDP s", "speed-up over the faster"),
-    *("ZeRO-3 at least MB", "DeepSpeed MB", "FSDP2 MB", "FCDP MB"),
-)
 _THREE = ("deepspeed-zero3", "fsdp2", "fcdp")
 _WORDS = ("Model", "Tuning", "Link")
 _HEAD = (
@@ -34,23 +29,29 @@ _HEAD = (
 
 
 def result(records: Sequence[Record]) -> str:
-    """The README's four rows: one model on one link, by what is trained and micro-batches."""
+    """The README's rows, of one model on one link: by what is trained and micro-batches."""
+    shown = ("deepspeed-zero3", "fsdp2", "fsdp2-hsdp", "zeropp", "fcdp")
     rows, speeds = [], list[Comparison]()
     for by in _by_strategy(records):
-        model, tuning, link, micro_batches = _setting(by["fcdp"].cell)
-        if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
-            deepspeed, fsdp2, fcdp = (by[name] for name in _THREE)
-            over = [Comparison(fcdp, other) for other in (deepspeed, fsdp2)]
-            speeds.append(min(over, key=lambda speed: speed.ratio or math.inf))
-            columns = (
-                f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
-                *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-                text.compared(speeds[-1]),
-                text.megabytes(_least(fsdp2)),
-                *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
-            )
-            rows.append(columns)
-    return text.table(_RESULT_HEAD, rows) + noted(speeds)
+        cell, zero3 = by["fcdp"].cell, (by["deepspeed-zero3"], by["fsdp2"])
+        over = min(
+            (Comparison(by["fcdp"], each) for each in zero3),
+            key=lambda speed: speed.ratio or math.inf,
+        )
+        speeds += [over, Comparison(by["fcdp"], by["fsdp2-hsdp"])]
+        columns = (
+            f"{cell.tuning}, k\u00a0=\u00a0{cell.accumulation}",
+            *(
+                f"{text.number(_seconds(by[name]))} s, {text.megabytes(_sent(by[name]))} MB"
+                for name in shown
+            ),
+            *map(text.compared, speeds[-2:]),
+            f"{text.megabytes(_least(by['fsdp2']))} MB",
+        )
+        rows.append(columns)
+    labels = ["DeepSpeed ZeRO-3", "FSDP2", "HSDP", "`zeropp`", "FCDP"]
+    head = ("Trained", *labels, "FCDP over the faster ZeRO-3", "over HSDP", "ZeRO-3 at least")
+    return text.table(head, rows) + noted(speeds)
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
