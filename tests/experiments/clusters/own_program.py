@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ class Training:
             150,
         )
 
+    def check_that_it_goes_on(self, kind: str) -> None:
+        """Check that no more is lost than an interval and what was done before it was noticed.
+
+        Of a notice, another ``kind`` of end, that nothing is.
+        """
+        last, begun = self.lines()[-1]["step"], time.monotonic()
+        self.goes_on()
+        lost = last + 1 - self.resumed()[-1]
+        print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
+        assert lost <= (0 if kind == "notice" else 60)
+
     def resumed(self) -> list[int]:
         """The steps that the ranks began with, each time."""
         return [*map(int, re.findall(r"from step (\d+) of", self.log.read_text()))]
@@ -68,3 +80,8 @@ def programs() -> list[psutil.Process]:
         for each in psutil.process_iter(["cmdline"])
         if PROGRAM in (each.info["cmdline"] or []) and each.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def is_agent(process: psutil.Process) -> bool:
+    """Whether a process is torchrun, and no rank of its."""
+    return "torch.distributed.run" in process.cmdline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import Slurm, require, slurm
-from tests.experiments.clusters.own_program import Training, programs
+from tests.experiments.clusters.own_program import Training, is_agent, programs
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -87,7 +88,7 @@ def test_a_killed_slurmd_is_a_lost_node(cluster: Slurm, run: Run, network: Netwo
 
 
 def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
-    cluster: Slurm, tmp_path: Path
+    cluster: Slurm, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """By ``launch/train.sbatch``: after a notice before its time is up, and at ``requeue``."""
     training = Training(tmp_path)
@@ -102,17 +103,18 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     def wait_until_queued() -> None:
         wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
 
+    kinds, draw = ["notice", "requeue"], random.Random(0)
+    if request.config.getoption("--exhaustive"):
+        kinds = draw.sample([*kinds, "rank"] * 4, 10)
     training.goes_on()
-    assert training.resumed() == [0]
-    cluster.call("scancel", "--batch", "--signal=USR1", job)
-    wait_until_queued()
-    noticed = training.lines()[-1]["step"]
-    training.goes_on()
-    assert training.resumed()[1] == noticed + 1
-    cluster.call("scontrol", "requeue", job)
-    wait_until_queued()
-    training.goes_on()
-    assert training.resumed()[2] > noticed
+    for kind in kinds:
+        if kind == "rank":
+            draw.choice([each for each in programs() if not is_agent(each)]).kill()
+        else:
+            notice = ("scancel", "--batch", "--signal=USR1")
+            cluster.call(*(notice if kind == "notice" else ("scontrol", "requeue")), job)
+            wait_until_queued()
+        training.check_that_it_goes_on(kind)
     cluster.call("scancel", job)
     cluster.wait_until_ended(job)
     assert programs() == []

@@ -15,7 +15,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, require, sshd
-from tests.experiments.clusters.own_program import Training, programs
+from tests.experiments.clusters.own_program import Training, is_agent, programs
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -100,27 +100,15 @@ def test_a_program_of_ones_own_outlives_its_nodes(
         started = start(client)
         training.goes_on()
         for kind in kinds:
-            begun = time.monotonic()
             if kind == "connection":
                 below = psutil.Process(started.pid).children(recursive=True)
                 next(each for each in below if each.name() == "ssh").kill()
             elif kind == "notice":
                 ends(started)
+                started = start(client)
             else:
                 agents = [each for each in programs() if is_agent(each)]
                 ranks = [each for each in programs() if not is_agent(each)]
                 draw.choice(agents[1:] if kind == "agent" else ranks).kill()
-            last = training.lines()[-1]["step"]
-            if kind == "notice":
-                started = start(client)
-            training.goes_on()
-            lost = last + 1 - training.resumed()[-1]
-            print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
-            assert lost <= 60, "an interval, and what was done before it was noticed"
-            assert kind != "notice" or lost == 0
+            training.check_that_it_goes_on(kind)
         ends(started)
-
-
-def is_agent(process: psutil.Process) -> bool:
-    """Whether a process is torchrun, and no rank of its."""
-    return "torch.distributed.run" in process.cmdline()
