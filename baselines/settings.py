@@ -141,6 +141,20 @@ class EncodedSettings(Settings):
     _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
+#: How forwards without gradients, as those of generation, find parameters: gathered for each, or
+#: once for all of them, in memory for the whole model.
+Forwards = Annotated[
+    Literal["gathered", "unsharded"],
+    _subject("Forwards", in_id="later", write="{} forwards".format),
+]
+
+
+class FSDP2Settings(Settings):
+    """Settings of FSDP2 itself."""
+
+    forwards: Forwards = "gathered"
+
+
 class DeepSpeedSettings(Settings):
     """Settings of DeepSpeed's strategies."""
 

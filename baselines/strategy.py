@@ -137,6 +137,10 @@ class Trainable:
         """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
         return nullcontext()
 
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """What forwards of an iteration run in that come before its first step."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted.
 

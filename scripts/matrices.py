@@ -21,7 +21,7 @@ from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
-from experiments.records import workload
+from experiments.records import objective, workload
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 from simulation.transformer import ModelSpec
 
@@ -37,6 +37,7 @@ _IN_A_FILE = {
     "micro_batch": ("an integer ≥ 1; simulated, also `max`, the largest that fits", _REQUIRED),
     "optimizer": ("a mapping, below", "`{kind: adamw}`"),
     "data": ("a mapping, below", "`{library: python}`"),
+    "objective": ("a mapping, below", "`{kind: causal-lm}`"),
     "loss": ("`cross entropy`, or `package.module:function`", "`cross entropy`"),
 }
 _TYPES = {"integer": "an integer", "number": "a number", "string": "text", "null": "`null`"}
@@ -104,6 +105,12 @@ def of_data() -> str:
 def of_optimizers() -> str:
     """What each kind of optimizer is given by."""
     return _parts((AdamW, SGD))
+
+
+def of_objectives() -> str:
+    """What each kind of objective is given by."""
+    kinds = (objective.DPO, objective.GRPO, objective.Distillation, objective.OwnObjective)
+    return _parts(kinds)
 
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:

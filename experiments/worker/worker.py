@@ -23,7 +23,8 @@ from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
-from experiments.worker import convolutional, models, workloads
+from experiments.worker import convolutional, models, objectives, workloads
+from experiments.worker.phases import Phases
 from fcdp import Topology
 
 #: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
@@ -65,6 +66,12 @@ class _Training:
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
         )
+        loss = self.workload.loss
+        self.objective: objectives.Objective | None = None
+        if (made := objectives.of(cell, model, blocks, topology.rank)) is not None:
+            self.objective, model, blocks = made.objective, made.model, made.blocks
+            loss = made.objective.loss
+        self.phases = Phases(lambda: self._egress()[0])
         self.trainable: Trainable = strategies.load(cell.strategy)(
             model,
             Job(
@@ -76,7 +83,7 @@ class _Training:
                 accumulation=cell.accumulation,
                 settings=cell.settings,
                 optimizer=cell.optimizer,
-                loss=self.workload.loss,
+                loss=loss,
                 measure=self.workload.measure,
             ),
         )
@@ -93,6 +100,7 @@ class _Training:
         dist.barrier()
         self._train(cell.warmup_steps)
         self.seconds.clear()
+        self.phases.clear()
         trainable.take_ledger()
         trainable.take_metrics()
         trainable.take_phases()
@@ -110,7 +118,7 @@ class _Training:
         """Train one more step under the profiler, of which the measurement knows nothing."""
         batches = self._batches()
         profile_step(
-            lambda: self.trainable.step(batches).item(),
+            lambda: self._step(batches).item(),
             lambda: self._egress()[0],
             self.trainable.take_ledger,
             self.topology,
@@ -136,10 +144,16 @@ class _Training:
             batches = self._batches()
             begin = time.perf_counter()
             # Reading the loss ends the step on an accelerator too.
-            self.losses.append(self.trainable.step(batches).item())
+            self.losses.append(self._step(batches).item())
             self.seconds.append(time.perf_counter() - begin)
             if self.topology.rank == 0:
                 self._report()
+
+    def _step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.objective is None:
+            return self.trainable.step(batches)
+        self.phases.begin()
+        return objectives.iterate(self.objective, self.trainable, batches, self.phases.end)
 
     def _batches(self) -> list[torch.Tensor]:
         """The micro-batches of the next step."""
@@ -183,6 +197,8 @@ class _Training:
             "sent": sent,
             "cache": cache,
             "phases": phases,
+            "by_phase": self.phases.per_step(cell.steps),
+            "rewards": self.objective.rewards if self.objective else (),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
@@ -201,7 +217,8 @@ class _Training:
             ],
             inter_node_bytes_per_step=busiest / cell.steps,
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
-            inter_node_bytes_closed_form=trainable.closed_form_bytes,
+            # That of an iteration depends on how often a strategy gathers for the same parameters.
+            inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
             ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
@@ -209,7 +226,18 @@ class _Training:
             cache=None if cache is None else _cached([r["cache"] for r in ranks], cell.steps),
             phase_seconds=phases and _mean([r["phases"] for r in ranks], cell.steps),
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
+            **_of_iterations(ranks, cell.warmup_steps),
         )
+
+
+def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
+    """The busiest node's bytes and the slowest rank's seconds by phase, and the mean rewards."""
+    found = {name: max(r["by_phase"][name] for r in ranks) for name in ranks[0]["by_phase"]}
+    rewards = [sum(each) / len(each) for each in zip(*(r["rewards"] for r in ranks), strict=True)]
+    if not rewards:
+        return found
+    measured = rewards[warmup_steps:]
+    return {**found, "rewards": rewards, "reward": sum(measured) / len(measured)}
 
 
 def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached:
