@@ -21,6 +21,7 @@ from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
+from experiments.matrix.workloads import OBJECTIVES
 from experiments.records import objective, workload
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 from simulation.transformer import ModelSpec
@@ -108,9 +109,22 @@ def of_optimizers() -> str:
 
 
 def of_objectives() -> str:
-    """What each kind of objective is given by."""
-    kinds = (objective.DPO, objective.GRPO, objective.Distillation, objective.OwnObjective)
-    return _parts(kinds)
+    """What objectives have beside their kind, but for a teacher, which is a model."""
+    tables = [(kind, _rows(each, _keys(each))) for kind, each in OBJECTIVES.items() if _keys(each)]
+    tables.append(("a user's own", _rows(objective.OwnObjective)))
+    rows: dict[str, list[str]] = {}
+    for kind, found in tables:
+        for key, value, default, meaning in found:
+            if key in rows:
+                rows[key][2] += f", {default}" * (default not in rows[key][2])
+                rows[key][-1] += f", {kind}"
+            else:
+                rows[key] = [key, value, default, meaning, kind]
+    return _table(rows.values(), _HEAD_OF)
+
+
+def _keys(kind: type[BaseModel]) -> dict[str, str]:
+    return {name: name for name in kind.model_fields if name not in ("kind", "teacher")}
 
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:

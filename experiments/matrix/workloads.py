@@ -18,7 +18,7 @@ from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
 
 _OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
-_OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
+OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
     "causal-lm": objectives.CausalLM,
     "dpo": objectives.DPO,
     "grpo": objectives.GRPO,
@@ -121,9 +121,9 @@ class Workloads:
             return own
         if not isinstance(section, dict) or "kind" not in section:
             self._file.fail(path, f"{section!r} is not a mapping such as {{kind: dpo}}")
-        self._file.one_of(section["kind"], _OBJECTIVES, (*path, "kind"), "unknown objective")
+        self._file.one_of(section["kind"], OBJECTIVES, (*path, "kind"), "unknown objective")
         if section["kind"] != "distillation" or "teacher" not in section:
-            return self._file.spec(_OBJECTIVES[section["kind"]], path)
+            return self._file.spec(OBJECTIVES[section["kind"]], path)
         self._file.one_of(section["teacher"], models, (*path, "teacher"), "unknown model")
         teacher = {"teacher": models[section["teacher"]]}
         return self._file.spec(objectives.Distillation, path, **teacher)

@@ -180,8 +180,8 @@ class Cell(Strict):
     )
     #: Of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
-    #: What frozen parameters are held in, on every rank: float32, or what a user's own model has
-    #: them in; or bfloat16, in which they are gathered either way where ``dtype`` is bfloat16.
+    #: What frozen parameters are held in: float32, or what a user's own model has them in; or
+    #: bfloat16, where ``dtype`` is.
     frozen_dtype: Annotated[DType, Setting("Frozen type", in_id="later", learns=True)] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
         gt=0, allow_inf_nan=False
@@ -200,17 +200,15 @@ class Cell(Strict):
     loss: Annotated[
         Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
     ] = "cross entropy"
-    #: What a step computes: the loss of each micro-batch, or post-training around it.
+    #: What a step computes: losses alone, or post-training around them.
     objective: Annotated[AnyObjective, Setting("Objective", in_id="later", learns=True)] = (
         CausalLM()
     )
-    #: Sequences of the data's end, or images, none of which is trained on, on which the model is
-    #: measured after training.
+    #: Sequences of the data's end, or images, on which the model is measured after training.
     held_out: Annotated[int, Setting("Held-out examples", in_id="later", learns=True)] = Field(
         default=0, ge=0
     )
-    #: Whether one step more is trained under torch's profiler, after all that is measured; where
-    #: ranks run: a simulated cell has `trace`.
+    #: Whether one step more is trained under torch's profiler; a simulated cell has `trace`.
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     #: Which repetition of the cell it is, of those that its matrix wants.

@@ -34,7 +34,7 @@ class DPO(Strict):
     """
 
     kind: Literal["dpo"]
-    #: How much a pair's margin counts.
+    #: How much the reference counts.
     beta: _Above = 0.1
 
     @property
@@ -50,22 +50,22 @@ class GRPO(Strict):
     """
 
     kind: Literal["grpo"]
-    #: Tokens of each answer; all ranks make as many forwards.
+    #: Of each answer.
     new_tokens: _Count
-    #: Answers per prompt; they divide the micro-batch.
+    #: Answers per prompt.
     group: Annotated[int, Field(ge=2)]
     #: Optimizer steps on the same answers.
     epochs: _Count = 1
-    #: How far the ratio of new to old probabilities may be from 1.
+    #: How far from 1 the ratio of probabilities counts.
     clip: _Above = 0.2
-    #: Weight of the divergence from the reference; at 0 there is none.
+    #: How much the reference counts.
     beta: _Weight = 0.04
-    #: Of the logits that answers are sampled from.
+    #: Of the logits.
     temperature: _Above = 1.0
-    #: The share of an answer's tokens that are digits, or those of the prompt in turn; or a user's
-    #: function of prompts, answers and which tokens of these count, one number for each.
+    #: The share of digits, or of the prompt's tokens in turn; a function takes prompts, answers and
+    #: which tokens count.
     reward: Literal["digits", "copy"] | Function = "digits"
-    #: The token after which nothing of an answer counts.
+    #: After it nothing counts.
     end_token: Annotated[int, Field(ge=0)] | None = None
 
     @property
@@ -77,9 +77,8 @@ class Distillation(Strict):
     """Divergence from a frozen teacher on the cell's data."""
 
     kind: Literal["distillation"]
-    #: Another one of the file's models, by its name.
     teacher: ModelSpec | ConfiguredModel
-    #: Of both models' logits.
+    #: Of the logits.
     temperature: _Above = 1.0
 
     @property
@@ -88,7 +87,7 @@ class Distillation(Strict):
 
 
 class OwnObjective(Strict):
-    """A user's own, by a function that makes it: see ``experiments.worker.objectives``."""
+    """A user's own; the function makes an ``Objective``."""
 
     function: Function
 

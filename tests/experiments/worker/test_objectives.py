@@ -1,0 +1,220 @@
+"""Objectives: the same under all strategies, what generation sends, what is said of mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.distributed.tensor import DTensor
+
+from baselines.strategy import Job, load
+from experiments.records.cell import Cell
+from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
+from experiments.worker import data, models, objectives
+from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+SMALL = model_spec("gpt2", layers=2, width=32, heads=2)
+ANSWERS = GRPO(kind="grpo", new_tokens=6, group=4)
+OWN = "tests.experiments.own_model"
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"objective": DPO(kind="dpo")},
+    "dpo-lora": {"objective": DPO(kind="dpo"), "tuning": "lora"},
+    "grpo": {"objective": ANSWERS, "accumulation": 2},
+    "grpo-lora": {"objective": ANSWERS, "tuning": "lora"},
+    "grpo-epochs": {
+        "objective": ANSWERS.model_copy(update={"epochs": 2, "end_token": 10, "reward": "copy"})
+    },
+    "distillation": {
+        "objective": Distillation(
+            kind="distillation", teacher=model_spec("llama", layers=1, width=64), temperature=2.0
+        )
+    },
+    "own": {"objective": OwnObjective(function=f"{OWN}:objective")},
+}
+
+
+def wanted(strategy: str, **settings: Any) -> Cell:
+    usual = {"model": SMALL, "sequence_length": 16, "micro_batch": 4, "learning_rate": 1e-2}
+    return cell(strategy, **{**usual, **settings})
+
+
+@dataclass
+class Trained:
+    """What is left of a training on one rank."""
+
+    losses: list[float]
+    rewards: Sequence[float]
+    prepared: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    #: Bytes between nodes of each iteration by phase of the ledger, where there is one.
+    sent: list[dict[str, float]]
+    closed_form_bytes: float
+
+
+def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Trained:
+    """Iterations of the cell on this rank."""
+    topology = topology_of(nodes, ranks_per_node)
+    made = objectives.of(of, *models.build(of), topology.rank)
+    assert made is not None
+    objective, prepared = made.objective, list[torch.Tensor]()
+    trainable = load(of.strategy)(
+        made.model,
+        Job(
+            topology=topology,
+            blocks=made.blocks,
+            dtype=torch.float32,
+            learning_rate=of.learning_rate,
+            micro_batch=of.micro_batch,
+            accumulation=of.accumulation,
+            settings=of.settings,
+            loss=lambda model, batch: (prepared.append(batch), objective.loss(model, batch))[1],
+        ),
+    )
+    batches = data.micro_batches(
+        data.corpus(),
+        rank=topology.rank,
+        seed=of.seed,
+        sequences=of.micro_batch,
+        sequence_length=of.sequence_length,
+    )
+    losses, sent = [], []
+    for _ in range(iterations):
+        step = list(islice(batches, of.accumulation))
+        losses.append(objectives.iterate(objective, trainable, step, lambda phase: None).item())
+        sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in made.model.parameters()]
+    return Trained(
+        losses,
+        objective.rewards,
+        prepared,
+        [each.detach() for each in whole],
+        sent,
+        trainable.closed_form_bytes,
+    )
+
+
+def beside_fsdp2(settings: dict[str, Any], iterations: int) -> list[Trained]:
+    """By FCDP, FSDP2, and FSDP2 with what it gathers once, on this rank."""
+    return [
+        trained(wanted(strategy, **settings, **own), 2, 1, iterations)
+        for strategy, own in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
+    ]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_tokens_rewards_and_parameters_are_fsdp2s_bit_for_bit(ranks: Pools, name: str) -> None:
+    own, *others = ranks.run(2, beside_fsdp2, OBJECTIVES[name], 20)[0]
+    start, _ = models.build(wanted("fcdp", **OBJECTIVES[name]))
+    for other in others:
+        assert own.losses == other.losses
+        assert own.rewards == other.rewards
+        for found in ("prepared", "parameters"):
+            pairs = zip(getattr(own, found), getattr(other, found), strict=True)
+            assert [torch.equal(*pair) for pair in pairs].count(False) == 0, found
+    moved = zip(own.parameters, start.parameters(), strict=False)
+    assert not all(torch.equal(*pair) for pair in moved)
+    if own.rewards:
+        assert len(own.rewards) == 20
+        assert len({*own.rewards}) > 1
+
+
+def learnt(settings: dict[str, Any], iterations: int) -> Trained:
+    return trained(wanted("fcdp", **settings), 2, 1, iterations)
+
+
+def test_rewards_rise_and_losses_fall(ranks: Pools) -> None:
+    """By GRPO answers become digits; by DPO and distillation losses fall from where they start."""
+    found = {
+        name: ranks.run(2, learnt, OBJECTIVES[name], 30)[0]
+        for name in ("grpo", "dpo", "distillation")
+    }
+    rewards = found["grpo"].rewards
+    assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
+    assert found["dpo"].losses[0] == pytest.approx(0.6931, abs=1e-3), "margins of two equal models"
+    assert found["dpo"].losses[-1] < 0.4
+    assert found["distillation"].losses[-1] < 0.5 * found["distillation"].losses[0]
+
+
+def generating(new_tokens: int) -> Trained:
+    objective = GRPO(kind="grpo", new_tokens=new_tokens, group=4)
+    return trained(wanted("fcdp", objective=objective, sequence_length=32), 2, 2, 3)
+
+
+def test_generation_sends_one_gather_however_long_answers_are(ranks: Pools) -> None:
+    """Trained parameters cross once per optimizer step, the reference's once ever."""
+    for new_tokens in (2, 16):
+        found = ranks.run(4, generating, new_tokens)[0]
+        first, *later = found.sent
+        half = found.closed_form_bytes / 2
+        assert first["forward"] == pytest.approx(2 * half)
+        for sent in later:
+            assert sent == {"forward": half, "reduce": half}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"objective": ANSWERS, "micro_batch": 6}, "6 sequences are not whole groups of 4 answers"),
+        ({"objective": ANSWERS, "sequence_length": 5}, "6 new tokens leave no prompt in sequences"),
+        ({"objective": ANSWERS, "strategy": "luwu"}, "luwu trains by a loop of its own"),
+        ({"objective": ANSWERS, "strategy": "cyclic-ring"}, "allowed are strategies of fcdp, fsdp"),
+        ({"objective": ANSWERS, "loss": f"{OWN}:loss"}, "GRPO, 6 new tokens has a loss of its own"),
+    ],
+)
+def test_what_does_not_fit_an_objective_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        wanted(**{"strategy": "fcdp", **settings})
+
+
+def prepared(objective: AnyObjective, **settings: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+    """The objective, and what it prepares of a model that no strategy shards."""
+    of = wanted("fcdp", objective=objective, **settings)
+    made = objectives.of(of, *models.build(of), 0)
+    assert made is not None
+    batch = torch.arange(4 * 17).view(4, 17)
+    with torch.no_grad():
+        found = made.objective.prepare(made.model, [batch, batch], lambda phase: None)
+    return made, found
+
+
+def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_count() -> None:
+    """A group without a best answer has advantages of 0, never NaN."""
+    alike = ANSWERS.model_copy(update={"reward": f"{OWN}:lengths", "beta": 0.0})
+    made, batches = prepared(alike)
+    loss = made.objective.loss(made.model, batches[0])
+    assert loss.item() == 0
+    ends = alike.model_copy(update={"end_token": int(batches[0][0, 12])})
+    made, batches = prepared(ends)
+    counts = batches[0][:, 18:24]
+    assert counts[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert made.objective.loss(made.model, batches[0]).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"reward": f"{OWN}:one_reward_for_all"}, r"returned \(1,\) for 8 answers; it must return"),
+        ({"reward": f"{OWN}:not_a_number"}, "a tensor with a finite number for each"),
+        ({"reward": f"{OWN}:nothing"}, "own_model has no function 'nothing'"),
+    ],
+)
+def test_a_users_reward_is_checked(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        prepared(ANSWERS.model_copy(update=change))
+
+
+def test_a_users_objective_and_a_teacher_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"returned a Model without epochs, rewards, prepare, loss"
+    ):
+        prepared(OwnObjective(function=f"{OWN}:model_alone"))
+    other = SMALL.model_copy(update={"vocabulary": 300})
+    with pytest.raises(ValueError, match=r"teacher: gpt2-2x32 has a vocabulary of 300 tokens, and"):
+        prepared(Distillation(kind="distillation", teacher=other))
