@@ -18,8 +18,8 @@ from baselines.optimizers import SGD, AdamW
 from baselines.settings import CacheSettings
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
-from experiments.records.record import Record
 from experiments.records.objective import DPO
+from experiments.records.record import Record
 from experiments.records.settings import Described, Setting, described
 from experiments.records.workload import Library, Origin, TextFile
 from experiments.terminal.summary_table import summary, varying_settings
