@@ -109,22 +109,19 @@ def of_optimizers() -> str:
 
 
 def of_objectives() -> str:
-    """What objectives have beside their kind, but for a teacher, which is a model."""
-    tables = [(kind, _rows(each, _keys(each))) for kind, each in OBJECTIVES.items() if _keys(each)]
-    tables.append(("a user's own", _rows(objective.OwnObjective)))
-    rows: dict[str, list[str]] = {}
-    for kind, found in tables:
-        for key, value, default, meaning in found:
-            if key in rows:
-                rows[key][2] += f", {default}" * (default not in rows[key][2])
-                rows[key][-1] += f", {kind}"
-            else:
-                rows[key] = [key, value, default, meaning, kind]
-    return _table(rows.values(), _HEAD_OF)
-
-
-def _keys(kind: type[BaseModel]) -> dict[str, str]:
-    return {name: name for name in kind.model_fields if name not in ("kind", "teacher")}
+    """A line for each kind of objective with what it is given by, but for models."""
+    kinds = [(f"`kind: {name}`", kind) for name, kind in OBJECTIVES.items()]
+    lines = []
+    for name, kind in [*kinds, ("A user's own", objective.OwnObjective)]:
+        keys = [each for each in kind.model_fields if each not in ("kind", "teacher")]
+        if not keys:
+            continue
+        told = [
+            f"{key} ({value}{'' if default == _REQUIRED else f'; {default}'}) {meaning}".strip()
+            for key, value, default, meaning in _rows(kind, {each: each for each in keys})
+        ]
+        lines += [f"- {name}: {'; '.join(told)}"]
+    return "\n".join(lines)
 
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:

@@ -56,11 +56,10 @@ class GRPO(Strict):
     group: Annotated[int, Field(ge=2)]
     #: Optimizer steps on the same answers.
     epochs: _Count = 1
-    #: How far from 1 the ratio of probabilities counts.
+    #: Of the ratio of probabilities.
     clip: _Above = 0.2
     #: How much the reference counts.
     beta: _Weight = 0.04
-    #: Of the logits.
     temperature: _Above = 1.0
     #: The share of digits, or of the prompt's tokens in turn; a function takes prompts, answers and
     #: which tokens count.
@@ -78,7 +77,6 @@ class Distillation(Strict):
 
     kind: Literal["distillation"]
     teacher: ModelSpec | ConfiguredModel
-    #: Of the logits.
     temperature: _Above = 1.0
 
     @property
