@@ -275,5 +275,5 @@ def trained_numel(model: nn.Module) -> int:
 
 
 def make_optimizer(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    """The optimizer that every strategy uses."""
-    return optimizers.make(job.optimizer, params, job.learning_rate)
+    """The optimizer that every strategy uses; a frozen model's has nothing to step."""
+    return optimizers.make(job.optimizer, [*params] or [{"params": []}], job.learning_rate)

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -66,27 +66,30 @@ class _Training:
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
         )
-        loss = self.workload.loss
-        self.objective: objectives.Objective | None = None
-        if (made := objectives.of(cell, model, blocks, topology.rank)) is not None:
-            self.objective, model, blocks = made.objective, made.model, made.blocks
-            loss = made.objective.loss
-        self.phases = Phases(lambda: self._egress()[0])
-        self.trainable: Trainable = strategies.load(cell.strategy)(
-            model,
-            Job(
-                topology=topology,
-                blocks=blocks,
-                dtype=getattr(torch, cell.dtype),
-                learning_rate=cell.learning_rate,
-                micro_batch=cell.micro_batch,
-                accumulation=cell.accumulation,
-                settings=cell.settings,
-                optimizer=cell.optimizer,
-                loss=loss,
-                measure=self.workload.measure,
-            ),
+        build = strategies.load(cell.strategy)
+        job = Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=getattr(torch, cell.dtype),
+            learning_rate=cell.learning_rate,
+            micro_batch=cell.micro_batch,
+            accumulation=cell.accumulation,
+            settings=cell.settings,
+            optimizer=cell.optimizer,
+            loss=self.workload.loss,
+            measure=self.workload.measure,
         )
+        self.objective = objectives.of(
+            cell,
+            model,
+            blocks,
+            topology.rank,
+            lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+        )
+        if self.objective is not None:
+            job = replace(job, loss=self.objective.loss)
+        self.phases = Phases(lambda: self._egress()[0])
+        self.trainable: Trainable = build(model, job)
         self.batches = self.workload.batches()
         self.losses: list[float] = []
         self.seconds: list[float] = []

@@ -17,26 +17,28 @@ from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM, OwnObjective
 from experiments.worker import configured
 from experiments.worker.objectives import distillation, dpo, grpo
-from experiments.worker.objectives.objective import Ended, Made, Objective
+from experiments.worker.objectives.objective import Ended, Objective, Shard
 
-_KINDS: Mapping[str, Callable[..., Made]] = {
+_KINDS: Mapping[str, Callable[..., Objective]] = {
     "dpo": dpo.make,
     "grpo": grpo.make,
     "distillation": distillation.make,
 }
 
 
-def of(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int) -> Made | None:
+def of(
+    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
+) -> Objective | None:
     """The cell's objective on this rank; ``None`` where a step is a loss and no more.
 
-    The model may be another one then, which has a frozen one in it.
+    The model is not sharded yet; ``shard`` puts what is frozen beside it under its strategy.
     """
     spec = cell.objective
     if isinstance(spec, CausalLM):
         return None
     if isinstance(spec, OwnObjective):
-        return Made(_own(spec, cell), model, blocks)
-    return _KINDS[spec.kind](cell, model, blocks, rank)
+        return _own(spec, cell)
+    return _KINDS[spec.kind](cell, model, blocks, rank, shard)
 
 
 def iterate(

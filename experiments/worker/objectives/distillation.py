@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker import configured, models
-from experiments.worker.objectives.objective import Ended, Made, beside, logits
+from experiments.worker.objectives.objective import Ended, Frozen, Shard, logits
 
 
-def make(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int) -> Made:
-    """Distillation of the cell's teacher, which is put beside the model.
+def make(
+    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
+) -> Distillation:
+    """Distillation of the cell's teacher.
 
     Raises ``ValueError`` for a teacher of another vocabulary.
     """
@@ -33,7 +35,7 @@ def make(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int) -
             f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary of "
             f"{theirs} tokens, and {cell.model.name} of {own}; they must have the same"
         )
-    return Made(Distillation(spec), *beside(model, blocks, teacher, its_blocks))
+    return Distillation(spec, Frozen(teacher, its_blocks, shard))
 
 
 class Distillation:
@@ -42,7 +44,8 @@ class Distillation:
     epochs = 1
     rewards: Sequence[float] = ()
 
-    def __init__(self, spec: specs.Distillation) -> None:
+    def __init__(self, spec: specs.Distillation, teacher: Frozen) -> None:
+        self._teacher = teacher
         self._temperature = spec.temperature
 
     def prepare(
@@ -52,7 +55,7 @@ class Distillation:
         prepared = []
         for batch in batches:
             tokens = batch[:, :-1]
-            found = logits(model, tokens, frozen=True)
+            found = self._teacher.logits(tokens)
             prepared.append(torch.cat([tokens[..., None].float(), found], dim=-1))
         ended("scoring")
         return prepared

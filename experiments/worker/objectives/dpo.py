@@ -10,14 +10,13 @@ import torch.nn.functional as F
 
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
-from experiments.worker.objectives.objective import Ended, Made, Reference, log_probabilities
+from experiments.worker.objectives.objective import Ended, Reference, Shard, log_probabilities
 
 
-def make(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int) -> Made:
-    """DPO of the cell, with the model's reference beside it."""
+def make(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard) -> DPO:
+    """DPO of the cell, with the model's reference."""
     assert isinstance(cell.objective, specs.DPO)
-    reference = Reference(cell, model, blocks)
-    return Made(DPO(cell.objective, reference), reference.model, reference.blocks)
+    return DPO(cell.objective, Reference(cell, model, blocks, shard))
 
 
 class DPO:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
 
+from baselines.strategy import Trainable
 from experiments.records.cell import Cell
 
 #: Parts of an iteration: answers are generated, what is prepared is scored, and stepped on.
 Phase = Literal["generation", "scoring", "update"]
 #: Told the name of a phase when it has ended.
 Ended = Callable[[Phase], None]
+#: Puts a model of these blocks under the cell's strategy.
+Shard = Callable[[nn.Module, Sequence[nn.Module]], Trainable]
 
 
 class Objective(Protocol):
@@ -43,65 +45,50 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Made:
-    """An objective, the model to put under a strategy for it, and that model's blocks."""
+class Frozen:
+    """A model that the cell's strategy shards, and that nothing trains."""
 
-    objective: Objective
-    model: nn.Module
-    blocks: Sequence[nn.Module]
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard) -> None:
+        self._trainable = shard(model.requires_grad_(False).eval(), blocks)
 
-
-class Beside(nn.Module):
-    """A policy with a frozen model beside it, so that a strategy shards both."""
-
-    def __init__(self, policy: nn.Module, frozen: nn.Module) -> None:
-        super().__init__()
-        self.policy = policy
-        self.frozen = frozen.requires_grad_(False)
-
-    def forward(self, *, frozen: bool = False, **inputs: Any) -> Any:
-        return (self.frozen if frozen else self.policy)(**inputs)
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As of ``logits``; without gradients."""
+        with torch.no_grad(), self._trainable.without_gradients(), self._trainable.casting():
+            return logits(self._trainable.model, tokens)
 
 
 class Reference:
-    """The model as it was: itself with its adapters off, or a frozen copy beside it."""
+    """The model as it was: itself with its adapters off, or a frozen copy of its own."""
 
-    def __init__(self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self._adapted: Any = model if cell.tuning == "lora" else None
-        self.model, self.blocks = model, blocks
-        if self._adapted is None:
+    def __init__(
+        self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard
+    ) -> None:
+        self._adapted: Any = model
+        self._copy: Frozen | None = None
+        if cell.tuning == "full":
             places = {module: name for name, module in model.named_modules()}
-            frozen = copy.deepcopy(model)
-            self.model, self.blocks = beside(
-                model, blocks, frozen, [frozen.get_submodule(places[each]) for each in blocks]
-            )
+            copied = copy.deepcopy(model)
+            its_blocks = [copied.get_submodule(places[block]) for block in blocks]
+            self._copy = Frozen(copied, its_blocks, shard)
 
     def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """As of ``log_probabilities``, of the reference."""
-        if self._adapted is None:
-            return log_probabilities(model, tokens, frozen=True)
+        """As of ``log_probabilities``, of the reference of ``model``."""
+        if self._copy is not None:
+            return _of_tokens(self._copy.logits(tokens[:, :-1]), tokens)
         with self._adapted.disable_adapter():
             return log_probabilities(model, tokens)
 
 
-def beside(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    frozen: nn.Module,
-    frozen_blocks: Sequence[nn.Module],
-) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Both in one module, and its blocks: what is frozen is gathered when it is called alone."""
-    return Beside(model, frozen), [*blocks, *frozen_blocks, frozen]
-
-
-def logits(model: nn.Module, tokens: torch.Tensor, **which: bool) -> torch.Tensor:
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Float32 logits of a ``transformers`` model: (sequences, tokens, vocabulary)."""
-    found: torch.Tensor = model(input_ids=tokens, use_cache=False, **which).logits
+    found: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return found.float()
 
 
-def log_probabilities(model: nn.Module, tokens: torch.Tensor, **which: bool) -> torch.Tensor:
+def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Of each token but the first after those before it: (sequences, tokens)."""
-    found = logits(model, tokens[:, :-1], **which).log_softmax(-1)
-    return found.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return _of_tokens(logits(model, tokens[:, :-1]), tokens)
+
+
+def _of_tokens(found: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return found.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
