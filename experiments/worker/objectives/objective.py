@@ -58,7 +58,7 @@ class Frozen:
 
 
 class Reference:
-    """The model as it was: itself with its adapters off, or a frozen copy of its own."""
+    """The model as it was: itself with adapters that add nothing, or a frozen copy of its own."""
 
     def __init__(
         self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard
@@ -75,7 +75,10 @@ class Reference:
         """As of ``log_probabilities``, of the reference of ``model``."""
         if self._copy is not None:
             return _of_tokens(self._copy.logits(tokens[:, :-1]), tokens)
-        with self._adapted.disable_adapter():
+        from peft.helpers import rescale_adapter_scale  # an optional package
+
+        # Not switched off: that has FSDP2 gather parameters that need no gradient, from then on.
+        with rescale_adapter_scale(self._adapted, 0.0):
             return log_probabilities(model, tokens)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ from baselines.strategy import Job, Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
 from experiments.worker import data, models, objectives
-from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -111,45 +112,37 @@ def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Train
 
 
 def beside_fsdp2(settings: dict[str, Any], iterations: int) -> list[Trained]:
-    """By FCDP, FSDP2, and FSDP2 with what it gathers once, on this rank."""
-    return [
-        trained(wanted(strategy, **settings, **own), 2, 1, iterations)
-        for strategy, own in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
-    ]
+    """By FCDP and FSDP2 on this rank, with generation also by FSDP2 with what it gathers once."""
+    strategies: list[tuple[str, dict[str, Any]]] = [("fcdp", {}), ("fsdp2", {})]
+    if isinstance(settings["objective"], GRPO):
+        strategies.append(("fsdp2", {"forwards": "unsharded"}))
+    return [trained(wanted(name, **settings, **own), 2, 1, iterations) for name, own in strategies]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_tokens_rewards_and_parameters_are_fsdp2s_bit_for_bit(ranks: Pools, name: str) -> None:
-    own, *others = ranks.run(2, beside_fsdp2, OBJECTIVES[name], 20)[0]
-    start, _ = models.build(wanted("fcdp", **OBJECTIVES[name]))
+def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
+    """Bit for bit, but for the order in which several micro-batches' gradients are added."""
+    iterations, settings = 5 if name == "own" else 20, OBJECTIVES[name]
+    own, *others = ranks.run(2, beside_fsdp2, settings, iterations)[0]
+    start, _ = models.build(wanted("fcdp", **settings))
+    near = {"rtol": 1e-3, "atol": 1e-4} if "accumulation" in settings else {"rtol": 0, "atol": 0}
     for other in others:
-        assert own.losses == other.losses
         assert own.rewards == other.rewards
-        for found in ("prepared", "parameters"):
-            pairs = zip(getattr(own, found), getattr(other, found), strict=True)
-            assert [torch.equal(*pair) for pair in pairs].count(False) == 0, found
-    moved = zip(own.parameters, start.parameters(), strict=False)
+        tokens = [[part[:, :17] for part in each.prepared] for each in (own, other)]
+        torch.testing.assert_close(*tokens, rtol=0, atol=0)
+        for found in ("losses", "prepared", "parameters"):
+            torch.testing.assert_close(getattr(own, found), getattr(other, found), **near)
+    moved = zip(own.parameters, start.parameters(), strict=True)
     assert not all(torch.equal(*pair) for pair in moved)
-    if own.rewards:
-        assert len(own.rewards) == 20
+    if name.startswith("grpo"):
+        assert len(own.rewards) == iterations
         assert len({*own.rewards}) > 1
-
-
-def learnt(settings: dict[str, Any], iterations: int) -> Trained:
-    return trained(wanted("fcdp", **settings), 2, 1, iterations)
-
-
-def test_rewards_rise_and_losses_fall(ranks: Pools) -> None:
-    """By GRPO answers become digits; by DPO and distillation losses fall from where they start."""
-    found = {
-        name: ranks.run(2, learnt, OBJECTIVES[name], 30)[0]
-        for name in ("grpo", "dpo", "distillation")
-    }
-    rewards = found["grpo"].rewards
-    assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
-    assert found["dpo"].losses[0] == pytest.approx(0.6931, abs=1e-3), "margins of two equal models"
-    assert found["dpo"].losses[-1] < 0.4
-    assert found["distillation"].losses[-1] < 0.5 * found["distillation"].losses[0]
+    if name == "grpo":
+        assert sum(own.rewards[-5:]) > 3 * sum(own.rewards[:5]), "answers become digits"
+    if name.startswith("dpo"):
+        assert own.losses[0] == pytest.approx(math.log(2), abs=1e-3), "of two equal models"
+    if name in ("dpo", "distillation"):
+        assert sum(own.losses[-5:]) < 0.95 * sum(own.losses[:5])
 
 
 def generating(new_tokens: int) -> Trained:
@@ -183,15 +176,15 @@ def test_what_does_not_fit_an_objective_is_refused(settings: dict[str, Any], pro
         wanted(**{"strategy": "fcdp", **settings})
 
 
-class Unsharded(Trainable):
-    """A model that no strategy has."""
-
-
 def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
     """The first loss of an objective, and what it has prepared, of a model of one process."""
     of = wanted("fcdp", objective=spec)
     model, blocks = models.build(of)
-    objective = objectives.of(of, model, blocks, 0, lambda model, _: Unsharded(model, job([]), 0))
+
+    def shard(frozen: nn.Module, _: object) -> Any:
+        return SimpleNamespace(model=frozen, without_gradients=nullcontext, casting=nullcontext)
+
+    objective = objectives.of(of, model, blocks, 0, shard)
     assert objective is not None
     batch = torch.arange(4 * 17).view(4, 17)
     with torch.no_grad():
