@@ -118,7 +118,7 @@ AnyOptimizer = AdamW | SGD
 
 def make(
     chosen: AnyOptimizer,
-    params: Iterable[nn.Parameter],
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
     *,
     fused: bool = False,

@@ -74,8 +74,8 @@ class Settings(Strict):
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, _subject("Policy", in_id="later")]
-#: Codec between nodes of gathers and reductions, as ``baselines.encoding`` reads it; ``none``
-#: is all that a strategy with a codec of its own allows, which it uses all the same.
+#: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own allows
+#: ``none`` alone.
 GatherCodec = Annotated[str, _subject("Gather codec", in_id="later", write="gather {}".format)]
 ReduceCodec = Annotated[str, _subject("Reduce codec", in_id="later", write="reduce {}".format)]
 ErrorFeedback = Annotated[
@@ -141,6 +141,19 @@ class EncodedSettings(Settings):
     _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
+#: Whether forwards before a step, as those of generation, gather for each, or once for all.
+Forwards = Annotated[
+    Literal["gathered", "unsharded"],
+    _subject("Forwards", in_id="later", write="{} forwards".format),
+]
+
+
+class FSDP2Settings(Settings):
+    """Settings of FSDP2 itself."""
+
+    forwards: Forwards = "gathered"
+
+
 class DeepSpeedSettings(Settings):
     """Settings of DeepSpeed's strategies."""
 
@@ -150,8 +163,8 @@ class DeepSpeedSettings(Settings):
 _Count = Annotated[int, Field(ge=1)]
 #: Steps between two exchanges: the paper's τ.
 Interval = Annotated[_Count, _subject("Interval", write="τ = {}".format)]
-#: Who trains apart: each rank with the whole model; each node, over whose ranks FSDP2 shards it; or
-#: so many nodes, over whose ranks FCDP does.
+#: Who trains apart: each rank; each node, over whose ranks FSDP2 shards the model; or several, over
+#: whose ranks FCDP does.
 Worker = Annotated[
     Literal["rank", "node", "nodes"],
     _subject(
@@ -324,8 +337,8 @@ class FuyouSettings(Settings):
         int, Field(ge=2), _subject("Blocks on device", write="{} blocks on device".format)
     ] = 3
     update: Annotated[Update, _subject("Optimizer step", write="{}".format)] = "delayed"
-    #: Outputs of matrix products that are kept instead of computed again: as many bytes as the cost
-    #: model chooses, none, all, or so many.
+    #: Bytes of matrix products that are kept instead of computed again: as many as the cost model
+    #: chooses, none, all, or so many.
     swap: Annotated[
         str, AfterValidator(_is_an_amount), _subject("Swapped", write="swap {}".format)
     ] = "auto"

@@ -137,6 +137,10 @@ class Trainable:
         """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
         return nullcontext()
 
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """What forwards of an iteration run in that come before its first step."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted.
 
@@ -271,5 +275,5 @@ def trained_numel(model: nn.Module) -> int:
 
 
 def make_optimizer(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    """The optimizer that every strategy uses."""
-    return optimizers.make(job.optimizer, params, job.learning_rate)
+    """The optimizer that every strategy uses; a frozen model's has nothing to step."""
+    return optimizers.make(job.optimizer, [*params] or [{"params": []}], job.learning_rate)

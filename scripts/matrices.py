@@ -21,7 +21,8 @@ from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
-from experiments.records import workload
+from experiments.matrix.workloads import OBJECTIVES
+from experiments.records import objective, workload
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 from simulation.transformer import ModelSpec
 
@@ -37,6 +38,7 @@ _IN_A_FILE = {
     "micro_batch": ("an integer ≥ 1; simulated, also `max`, the largest that fits", _REQUIRED),
     "optimizer": ("a mapping, below", "`{kind: adamw}`"),
     "data": ("a mapping, below", "`{library: python}`"),
+    "objective": ("a mapping, below", "`{kind: causal-lm}`"),
     "loss": ("`cross entropy`, or `package.module:function`", "`cross entropy`"),
 }
 _TYPES = {"integer": "an integer", "number": "a number", "string": "text", "null": "`null`"}
@@ -104,6 +106,22 @@ def of_data() -> str:
 def of_optimizers() -> str:
     """What each kind of optimizer is given by."""
     return _parts((AdamW, SGD))
+
+
+def of_objectives() -> str:
+    """A line for each kind of objective with what it is given by, but for models."""
+    kinds = [(f"`kind: {name}`", kind) for name, kind in OBJECTIVES.items()]
+    lines = []
+    for name, kind in [*kinds, ("A user's own", objective.OwnObjective)]:
+        keys = [each for each in kind.model_fields if each not in ("kind", "teacher")]
+        if not keys:
+            continue
+        told = [
+            f"{key} ({value}{'' if default == _REQUIRED else f'; {default}'}) {meaning}".strip()
+            for key, value, default, meaning in _rows(kind, {each: each for each in keys})
+        ]
+        lines += [f"- {name}: {'; '.join(told)}"]
+    return "\n".join(lines)
 
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:

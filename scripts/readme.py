@@ -75,6 +75,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "models": matrices.of_models,
         "data": matrices.of_data,
         "optimizers": matrices.of_optimizers,
+        "objectives": matrices.of_objectives,
     },
     "results/tables.md": {
         "reference": lambda: tables.condensed(_records("reference")),

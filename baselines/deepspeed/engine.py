@@ -35,8 +35,9 @@ def initialize(
     params = trainable_parameters(model)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=params,
-        optimizer=optimizer or make_optimizer(params, job),
+        # A frozen model has neither.
+        model_parameters=params or None,
+        optimizer=optimizer or (make_optimizer(params, job) if params else None),
         config=config,
     )
     return DeepSpeedZero3(engine, job, closed_form_bytes)

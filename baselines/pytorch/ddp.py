@@ -10,13 +10,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from baselines.pytorch.fsdp2 import FSDP2
-from baselines.strategy import Job, replicated_bytes
+from baselines.strategy import Job, replicated_bytes, trained_numel
 
 
 def build(model: nn.Module, job: Job) -> DDP:
     """Replicate the model; gradients are all-reduced once per step, in ``job.dtype``."""
     closed_form = replicated_bytes(model, job)
     device = job.topology.mesh.device_type
+    if not trained_numel(model):  # DDP has nothing to reduce then, and refuses
+        return DDP(model.to(device), job, closed_form)
     replica = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
     if job.dtype == torch.bfloat16:
         # By its own name PyTorch refuses it where there is no NCCL; Gloo reduces bfloat16 too.

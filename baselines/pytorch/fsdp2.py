@@ -17,12 +17,14 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
+from baselines.settings import FSDP2Settings
 from baselines.strategy import (
     Job,
     Trainable,
@@ -106,6 +108,20 @@ class FSDP2(Trainable):
             self.update()
             self.optimizer.zero_grad()
         return total
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Have blocks stay gathered, if it is so chosen, until the next backward reshards them."""
+        settings = self.job.settings
+        once = isinstance(settings, FSDP2Settings) and settings.forwards == "unsharded"
+        blocks = [each for each in self.job.blocks if once and isinstance(each, FSDPModule)]
+        for block in blocks:
+            block.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.set_reshard_after_forward(True, recurse=False)
 
     def update(self) -> None:
         """Step by the gradients of all micro-batches."""

@@ -283,6 +283,8 @@ class _Expansion:
             return self._workloads.data(path)
         elif setting == "optimizer":
             return self._workloads.optimizer(path)
+        elif setting == "objective":
+            return self._workloads.objective(path, self._models)
         elif setting == "loss":
             return self._workloads.loss(path)
         try:

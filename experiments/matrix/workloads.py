@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.files import Sections
+from experiments.records import objective as objectives
 from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
@@ -17,6 +18,12 @@ from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
 
 _OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
+OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
+    "causal-lm": objectives.CausalLM,
+    "dpo": objectives.DPO,
+    "grpo": objectives.GRPO,
+    "distillation": objectives.Distillation,
+}
 _LOSS: str = Cell.model_fields["loss"].default
 _SOURCES = ("library", "text", "jsonl", "dataset", "images")
 #: Models of images by family; the other families are built-in language models.
@@ -27,6 +34,8 @@ _NETWORKS: dict[str, type[workload.ImageModel]] = {
 #: Files, of which a name on the hub has one: of pretrained weights, and of tokenizers.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
+#: Settings whose mistakes may show on nodes alone.
+_FROM_ELSEWHERE = ("data", "loss", "objective")
 #: What decides nothing of the model; it changes with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
@@ -101,6 +110,24 @@ class Workloads:
         self._has_module(loss, path)
         return loss
 
+    def objective(
+        self, path: KeyPath, models: Mapping[str, workload.AnyModel]
+    ) -> objectives.AnyObjective:
+        """The objective at ``path`` of the file, whose models go by these names."""
+        section = self._file.at(path)
+        if isinstance(section, dict) and "function" in section:
+            own = self._file.spec(objectives.OwnObjective, path)
+            self._has_module(own.function, (*path, "function"))
+            return own
+        if not isinstance(section, dict) or "kind" not in section:
+            self._file.fail(path, f"{section!r} is not a mapping such as {{kind: dpo}}")
+        self._file.one_of(section["kind"], OBJECTIVES, (*path, "kind"), "unknown objective")
+        if section["kind"] != "distillation" or "teacher" not in section:
+            return self._file.spec(OBJECTIVES[section["kind"]], path)
+        self._file.one_of(section["teacher"], models, (*path, "teacher"), "unknown model")
+        teacher = {"teacher": models[section["teacher"]]}
+        return self._file.spec(objectives.Distillation, path, **teacher)
+
     def optimizer(self, path: KeyPath) -> AnyOptimizer:
         """The optimizer at ``path`` of the file."""
         section = self._file.at(path)
@@ -111,7 +138,7 @@ class Workloads:
 
     def origin(self, model: str, settings: Mapping[str, KeyPath]) -> workload.Origin:
         """Where the file gives what of a cell's workload comes from elsewhere."""
-        paths = {name: settings[name] for name in ("data", "loss") if name in settings}
+        paths = {name: settings[name] for name in _FROM_ELSEWHERE if name in settings}
         if model in self._from_elsewhere:
             paths["model"] = self._from_elsewhere[model]
         if not paths:

@@ -18,6 +18,7 @@ from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
 from experiments.records.abilities import ABILITIES, Abilities
+from experiments.records.objective import GRPO, AnyObjective, CausalLM
 from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
 from experiments.records.workload import (
     AnyData,
@@ -27,6 +28,7 @@ from experiments.records.workload import (
     Images,
     Library,
     Origin,
+    OwnModel,
 )
 from simulation import hardware
 from simulation.files import Name, Strict
@@ -137,6 +139,10 @@ FILE_NAMES = {
 }
 
 
+#: Engines whose strategies are called as models between steps too.
+_WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
+
+
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
@@ -174,8 +180,8 @@ class Cell(Strict):
     )
     #: Of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
-    #: What frozen parameters are held in, on every rank: float32, or what a user's own model has
-    #: them in; or bfloat16, in which they are gathered either way where ``dtype`` is bfloat16.
+    #: What frozen parameters are held in: float32, or what a user's own model has them in; or
+    #: bfloat16, where ``dtype`` is.
     frozen_dtype: Annotated[DType, Setting("Frozen type", in_id="later", learns=True)] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
         gt=0, allow_inf_nan=False
@@ -194,16 +200,18 @@ class Cell(Strict):
     loss: Annotated[
         Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
     ] = "cross entropy"
-    #: Sequences of the data's end, or images, none of which is trained on, on which the model is
-    #: measured after training.
+    #: What a step computes: losses alone, or post-training around them.
+    objective: Annotated[AnyObjective, Setting("Objective", in_id="later", learns=True)] = (
+        CausalLM()
+    )
+    #: Sequences of the data's end, or images, on which the model is measured after training.
     held_out: Annotated[int, Setting("Held-out examples", in_id="later", learns=True)] = Field(
         default=0, ge=0
     )
-    #: Whether one step more is trained under torch's profiler, after all that is measured; where
-    #: ranks run: a simulated cell has `trace`.
+    #: Whether one step more is trained under torch's profiler; a simulated cell has `trace`.
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
-    #: Steps from one checkpoint to the next, from which a cell goes on whose ranks ended too soon;
-    #: 0: none. For strategies over FCDP's cache, where all nodes see one folder.
+    #: Steps between checkpoints, from which a cell goes on whose ranks were ended; 0: none. For
+    #: strategies over FCDP's cache, where nodes share the folder.
     checkpoint_every: Annotated[int, Setting("Checkpoint every", "incidental", in_id="later")] = (
         Field(default=0, ge=0)
     )
@@ -356,6 +364,7 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
         yield "tuning", f"{cell.tuning} is not allowed: models of images train in full"
     if images and cell.loss != "cross entropy":
         yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
+    yield from _of_objective(cell)
     if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
         why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"
         yield "frozen_dtype", f"{why}, not for {cell.tuning} with {cell.dtype}"
@@ -366,6 +375,29 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
         allowed = ", ".join(each.name for each in registry.STRATEGIES if each.is_saved)
         why = f"{cell.checkpoint_every} is not for {cell.strategy}, allowed is 0"
         yield "checkpoint_every", f"{why}; others are for {allowed}"
+    if cell.checkpoint_every and not isinstance(cell.objective, CausalLM):
+        why = f"{cell.checkpoint_every} is not for objective {cell.objective.name}, allowed is 0"
+        yield "checkpoint_every", f"{why}: what it has generated is in no checkpoint"
+
+
+def _of_objective(cell: Cell) -> Iterator[tuple[str, str]]:
+    """What does not fit the cell's objective, each with the reason."""
+    spec, engine = cell.objective, registry.find(cell.strategy).engine
+    if isinstance(spec, CausalLM):
+        return
+    if engine not in _WHOLE_CALLS:
+        why = f"{cell.strategy} trains by a loop of its own, which calls the model for losses alone"
+        yield "objective", f"{why}; allowed are strategies of {', '.join(_WHOLE_CALLS)}"
+    if isinstance(cell.model, ImageModel | OwnModel):
+        yield "objective", f"{spec.name} needs a language model of transformers, not the file's own"
+    if cell.loss != "cross entropy":
+        yield "loss", f"{cell.loss} is not allowed: {spec.name} has a loss of its own"
+    if isinstance(spec, GRPO) and spec.new_tokens > cell.sequence_length:
+        why = f"{spec.new_tokens} new tokens leave no prompt in sequences of {cell.sequence_length}"
+        yield "objective", f"{why}; allowed are up to {cell.sequence_length} (sequence_length)"
+    if isinstance(spec, GRPO) and cell.micro_batch % spec.group:
+        why = f"{cell.micro_batch} sequences are not whole groups of {spec.group} answers"
+        yield "micro_batch", f"{why} (group of objective); allowed are its multiples"
 
 
 def _in_a_name(words: str) -> str:

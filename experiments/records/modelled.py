@@ -8,6 +8,7 @@ from typing import Literal
 
 from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
+from experiments.records.objective import CausalLM
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
 from simulation import framing, models
@@ -43,6 +44,8 @@ def why_not_simulated(cell: Cell) -> str | None:
 
 def _shape(cell: Cell) -> Transformer:
     model = cell.model
+    if not isinstance(cell.objective, CausalLM):
+        raise ValueError(f"{cell.objective.name}; the loss of a causal language model is alone")
     if isinstance(model, ImageModel):
         raise ValueError(f"{model.name} classifies images; language models are simulated alone")
     if isinstance(model, OwnModel):

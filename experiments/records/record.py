@@ -150,6 +150,17 @@ class Measurement(Strict):
     #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
     #: ranks; ``None`` on accelerators, whose host does not wait, and in older records.
     phase_seconds: dict[str, float] | None = None
+    #: Of objectives that prepare before they update, means per iteration by phase: bytes of the
+    #: busiest node by the kernel's counters, and seconds of the slowest rank; and the mean reward
+    #: of each iteration, warm-up included, and over those that are measured.
+    generation_bytes: Annotated[float | None, Metric("generation MB", 1e-6)] = None
+    scoring_bytes: Annotated[float | None, Metric("log-probabilities MB", 1e-6)] = None
+    update_bytes: Annotated[float | None, Metric("update MB", 1e-6)] = None
+    generation_seconds: Annotated[float | None, Metric("generation s")] = None
+    scoring_seconds: Annotated[float | None, Metric("log-probabilities s")] = None
+    update_seconds: Annotated[float | None, Metric("update s")] = None
+    rewards: list[float] | None = None
+    reward: Annotated[float | None, Metric("reward", form=".4f", brief=("mean", "reward"))] = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
 

@@ -189,13 +189,14 @@ class Origin(Strict):
     model: str = ""
     data: str = ""
     loss: str = ""
+    objective: str = ""
 
     @property
     def name(self) -> str:
         """What tables call it."""
         return self.folder
 
-    def key(self, part: Literal["model", "data", "loss"], key: str = "") -> str:
+    def key(self, part: Literal["model", "data", "loss", "objective"], key: str = "") -> str:
         """File, line and key of a part of the workload, or of one key of it, for errors."""
         return ".".join(filter(None, (getattr(self, part) or part, key)))
 

@@ -25,7 +25,8 @@ from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
-from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, workloads
+from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
+from experiments.worker.phases import Phases
 from fcdp import Topology
 from fcdp.checkpoint.commit import COMMIT
 
@@ -68,21 +69,30 @@ class _Training:
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
         )
-        self.trainable: Trainable = strategies.load(cell.strategy)(
-            model,
-            Job(
-                topology=topology,
-                blocks=blocks,
-                dtype=getattr(torch, cell.dtype),
-                learning_rate=cell.learning_rate,
-                micro_batch=cell.micro_batch,
-                accumulation=cell.accumulation,
-                settings=cell.settings,
-                optimizer=cell.optimizer,
-                loss=self.workload.loss,
-                measure=self.workload.measure,
-            ),
+        build = strategies.load(cell.strategy)
+        job = Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=getattr(torch, cell.dtype),
+            learning_rate=cell.learning_rate,
+            micro_batch=cell.micro_batch,
+            accumulation=cell.accumulation,
+            settings=cell.settings,
+            optimizer=cell.optimizer,
+            loss=self.workload.loss,
+            measure=self.workload.measure,
         )
+        self.objective = objectives.of(
+            cell,
+            model,
+            blocks,
+            topology.rank,
+            lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+        )
+        if self.objective is not None:
+            job = replace(job, loss=self.objective.loss)
+        self.phases = Phases(lambda: self._egress()[0])
+        self.trainable: Trainable = build(model, job)
         self.batches = self.workload.batches()
         #: Of all steps, warm-up included; and what the measured ones have counted.
         self.losses: list[float] = []
@@ -111,6 +121,7 @@ class _Training:
                 self.counts = counts if self.counts is None else self.counts + counts
             else:
                 trainable.take_metrics()
+                self.phases.clear()
             if stop == due and stop < end:
                 self._save()
         # After all that is counted, timed or at its peak has been read.
@@ -162,7 +173,7 @@ class _Training:
         """Train one more step under the profiler, of which the measurement knows nothing."""
         batches = self._batches()
         profile_step(
-            lambda: self.trainable.step(batches).item(),
+            lambda: self._step(batches).item(),
             lambda: self._egress()[0],
             self.trainable.take_ledger,
             self.topology,
@@ -188,10 +199,16 @@ class _Training:
             batches = self._batches()
             begin = time.perf_counter()
             # Reading the loss ends the step on an accelerator too.
-            self.losses.append(self.trainable.step(batches).item())
+            self.losses.append(self._step(batches).item())
             self.seconds.append(time.perf_counter() - begin)
             if self.topology.rank == 0:
                 self._report()
+
+    def _step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.objective is None:
+            return self.trainable.step(batches)
+        self.phases.begin()
+        return objectives.iterate(self.objective, self.trainable, batches, self.phases.end)
 
     def _batches(self) -> list[torch.Tensor]:
         """The micro-batches of the next step."""
@@ -241,6 +258,8 @@ class _Training:
             "seconds": self.seconds[cell.warmup_steps :],
             "losses": self.losses,
             "counts": counts,
+            "by_phase": self.phases.per_step(cell.steps),
+            "rewards": self.objective.rewards if self.objective else (),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
@@ -260,7 +279,8 @@ class _Training:
             ],
             inter_node_bytes_per_step=busiest / cell.steps,
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
-            inter_node_bytes_closed_form=trainable.closed_form_bytes,
+            # That of an iteration depends on how often a strategy gathers for the same parameters.
+            inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
             ledger_bytes_per_step=counts.ledger and _per_step(counts.ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
@@ -269,7 +289,18 @@ class _Training:
             phase_seconds=counts.phases and _mean([r.phases or {} for r in every], cell.steps),
             resumed_at=self.resumed_at,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
+            **_of_iterations(ranks, cell.warmup_steps),
         )
+
+
+def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
+    """The busiest node's bytes and the slowest rank's seconds by phase, and the mean rewards."""
+    found = {name: max(r["by_phase"][name] for r in ranks) for name in ranks[0]["by_phase"]}
+    rewards = [sum(each) / len(each) for each in zip(*(r["rewards"] for r in ranks), strict=True)]
+    if not rewards:
+        return found
+    measured = rewards[warmup_steps:]
+    return {**found, "rewards": rewards, "reward": sum(measured) / len(measured)}
 
 
 @dataclass

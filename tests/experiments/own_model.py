@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from baselines.strategy import causal_loss
+
 
 class Model(nn.Module):
     """Two blocks between an embedding and an output layer; returns logits as a plain tensor."""
@@ -81,3 +83,36 @@ def vector_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 def detached_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     return loss(model, sequences).detach()
+
+
+class Objective:
+    """Next tokens of the first half of each sequence."""
+
+    epochs = 2
+    rewards: Sequence[float] = ()
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Any
+    ) -> Sequence[torch.Tensor]:
+        ended("scoring")
+        return [batch[:, : batch.shape[1] // 2] for batch in batches]
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return causal_loss(model, batch)
+
+
+def objective(sequence_length: int) -> Objective:
+    return Objective()
+
+
+def lengths(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """A reward: how much of an answer counts."""
+    return counts.sum(1).float()
+
+
+def one_reward_for_all(*_: torch.Tensor) -> torch.Tensor:
+    return torch.ones(1)
+
+
+def not_a_number(prompts: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(prompts),), torch.nan)

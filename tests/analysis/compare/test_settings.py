@@ -18,6 +18,7 @@ from baselines.optimizers import SGD, AdamW
 from baselines.settings import CacheSettings
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
+from experiments.records.objective import DPO
 from experiments.records.record import Record
 from experiments.records.settings import Described, Setting, described
 from experiments.records.workload import Library, Origin, TextFile
@@ -47,6 +48,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": SGD(kind="sgd")},
     "optimizer_in_full": {"optimizer": AdamW(beta2=0.98)},
     "loss": {"loss": "package.module:function"},
+    "objective": {"objective": DPO(kind="dpo")},
+    "objective_in_full": {"objective": DPO(kind="dpo", beta=0.5)},
     "origin": {"origin": Origin(folder="examples")},
     "origin_in_full": {"origin": Origin(folder="examples")},
 }

@@ -82,6 +82,12 @@ def programs() -> list[psutil.Process]:
     ]
 
 
-def is_agent(process: psutil.Process) -> bool:
-    """Whether a process is torchrun, and no rank of its."""
-    return "torch.distributed.run" in process.cmdline()
+def agents() -> list[psutil.Process]:
+    """The programs that are torchrun."""
+    return [each for each in programs() if "torch.distributed.run" in each.cmdline()]
+
+
+def ranks() -> list[psutil.Process]:
+    """The programs that an agent has started; ssh and shells have the same words."""
+    started = {each.pid for each in agents()}
+    return [each for each in programs() if each.ppid() in started]

@@ -14,7 +14,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import Slurm, require, slurm
-from tests.experiments.clusters.own_program import Training, is_agent, programs
+from tests.experiments.clusters.own_program import Training, programs, ranks
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -109,7 +109,7 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     training.goes_on()
     for kind in kinds:
         if kind == "rank":
-            draw.choice([each for each in programs() if not is_agent(each)]).kill()
+            draw.choice(ranks()).kill()
         else:
             notice = ("scancel", "--batch", "--signal=USR1")
             cluster.call(*(notice if kind == "notice" else ("scontrol", "requeue")), job)

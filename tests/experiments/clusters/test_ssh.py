@@ -15,7 +15,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, require, sshd
-from tests.experiments.clusters.own_program import Training, is_agent, programs
+from tests.experiments.clusters.own_program import Training, agents, programs, ranks
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -107,8 +107,6 @@ def test_a_program_of_ones_own_outlives_its_nodes(
                 ends(started)
                 started = start(client)
             else:
-                agents = [each for each in programs() if is_agent(each)]
-                ranks = [each for each in programs() if not is_agent(each)]
-                draw.choice(agents[1:] if kind == "agent" else ranks).kill()
+                draw.choice(agents()[1:] if kind == "agent" else ranks()).kill()
             training.check_that_it_goes_on(kind)
         ends(started)

@@ -248,6 +248,22 @@ ADDED = [
         "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.module:",
     ),
     ("loss: nowhere:mse", "loss: no module 'nowhere' in the current directory or among installed"),
+    ("objective: grpo", "objective: 'grpo' is not a mapping such as {kind: dpo}"),
+    (
+        "objective: {kind: gpro}",
+        "objective.kind: unknown objective 'gpro'; did you mean 'grpo'? allowed: causal-lm, dpo, ",
+    ),
+    (
+        "objective: {kind: grpo, new_tokens: 4, group: 1}",
+        "objective.group: 1 is not allowed: input should be greater than or equal to 2",
+    ),
+    (
+        "objective: {kind: grpo, new_tokens: 99, group: 2}",
+        "objective: 99 new tokens leave no prompt in sequences of 16; allowed are up to 16",
+    ),
+    ("objective: {kind: distillation, teacher: b}", "objective.teacher: unknown model 'b'"),
+    ("objective: {kind: distillation}", "objective.teacher: teacher is missing"),
+    ("objective: {function: nowhere:mine}", "objective.function: no module 'nowhere' in the curr"),
     ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
     ("origin: x", "origin: unknown key 'origin'; allowed: "),
 ]

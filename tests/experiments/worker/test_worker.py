@@ -19,6 +19,7 @@ from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
+from experiments.records.objective import GRPO
 from experiments.records.workload import OwnModel
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, model_spec
@@ -234,6 +235,39 @@ def test_a_measurement_says_what_the_cache_did(run: Runner) -> None:
     received = (NODES - 1) / NODES * measured.parameters * 4 / RANKS_PER_NODE
     # Entries start on boundaries of 4096 bytes.
     assert received <= cache.host_bytes <= received + 6 * 4096
+
+
+def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
+    """Generation by FCDP is one gather and messages of a few bytes, whatever FSDP2 gathers."""
+    answers = GRPO(kind="grpo", new_tokens=16, group=2)
+    settings = {"objective": answers, "micro_batch": 2, "accumulation": 2, "steps": 2}
+    fcdp, fsdp2, once = (
+        run(strategy, {**settings, **own})
+        for strategy, own in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
+    )
+    half = payload(fcdp) / 2
+    generated = {}
+    for name, finished in (("fcdp", fcdp), ("fsdp2", fsdp2), ("once", once)):
+        found = finished.measurement
+        assert (found.generation_bytes, found.scoring_bytes, found.update_bytes) != (None,) * 3
+        generated[name] = found.generation_bytes or 0.0
+        in_all = sum(
+            getattr(found, f"{phase}_bytes") for phase in ("generation", "scoring", "update")
+        )
+        assert in_all == pytest.approx(finished.sent, rel=0.02)
+        seconds = (found.generation_seconds, found.scoring_seconds, found.update_seconds)
+        mean = sum(found.step_seconds) / len(found.step_seconds)
+        assert 0.9 * mean < sum(map(float, filter(None, seconds))) <= mean
+        assert found.inter_node_bytes_closed_form is None
+        assert found.rewards is not None
+        assert len(found.rewards) == finished.cell.warmup_steps + finished.cell.steps
+    assert half <= generated["fcdp"] <= 1.05 * half + 2 * FIXED_BYTES
+    assert fcdp.measurement.scoring_bytes is not None
+    assert fcdp.measurement.scoring_bytes <= FIXED_BYTES
+    assert half <= fcdp.measurement.update_bytes <= 1.05 * half + 2 * FIXED_BYTES
+    assert generated["fsdp2"] > 10 * generated["fcdp"]
+    # All blocks once; the embeddings stay gathered either way.
+    assert half <= generated["once"] <= 2 * half
 
 
 def test_progress_is_reported_step_by_step(run: Runner) -> None:

@@ -1,0 +1,97 @@
+"""What a step may compute beside a causal language model's loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from experiments.records.workload import ConfiguredModel, Function
+from simulation.files import Strict
+from simulation.transformer import ModelSpec
+
+_Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class CausalLM(Strict):
+    """The loss of the cell on its data, once per micro-batch."""
+
+    kind: Literal["causal-lm"] = "causal-lm"
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "causal LM"
+
+
+class DPO(Strict):
+    """Direct preference optimization against the model as it was.
+
+    A sequence's second half is the answer that is preferred to itself read backwards. The
+    reference is the model with its adapters off, or where all is trained a frozen copy.
+    """
+
+    kind: Literal["dpo"]
+    #: How much the reference counts.
+    beta: _Above = 0.1
+
+    @property
+    def name(self) -> str:
+        return "DPO"
+
+
+class GRPO(Strict):
+    """Group relative policy optimization with generation inside of the step.
+
+    A sequence's beginning is the prompt, and ``group`` sequences of a micro-batch answer the same.
+    The reference is as in DPO.
+    """
+
+    kind: Literal["grpo"]
+    #: Of each answer.
+    new_tokens: _Count
+    #: Answers per prompt.
+    group: Annotated[int, Field(ge=2)]
+    #: Optimizer steps on the same answers.
+    epochs: _Count = 1
+    #: Of the ratio of probabilities.
+    clip: _Above = 0.2
+    #: How much the reference counts.
+    beta: _Weight = 0.04
+    temperature: _Above = 1.0
+    #: The share of digits, or of the prompt's tokens in turn; a function takes prompts, answers and
+    #: which tokens count.
+    reward: Literal["digits", "copy"] | Function = "digits"
+    #: After it nothing counts.
+    end_token: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"GRPO, {self.new_tokens} new tokens"
+
+
+class Distillation(Strict):
+    """Divergence from a frozen teacher on the cell's data."""
+
+    kind: Literal["distillation"]
+    teacher: ModelSpec | ConfiguredModel
+    temperature: _Above = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"distillation of {self.teacher.name}"
+
+
+class OwnObjective(Strict):
+    """A user's own; the function makes an ``Objective``."""
+
+    function: Function
+
+    @property
+    def name(self) -> str:
+        return self.function
+
+
+AnyObjective = CausalLM | DPO | GRPO | Distillation | OwnObjective

@@ -1,0 +1,72 @@
+"""Objectives: what a step computes before it updates, the same for all strategies.
+
+A step is an iteration: without gradients an objective prepares micro-batches (it generates, and
+scores with a frozen model), on which the strategy then steps as on any others, ``epochs`` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from baselines.strategy import Trainable
+from experiments.records.cell import Cell
+from experiments.records.objective import CausalLM, OwnObjective
+from experiments.worker import configured
+from experiments.worker.objectives import distillation, dpo, grpo
+from experiments.worker.objectives.objective import Ended, Objective, Shard
+
+_KINDS: Mapping[str, Callable[..., Objective]] = {
+    "dpo": dpo.make,
+    "grpo": grpo.make,
+    "distillation": distillation.make,
+}
+
+
+def of(
+    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
+) -> Objective | None:
+    """The cell's objective on this rank; ``None`` where a step is a loss and no more.
+
+    The model is not sharded yet; ``shard`` puts what is frozen beside it under its strategy.
+    """
+    spec = cell.objective
+    if isinstance(spec, CausalLM):
+        return None
+    if isinstance(spec, OwnObjective):
+        return _own(spec, cell)
+    return _KINDS[spec.kind](cell, model, blocks, rank, shard)
+
+
+def iterate(
+    objective: Objective, trainable: Trainable, batches: Sequence[torch.Tensor], ended: Ended
+) -> torch.Tensor:
+    """Prepare the micro-batches and step on them; returns this rank's mean loss.
+
+    ``ended`` is called with the name of each phase at its end.
+    """
+    model = trainable.model
+    model.eval()
+    with torch.no_grad(), trainable.without_gradients(), trainable.casting():
+        prepared = objective.prepare(model, batches, ended)
+    model.train()
+    losses = [trainable.step(prepared) for _ in range(objective.epochs)]
+    ended("update")
+    return torch.stack(losses).mean()
+
+
+def _own(spec: OwnObjective, cell: Cell) -> Objective:
+    where = cell.origin.key("objective", "function")
+    made: Any = configured.find_function(spec.function, where)(cell.sequence_length)
+    lacking = [name for name in Objective.__annotations__ if not hasattr(made, name)]
+    lacking += [name for name in ("prepare", "loss") if not callable(getattr(made, name, None))]
+    if lacking:
+        raise ValueError(
+            f"{where}: {spec.function} returned a {type(made).__name__} without "
+            f"{', '.join(lacking)}; it must return an Objective of experiments.worker.objectives"
+        )
+    checked: Objective = made
+    return checked

@@ -1,0 +1,143 @@
+"""Group relative policy optimization: answers are sampled, rewarded, and learnt from in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn as nn
+
+from experiments.records import objective as specs
+from experiments.records.cell import Cell
+from experiments.worker import configured
+from experiments.worker.objectives.objective import Ended, Reference, Shard, log_probabilities
+
+#: Of prompts, answers and which tokens of these count, each (sequences, tokens): one number each.
+Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _digits(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return _share((answers >= ord("0")) & (answers <= ord("9")), counts)
+
+
+def _copy(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    turns = torch.arange(answers.shape[1], device=answers.device) % prompts.shape[1]
+    return _share(answers == prompts[:, turns], counts)
+
+
+def _share(right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return (right & counts).sum(1) / counts.sum(1)
+
+
+_REWARDS: Mapping[str, Reward] = {"digits": _digits, "copy": _copy}
+
+
+def make(
+    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
+) -> GRPO:
+    """GRPO of the cell on this rank, with the model's reference if it counts."""
+    spec = cell.objective
+    assert isinstance(spec, specs.GRPO)
+    reference = Reference(cell, model, blocks, shard) if spec.beta else None
+    return GRPO(spec, cell, reference, rank)
+
+
+class GRPO:
+    """Has groups of answers to one prompt, each rewarded against the others of its group."""
+
+    def __init__(
+        self, spec: specs.GRPO, cell: Cell, reference: Reference | None, rank: int
+    ) -> None:
+        self.epochs = spec.epochs
+        self.rewards: list[float] = []
+        self._spec = spec
+        self._reference = reference
+        self._micro_batch = cell.micro_batch
+        self._prompt = cell.sequence_length + 1 - spec.new_tokens
+        self._where = cell.origin.key("objective", "reward")
+        self._reward = _REWARDS.get(spec.reward) or configured.find_function(
+            spec.reward, self._where
+        )
+        self._seed = cell.seed * 100_003 + rank
+        self._generator: torch.Generator | None = None
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
+    ) -> Sequence[torch.Tensor]:
+        """Answers of all micro-batches at once, then what their old probabilities are."""
+        group = self._spec.group
+        prompts = torch.cat([batch[::group].repeat_interleave(group, 0) for batch in batches])
+        tokens = self._generate(model, prompts[:, : self._prompt])
+        ended("generation")
+        counts = self._counts(tokens[:, self._prompt :])
+        advantages = self._advantages(tokens, counts)
+        prepared = []
+        for part in torch.arange(len(tokens), device=tokens.device).split(self._micro_batch):
+            old = self._of_answers(log_probabilities(model, tokens[part]))
+            reference = old
+            if self._reference is not None:
+                reference = self._of_answers(self._reference.log_probabilities(model, tokens[part]))
+            # Exact: float32 has all whole numbers up to 2^24.
+            columns = (tokens[part], advantages[part, None], counts[part], old, reference)
+            prepared.append(torch.cat([each.float() for each in columns], dim=1))
+        ended("scoring")
+        return prepared
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        new, clip = self._spec.new_tokens, self._spec.clip
+        tokens, advantages, counts, old, reference = batch.split(
+            [self._prompt + new, 1, new, new, new], dim=1
+        )
+        found = self._of_answers(log_probabilities(model, tokens.long()))
+        ratio = (found - old).exp()
+        gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+        behind = reference - found
+        losses = self._spec.beta * (behind.exp() - behind - 1) - gain
+        return ((losses * counts).sum(1) / counts.sum(1)).mean()
+
+    def _of_answers(self, found: torch.Tensor) -> torch.Tensor:
+        return found[:, self._prompt - 1 :]
+
+    def _generate(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Prompts and answers: always as many tokens, so that no rank waits for another's."""
+        if self._generator is None:
+            self._generator = torch.Generator(tokens.device).manual_seed(self._seed)
+        given, past = tokens, None
+        for _ in range(self._spec.new_tokens):
+            found = model(input_ids=given, past_key_values=past, use_cache=True)
+            past = found.past_key_values
+            if past is None:
+                raise ValueError(
+                    "objective = grpo: the model keeps no keys and values of earlier tokens "
+                    "(past_key_values), without which nothing is generated"
+                )
+            chances = (found.logits[:, -1].float() / self._spec.temperature).softmax(-1)
+            given = torch.multinomial(chances, 1, generator=self._generator)
+            tokens = torch.cat([tokens, given], dim=1)
+        return tokens
+
+    def _counts(self, answers: torch.Tensor) -> torch.Tensor:
+        """Which tokens count: up to an answer's end, with it."""
+        if self._spec.end_token is None:
+            return torch.ones_like(answers, dtype=torch.bool)
+        ends = answers == self._spec.end_token
+        return ends.cumsum(1) - ends.long() == 0
+
+    def _advantages(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Rewards in standard deviations of their group; 0 where all of it are alike.
+
+        Raises ``ValueError`` for a user's reward that is not one finite number per answer.
+        """
+        prompts, answers = tokens[:, : self._prompt], tokens[:, self._prompt :]
+        rewards = self._reward(prompts, answers, counts)
+        shape = getattr(rewards, "shape", None)
+        if shape != (len(tokens),) or not rewards.isfinite().all():
+            raise ValueError(
+                f"{self._where}: {self._spec.reward} returned "
+                f"{f'a {type(rewards).__name__}' if shape is None else tuple(shape)} for "
+                f"{len(tokens)} answers; it must return a tensor with a finite number for each"
+            )
+        self.rewards.append(rewards.float().mean().item())
+        groups = rewards.float().view(-1, self._spec.group)
+        apart = groups - groups.mean(1, keepdim=True)
+        return (apart / (groups.std(1, keepdim=True) + 1e-4)).flatten()

@@ -1,0 +1,97 @@
+"""The form of an objective, and what several of them compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn as nn
+
+from baselines.strategy import Trainable
+from experiments.records.cell import Cell
+
+#: Parts of an iteration: answers are generated, what is prepared is scored, and stepped on.
+Phase = Literal["generation", "scoring", "update"]
+#: Told the name of a phase when it has ended.
+Ended = Callable[[Phase], None]
+#: Puts a model of these blocks under the cell's strategy.
+Shard = Callable[[nn.Module, Sequence[nn.Module]], Trainable]
+
+
+class Objective(Protocol):
+    """What a step computes, on one rank.
+
+    All ranks call the model equally often: each call is a collective.
+    """
+
+    #: Optimizer steps on what has been prepared.
+    epochs: int
+    #: The mean reward of each iteration so far; empty without rewards.
+    rewards: Sequence[float]
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
+    ) -> Sequence[torch.Tensor]:
+        """What to step on, a tensor per micro-batch of int64 (sequences, tokens + 1).
+
+        Called without gradients.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """The mean loss of what was prepared, a scalar; calls the model once."""
+        ...
+
+
+class Frozen:
+    """A model that the cell's strategy shards, and that nothing trains."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard) -> None:
+        self._trainable = shard(model.requires_grad_(False).eval(), blocks)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As of ``logits``; without gradients."""
+        with torch.no_grad(), self._trainable.without_gradients(), self._trainable.casting():
+            return logits(self._trainable.model, tokens)
+
+
+class Reference:
+    """The model as it was: itself with adapters that add nothing, or a frozen copy of its own."""
+
+    def __init__(
+        self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard
+    ) -> None:
+        self._adapted: Any = model
+        self._copy: Frozen | None = None
+        if cell.tuning == "full":
+            places = {module: name for name, module in model.named_modules()}
+            copied = copy.deepcopy(model)
+            its_blocks = [copied.get_submodule(places[block]) for block in blocks]
+            self._copy = Frozen(copied, its_blocks, shard)
+
+    def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """As of ``log_probabilities``, of the reference of ``model``."""
+        if self._copy is not None:
+            return _of_tokens(self._copy.logits(tokens[:, :-1]), tokens)
+        from peft.helpers import rescale_adapter_scale  # an optional package
+
+        # Not switched off: that has FSDP2 gather parameters that need no gradient, from then on.
+        with rescale_adapter_scale(self._adapted, 0.0):
+            return log_probabilities(model, tokens)
+
+
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Float32 logits of a ``transformers`` model: (sequences, tokens, vocabulary)."""
+    found: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return found.float()
+
+
+def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first after those before it: (sequences, tokens)."""
+    return _of_tokens(logits(model, tokens[:, :-1]), tokens)
+
+
+def _of_tokens(found: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return found.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)

@@ -1,0 +1,227 @@
+"""Objectives: the same under all strategies, what generation sends, what is said of mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from pydantic import ValidationError
+from torch.distributed.tensor import DTensor
+
+from baselines.strategy import Job, Trainable, load
+from experiments.records.cell import Cell
+from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
+from experiments.worker import data, models, objectives
+from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+SMALL = model_spec("gpt2", layers=2, width=32, heads=2)
+ANSWERS = GRPO(kind="grpo", new_tokens=6, group=4)
+OWN = "tests.experiments.own_model"
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"objective": DPO(kind="dpo")},
+    "dpo-lora": {"objective": DPO(kind="dpo"), "tuning": "lora"},
+    "grpo": {"objective": ANSWERS, "accumulation": 2},
+    "grpo-lora": {"objective": ANSWERS, "tuning": "lora"},
+    "grpo-epochs": {
+        "objective": ANSWERS.model_copy(update={"epochs": 2, "end_token": 10, "reward": "copy"})
+    },
+    "distillation": {
+        "objective": Distillation(
+            kind="distillation", teacher=model_spec("llama", layers=1, width=64), temperature=2.0
+        )
+    },
+    "own": {"objective": OwnObjective(function=f"{OWN}:objective")},
+}
+
+
+def wanted(strategy: str, **settings: Any) -> Cell:
+    usual = {"model": SMALL, "sequence_length": 16, "micro_batch": 4, "learning_rate": 1e-2}
+    return cell(strategy, **{**usual, **settings})
+
+
+@dataclass
+class Trained:
+    """What is left of a training on one rank."""
+
+    losses: list[float]
+    rewards: Sequence[float]
+    prepared: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    #: Bytes between nodes of each iteration by phase of the ledger, where there is one.
+    sent: list[dict[str, float]]
+    closed_form_bytes: float
+
+
+def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Trained:
+    """Iterations of the cell on this rank."""
+    topology = topology_of(nodes, ranks_per_node)
+    model, blocks = models.build(of)
+    job = Job(
+        topology=topology,
+        blocks=blocks,
+        dtype=torch.float32,
+        learning_rate=of.learning_rate,
+        micro_batch=of.micro_batch,
+        accumulation=of.accumulation,
+        settings=of.settings,
+    )
+
+    def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
+        return load(of.strategy)(frozen, replace(job, blocks=its_blocks))
+
+    prepared: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        prepared.append(batch)
+        return objective.loss(model, batch)
+
+    objective = objectives.of(of, model, blocks, topology.rank, shard)
+    assert objective is not None
+    trainable = load(of.strategy)(model, replace(job, loss=loss))
+    batches = data.micro_batches(
+        data.corpus(),
+        rank=topology.rank,
+        seed=of.seed,
+        sequences=of.micro_batch,
+        sequence_length=of.sequence_length,
+    )
+    losses, sent = [], []
+    for _ in range(iterations):
+        step = list(islice(batches, of.accumulation))
+        losses.append(objectives.iterate(objective, trainable, step, lambda phase: None).item())
+        sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return Trained(
+        losses,
+        objective.rewards,
+        prepared,
+        [each.detach() for each in whole],
+        sent,
+        trainable.closed_form_bytes,
+    )
+
+
+def beside_fsdp2(settings: dict[str, Any], iterations: int) -> list[Trained]:
+    """By FCDP and FSDP2 on this rank, with generation also by FSDP2 with what it gathers once."""
+    strategies: list[tuple[str, dict[str, Any]]] = [("fcdp", {}), ("fsdp2", {})]
+    if isinstance(settings["objective"], GRPO):
+        strategies.append(("fsdp2", {"forwards": "unsharded"}))
+    return [trained(wanted(name, **settings, **own), 2, 1, iterations) for name, own in strategies]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
+    """Bit for bit, but for the order in which several micro-batches' gradients are added."""
+    iterations, settings = 5 if name == "own" else 20, OBJECTIVES[name]
+    own, *others = ranks.run(2, beside_fsdp2, settings, iterations)[0]
+    start, _ = models.build(wanted("fcdp", **settings))
+    near = {"rtol": 1e-3, "atol": 1e-4} if "accumulation" in settings else {"rtol": 0, "atol": 0}
+    for other in others:
+        assert own.rewards == other.rewards
+        tokens = [[part[:, :17] for part in each.prepared] for each in (own, other)]
+        torch.testing.assert_close(*tokens, rtol=0, atol=0)
+        for found in ("losses", "prepared", "parameters"):
+            torch.testing.assert_close(getattr(own, found), getattr(other, found), **near)
+    moved = zip(own.parameters, start.parameters(), strict=True)
+    assert not all(torch.equal(*pair) for pair in moved)
+    if name.startswith("grpo"):
+        assert len(own.rewards) == iterations
+        assert len({*own.rewards}) > 1
+    if name == "grpo":
+        assert sum(own.rewards[-5:]) > 3 * sum(own.rewards[:5]), "answers become digits"
+    if name.startswith("dpo"):
+        assert own.losses[0] == pytest.approx(math.log(2), abs=1e-3), "of two equal models"
+    if name in ("dpo", "distillation"):
+        assert sum(own.losses[-5:]) < 0.95 * sum(own.losses[:5])
+
+
+def generating(new_tokens: int) -> Trained:
+    objective = GRPO(kind="grpo", new_tokens=new_tokens, group=4)
+    return trained(wanted("fcdp", objective=objective, sequence_length=32), 2, 2, 3)
+
+
+def test_generation_sends_one_gather_however_long_answers_are(ranks: Pools) -> None:
+    """Trained parameters cross once per optimizer step, the reference's once ever."""
+    for new_tokens in (2, 16):
+        found = ranks.run(4, generating, new_tokens)[0]
+        first, *later = found.sent
+        half = found.closed_form_bytes / 2
+        assert first["forward"] == half
+        for sent in later:
+            assert sent == {"forward": half, "reduce": half}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"objective": ANSWERS, "micro_batch": 6}, "6 sequences are not whole groups of 4 answers"),
+        ({"objective": ANSWERS, "sequence_length": 5}, "6 new tokens leave no prompt in sequences"),
+        ({"objective": ANSWERS, "strategy": "luwu"}, "luwu trains by a loop of its own"),
+        ({"objective": ANSWERS, "strategy": "cyclic-ring"}, "allowed are strategies of fcdp, fsdp"),
+        ({"objective": ANSWERS, "loss": f"{OWN}:loss"}, "GRPO, 6 new tokens has a loss of its own"),
+    ],
+)
+def test_what_does_not_fit_an_objective_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        wanted(**{"strategy": "fcdp", **settings})
+
+
+def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
+    """The first loss of an objective, and what it has prepared, of a model of one process."""
+    of = wanted("fcdp", objective=spec)
+    model, blocks = models.build(of)
+
+    def shard(frozen: nn.Module, _: object) -> Any:
+        return SimpleNamespace(model=frozen, without_gradients=nullcontext, casting=nullcontext)
+
+    objective = objectives.of(of, model, blocks, 0, shard)
+    assert objective is not None
+    batch = torch.arange(4 * 17).view(4, 17)
+    with torch.no_grad():
+        found = objective.prepare(model, [batch, batch], lambda phase: None)
+        return objective.loss(model, found[0]).item(), found
+
+
+def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_count() -> None:
+    """A group without a best answer has advantages of 0, never NaN."""
+    alike = ANSWERS.model_copy(update={"reward": f"{OWN}:lengths", "beta": 0.0})
+    loss, batches = prepared(alike)
+    assert loss == 0
+    ends = alike.model_copy(update={"end_token": int(batches[0][0, 12])})
+    loss, batches = prepared(ends)
+    counts = batches[0][:, 18:24]
+    assert counts[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"reward": f"{OWN}:one_reward_for_all"}, r"returned \(1,\) for 8 answers; it must return"),
+        ({"reward": f"{OWN}:not_a_number"}, "a tensor with a finite number for each"),
+        ({"reward": f"{OWN}:nothing"}, "own_model has no function 'nothing'"),
+    ],
+)
+def test_a_users_reward_is_checked(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        prepared(ANSWERS.model_copy(update=change))
+
+
+def test_a_users_objective_and_a_teacher_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"returned a Model without epochs, rewards, prepare, loss"
+    ):
+        prepared(OwnObjective(function=f"{OWN}:model_alone"))
+    other = SMALL.model_copy(update={"vocabulary": 300})
+    with pytest.raises(ValueError, match=r"teacher: gpt2-2x32 has a vocabulary of 300 tokens, and"):
+        prepared(Distillation(kind="distillation", teacher=other))
