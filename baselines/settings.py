@@ -109,7 +109,9 @@ def _carry_whole_values(value: str, info: ValidationInfo) -> str:
     plain = {"gather_codec": "none", "reduce_codec": "none", "adapters": "sharded"}
     for name, allowed in plain.items():
         if value == "flat" and info.data.get(name, allowed) != allowed:
-            raise ValueError(f"allowed with another {name} than {allowed}: hierarchical, undeferred")
+            raise ValueError(
+                f"allowed with another {name} than {allowed}: hierarchical, undeferred"
+            )
     return value
 
 

@@ -45,8 +45,8 @@ class CachedAllGather(AllGather):
     and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
     alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
     slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
-    all-gather alone writes to the output, on the stream that FSDP2 calls on; a flat one does on that
-    of the gathers across nodes.
+    all-gather alone writes to the output, on the stream that FSDP2 calls on; a flat one does so on
+    the stream of gathers across nodes.
     """
 
     def __init__(

@@ -268,7 +268,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _goes_on(self, device: torch.device) -> bool:
         """Whether backward goes on while what is reduced crosses nodes.
 
-        Not where a hook is to be called with it, nor round a ring, each step of which is waited for.
+        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
         """
         alone = self._topology.nodes == 1 or self._world is not None
         return device.type == "cpu" and not alone and not self._unit.hooked
