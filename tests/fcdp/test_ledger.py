@@ -63,7 +63,7 @@ def test_flat_exchanges_send_all_but_one_ranks_part_and_gradients_of_each_micro_
         ranks.run(settings.world_size, train, each, "fcdp")[0] for each in (ours, settings)
     )
     total, _ = ranks.run(settings.world_size, gathered_bytes, settings)[0]
-    across = (1 - 1 / settings.world_size) * total
+    across = total - total / settings.world_size
     assert node_bytes(result, settings, "inter_node", "forward") == across
     assert node_bytes(result, settings, "inter_node", "backward") == 0
     assert node_bytes(result, settings, "inter_node", "reduce") == 2 * across
