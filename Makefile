@@ -8,10 +8,6 @@ TORCH ?= auto
 # Some container images set it. Each process would compile all that it imports: seconds a rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
-EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity volume baselines paper-emulated \
-	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound ablation
-
 # Of files in the order of tests/order.py, and not those of the most tests first.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -21,14 +17,9 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
 
-reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its page (hours; resumes)
-	for matrix in $(EMULATED); do \
-		$(VENV)/bin/python -m experiments run $$matrix --resume || [ $$? -eq 1 ] || exit; \
-	done
-	$(VENV)/bin/python -m experiments run paper --cluster simulated
-	cd runs && for file in $(EMULATED:%=%/records.jsonl) paper/*/records.jsonl; do \
-		mkdir -p ../results/$${file%/*} && cp $$file ../results/$$file || exit; \
-	done
+# All matrices that have records there; or those of EMULATED="a b".
+reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its page (says how long; goes on)
+	$(VENV)/bin/python -m scripts.reproduce $(EMULATED)
 	$(VENV)/bin/python -m experiments bound --output results/bound
 	$(VENV)/bin/python -m experiments validate
 	$(VENV)/bin/python -m simulation.files results

@@ -35,6 +35,7 @@ from baselines.settings import (
     FuyouSettings,
     LocalSGDSettings,
     LuWuSettings,
+    PaperSettings,
     Settings,
     SlowMoSettings,
 )
@@ -177,6 +178,8 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("replicated", "fcdp", "data parallel over this engine: one all-reduce a step",
              replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
              built_by="presets.replicated"),
+    _preset("fcdp-paper", "FCDP as its paper has it: flat exchanges, those of each micro-batch",
+            FCDP.exchanging("flat"), Look("#4B0082", "X"), settings=PaperSettings),
     _preset("fcdp-sched", "FCDP without FCDP-Comm: frozen parameters cross each step",
             replace(FCDP, cached_for="step"), Look("#7B4173", "^"), settings=CacheSettings),
     _preset("fcdp", "cached in host memory, or as the cell's policy says", FCDP,

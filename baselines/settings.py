@@ -66,11 +66,6 @@ class Strict(BaseModel):
 class Settings(Strict):
     """Choices that a strategy leaves to a cell beside what all cells have: here none."""
 
-    @property
-    def why_not_run(self) -> str | None:
-        """Why no engine runs what is chosen, which is simulated alone; ``None`` if one does."""
-        return None
-
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, _subject("Policy", in_id="later")]
@@ -83,7 +78,7 @@ ErrorFeedback = Annotated[
 ]
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
 #: gradients once per step. ``undeferred``: so too, and gradients of each micro-batch. ``flat``: in
-#: one ring over all ranks, which carries whole gradients only, so that none are deferred.
+#: one ring over all ranks, which carries whole values only, and gradients of each micro-batch.
 Exchanges = Literal["hierarchical", "undeferred", "flat"]
 CellExchanges = Annotated[
     Exchanges, _subject("Exchanges", in_id="later", write="{} exchanges".format)
@@ -110,22 +105,32 @@ def _is_not_fixed(value: str, info: ValidationInfo) -> str:
     return value
 
 
-class CacheSettings(Settings):
-    """Settings of FCDP."""
+def _carry_whole_values(value: str, info: ValidationInfo) -> str:
+    plain = {"gather_codec": "none", "reduce_codec": "none", "adapters": "sharded"}
+    for name, allowed in plain.items():
+        if value == "flat" and info.data.get(name, allowed) != allowed:
+            raise ValueError(
+                f"allowed with another {name} than {allowed}: hierarchical, undeferred"
+            )
+    return value
+
+
+class PaperSettings(Settings):
+    """Settings of the FCDP paper's own system."""
 
     policy: Policy = "host"
+
+
+class CacheSettings(PaperSettings):
+    """Settings of FCDP."""
+
     gather_codec: GatherCodec = "none"
     reduce_codec: ReduceCodec = "none"
     error_feedback: ErrorFeedback = False
     adapters: Adapters = "sharded"
     exchanges: CellExchanges = "hierarchical"
 
-    @property
-    def why_not_run(self) -> str | None:
-        if self.exchanges == "flat":
-            return "flat exchanges are simulated alone: this library's are hierarchical"
-        return None
-
+    _exchanges = field_validator("exchanges")(_carry_whole_values)
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
 

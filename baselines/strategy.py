@@ -17,7 +17,7 @@ import torch.nn as nn
 from baselines import optimizers, registry
 from baselines.description import Strategy
 from baselines.schedule import Schedule
-from baselines.settings import CacheSettings, EncodedSettings, Settings
+from baselines.settings import CacheSettings, EncodedSettings, PaperSettings, Settings
 from fcdp import Topology
 
 
@@ -186,7 +186,7 @@ class Builder(Protocol):
 
 
 #: Settings that are FCDP's, or those of them that a preset does not fix.
-_LIBRARYS = (CacheSettings, EncodedSettings)
+_LIBRARYS = (CacheSettings, EncodedSettings, PaperSettings)
 
 
 def load(name: str) -> Builder:

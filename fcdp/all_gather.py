@@ -17,7 +17,7 @@ from fcdp.counts import Ledger, Phase, gather_phase
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.sent import Sent
-from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap
+from fcdp.exchange import PARTS_MOST, Pending, all_gather, ring_all_gather, ring_bytes, swap
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
@@ -34,6 +34,9 @@ class CachedAllGather(AllGather):
     ranks gather the unit from their slices, by one more. A fresh unit: the slice comes from the
     cache (paper: FCDP-Sched; nothing crosses nodes).
 
+    Where exchanges are flat, a stale unit comes whole from all ranks, by one collective instead of
+    the two, and a fresh one as said.
+
     With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
     included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
 
@@ -42,7 +45,8 @@ class CachedAllGather(AllGather):
     and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
     alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
     slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
-    all-gather alone writes to the output, on the stream that FSDP2 calls on.
+    all-gather alone writes to the output, on the stream that FSDP2 calls on; a flat one does so on
+    the stream of gathers across nodes.
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class CachedAllGather(AllGather):
         ledger: Ledger,
         codec: Codec | None,
         sent: Sent | None = None,
+        world: dist.ProcessGroup | None = None,
     ) -> None:
-        """``sent`` is there where differences are told."""
+        """``sent`` is there where differences are told, ``world`` where exchanges are flat."""
         self._entry = entry
         self._unit = entry.unit
         self._topology = topology
@@ -70,6 +75,7 @@ class CachedAllGather(AllGather):
         self._ledger = ledger
         self._codec = codec
         self._sent = sent
+        self._world = world
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
         #: This rank's place in the output.
         self._place = topology.node * topology.ranks_per_node + topology.local_rank
@@ -166,7 +172,7 @@ class CachedAllGather(AllGather):
             yield from self._differences(self._sent, received, own, phase)
         else:
             self._cache.outdate(self._entry)
-            arriving, works = self._inter_node(received, own, phase)
+            arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
                 yield from self._whole(works, own)
                 self._decode(arriving, received)
@@ -177,7 +183,10 @@ class CachedAllGather(AllGather):
                 self._sent.keep(own)
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(coming)
-        yield self._intra_node(output, received, own, phase)
+        if self._world is None:
+            yield self._intra_node(output, received, own, phase)
+        else:
+            self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
 
     def _worth_keeping(self, own: torch.Tensor) -> bool:
@@ -244,9 +253,9 @@ class CachedAllGather(AllGather):
         return self._slices.take(nodes, numel, output.dtype, output.device, own=node)
 
     def _inter_node(
-        self, received: Slice, own: torch.Tensor, phase: Phase
+        self, output: torch.Tensor, received: Slice, own: torch.Tensor, phase: Phase
     ) -> tuple[Sequence[torch.Tensor], Sequence[Pending]]:
-        """Gather this ``local_rank``'s shards from all nodes into a slice.
+        """Gather this ``local_rank``'s shards from all nodes into a slice; flat, the output too.
 
         Returns what arrives, a row per node, and what to wait for before it is decoded: neither on
         an accelerator, where both are queued.
@@ -260,6 +269,8 @@ class CachedAllGather(AllGather):
         ):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
+            if self._world is not None:
+                return (), self._flat(self._world, output, received, own, phase)
             sent = self._encode(own)
             self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             with self._topology.failures.waiting():
@@ -275,6 +286,22 @@ class CachedAllGather(AllGather):
             if self._codec is not None:
                 self._decode(arriving.unbind(), received)
             return (), []
+
+    def _flat(
+        self,
+        world: dist.ProcessGroup,
+        output: torch.Tensor,
+        received: Slice,
+        own: torch.Tensor,
+        phase: Phase,
+    ) -> Sequence[Pending]:
+        """Gather the whole output from all ranks, and of it the slice, if that lies elsewhere."""
+        self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
+        with self._topology.failures.waiting():
+            works = ring_all_gather(output, own, world)
+        if received.home is not self._copy_in:
+            received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
+        return works
 
     def _rows(self, received: Slice, sent: torch.Tensor) -> Sequence[torch.Tensor]:
         """Where shards arrive on the CPU, one message each: in the slice, without a codec."""

@@ -27,6 +27,7 @@ from fcdp.cache.tiers import disk
 from fcdp.codec import Codec, Codecs, Delta
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
+from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (
     bucket,
@@ -61,6 +62,7 @@ def shard(
     gather_codec: Codec | Delta | None = None,
     reduce_codec: Codec | None = None,
     error_feedback: bool = False,
+    exchanges: Exchanges = "hierarchical",
     adapters: Adapters = "sharded",
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place. Collective.
@@ -97,6 +99,7 @@ def shard(
         gather_codec: As of ``cache_parameters``.
         reduce_codec: As of ``cache_parameters``; it does not apply to replicated adapters.
         error_feedback: As of ``cache_parameters``.
+        exchanges: As of ``cache_parameters``; flat ones have no replicated adapters.
         adapters: ``"replicated"`` keeps trained parameters that have a unit of their own whole on
             every rank instead, as plain tensors in their own dtype, and averages their gradients by
             one all-reduce at the end of each backward. That sends the same bytes in one exchange
@@ -129,6 +132,7 @@ def shard(
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
+        exchanges,
     )
     blocks = blocks_of(model, units)
     ignored = {*ignored_params}
@@ -145,6 +149,8 @@ def shard(
         return model
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters = {adapters!r}: must be one of {', '.join(get_args(Adapters))}")
+    if adapters == "replicated" and exchanges == "flat":
+        raise ValueError(f"adapters = {adapters!r}: must be 'sharded' with exchanges = 'flat'")
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
@@ -205,6 +211,7 @@ def cache_parameters(
     gather_codec: Codec | Delta | None = None,
     reduce_codec: Codec | None = None,
     error_feedback: bool = False,
+    exchanges: Exchanges = "hierarchical",
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
@@ -238,6 +245,10 @@ def cache_parameters(
         error_feedback: Add what the last reduction's rounding lost to the next, for (n−1)/n of 1/L
             of the gradients in fp32 a rank, which no checkpoint keeps and ``load_state_dict``
             drops; with a loss scale that changes it is wrong by the change, once.
+        exchanges: ``"hierarchical"``, or ``"flat"`` as in the paper's volumes and ZeRO-3's own: a
+            gather that crosses nodes and each micro-batch's reduction are one collective over all
+            ranks, which sends 1 − 1/(n·L) of a unit from each node instead of 1 − 1/n, and no
+            gradient waits for the last micro-batch. Without codecs.
 
     Returns:
         The model itself.
@@ -245,8 +256,9 @@ def cache_parameters(
     Raises:
         ValueError: For a model not sharded by FSDP2, sharded over several dimensions, or set up
             already with other arguments, for a negative ``look_ahead``, for too little host memory,
-            for a ``gather_codec`` where one unit's parameters are not of one floating dtype, and
-            for ``error_feedback`` without a ``reduce_codec``.
+            for a ``gather_codec`` where one unit's parameters are not of one floating dtype, for
+            ``error_feedback`` without a ``reduce_codec``, and for flat exchanges with a codec or
+            partial gradients on the host.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -260,6 +272,7 @@ def cache_parameters(
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
+        exchanges,
     )
     setup = Setup(_ranks(topology), policy_of(policy), options)
     if not is_set_up(model, setup):

@@ -29,7 +29,8 @@ class Ledger:
     """Payload bytes of one rank since the last ``reset``, without the transport's framing.
 
     ``inter_node`` and ``intra_node`` count what this rank sends to other ranks. A node's egress is
-    the sum over its ranks, which by symmetry is ``ranks_per_node`` times one rank's.
+    the sum over its ranks, which by symmetry is ``ranks_per_node`` times one rank's; of a flat
+    exchange each rank counts its share of what the node sends.
     ``host_to_device`` and ``device_to_host`` count reads from and writes to the host cache and the
     disk's buffers; on a CPU run these are copies in memory. ``disk`` counts what the disk tier was
     given and what was asked of it.
@@ -102,6 +103,11 @@ class Ledger:
 
     def add(self, link: Link, phase: Phase, count: int) -> None:
         self.bytes[link][phase] += count
+
+    def add_both(self, phase: Phase, across: int, inside: int) -> None:
+        """Count an exchange of all ranks: what goes to other nodes, and stays inside this one."""
+        self.add("inter_node", phase, across)
+        self.add("intra_node", phase, inside)
 
     def hold(self, count: int) -> None:
         """Account for ``count`` more bytes of partial gradients (negative: released)."""

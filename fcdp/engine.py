@@ -99,6 +99,9 @@ class Engine:
         if options.codecs.differences is not None:
             check_differences(self.units, topology)
         device = _device(topology)
+        flat = options.exchanges == "flat" and topology.nodes > 1
+        #: The ranks of flat exchanges, by FSDP2's own group of them.
+        self._world = topology.mesh.get_group() if flat else None
         self.ledger = Ledger()
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
@@ -173,6 +176,7 @@ class Engine:
                 self.ledger,
                 options.codecs.rounding,
                 self._sent.get(unit),
+                self._world,
             )
             unit.module.set_custom_all_gather(gather)
             self._reduce_by_hierarchy(unit, options.codecs)
@@ -186,7 +190,13 @@ class Engine:
         if encoded is not None:
             self._encoded.append(encoded)
         reduction = HierarchicalReduceScatter(
-            unit, topology, self._partials.of(unit), self._in_flight, self.ledger, encoded
+            unit,
+            topology,
+            self._partials.of(unit),
+            self._in_flight,
+            self.ledger,
+            encoded,
+            self._world,
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
@@ -202,13 +212,17 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Keep gradients inside the nodes, but for the last micro-batch's, in the body."""
-        if not last:
+        """Keep gradients inside the nodes, but for the last micro-batch's, in the body.
+
+        Flat exchanges reduce each micro-batch's.
+        """
+        sync = last or self._world is not None
+        if not sync:
             self._check_gradient_hooks()
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
-            reduction.requires_sync = last
+            reduction.requires_sync = sync
         self.cache.requires_sync = last
         try:
             with contextlib.ExitStack() as units:

@@ -10,7 +10,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ _QUEUED.asyncOp = False
 _PLACE_BITS = 16
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+#: How gathers and reductions cross nodes: inside the node and across apart, or in one ring.
+Exchanges = Literal["hierarchical", "flat"]
 
 #: Nodes up to which a unit moves inside the node without a copy, a part per node. Each part takes
 #: the host 3 microseconds, and NCCL an operation; beyond, one copy of the unit costs less than they
@@ -211,6 +214,52 @@ def reduce_scatter_parts(
         return reduce_scatter(output.unbind(), buffer.chunk(parts), op, group)
     by_rank = buffer.view(parts, group.size(), -1).transpose(0, 1)
     return reduce_scatter([output.view(-1)], [by_rank.reshape(-1)], op, group)
+
+
+def ring_all_gather(
+    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
+) -> list[Pending]:
+    """Gather ``output`` (g·s) from the group's g ranks, by one collective.
+
+    On the CPU round gloo's ring: whatever a node's ranks, one of them sends to the next node.
+    """
+    if _on_host(output):
+        work = _all_gather(output, own, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return [work]
+    return all_gather([output], group, [own])
+
+
+def ring_reduce_scatter(
+    output: torch.Tensor, buffer: torch.Tensor, op: Op, group: dist.ProcessGroup
+) -> None:
+    """Reduce ``buffer`` (g·s) over the group's g ranks to ``output`` (s), by one collective.
+
+    On the CPU round a ring too: a part begins behind its rank, and ends there. Each step of it
+    follows from the one before, so that it has ended when this returns.
+    """
+    if not _on_host(buffer):
+        reduce_scatter([output], [buffer], op, group)
+        return
+    assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
+    size, rank = group.size(), group.rank()
+    parts = buffer.view(size, -1)
+    passed = parts[rank - 1]
+    for step in range(2, size + 1):
+        arriving = torch.empty_like(passed)
+        wait_all(swap([((rank - 1) % size, arriving)], [((rank + 1) % size, passed)], group))
+        passed = arriving.add_(parts[(rank - step) % size])
+    output.copy_(passed)
+
+
+def ring_bytes(part: int, topology: Topology) -> tuple[int, int]:
+    """Bytes that a rank sends in a ring over parts of so many: to other nodes, inside its own.
+
+    One rank of a node sends all that leaves it; here each has its share of that.
+    """
+    sent = (topology.world_size - 1) * part
+    across = sent // topology.ranks_per_node
+    return across, sent - across
 
 
 def all_to_all(

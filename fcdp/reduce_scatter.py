@@ -13,7 +13,16 @@ import torch.distributed as dist
 from fcdp import fsdp2, ranges
 from fcdp.counts import Ledger
 from fcdp.encoded_reduce import EncodedReduce
-from fcdp.exchange import Op, Pending, Then, reduce_scatter, reduce_scatter_parts, wait_all
+from fcdp.exchange import (
+    Op,
+    Pending,
+    Then,
+    reduce_scatter,
+    reduce_scatter_parts,
+    ring_bytes,
+    ring_reduce_scatter,
+    wait_all,
+)
 from fcdp.fsdp2 import ReduceScatter
 from fcdp.in_flight import Arriving, InFlight
 from fcdp.partial_gradients import PartialGradients
@@ -33,6 +42,8 @@ class HierarchicalReduceScatter(ReduceScatter):
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
     last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` has it,
     if given.
+
+    With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         in_flight: InFlight,
         ledger: Ledger,
         encoded: EncodedReduce | None,
+        world: dist.ProcessGroup | None = None,
     ) -> None:
         self._unit = unit
         self._topology = topology
@@ -50,6 +62,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._in_flight = in_flight
         self._ledger = ledger
         self._encoded = encoded
+        self._world = world
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
         #: Contents of ``.grad`` after the last micro-batch.
@@ -106,6 +119,11 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         topology = self._topology
         topology.failures.backward_runs()
+        if self._world is not None:
+            with ranges.named("reduce_inter", self._unit.name), topology.failures.waiting():
+                ring_reduce_scatter(output_tensor, input_tensor, op, self._world)
+            self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
+            return
         with ranges.named("reduce_intra", self._unit.name):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)
@@ -250,9 +268,10 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _goes_on(self, device: torch.device) -> bool:
         """Whether backward goes on while what is reduced crosses nodes.
 
-        Not where a hook is to be called with it.
+        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
         """
-        return device.type == "cpu" and self._topology.nodes > 1 and not self._unit.hooked
+        alone = self._topology.nodes == 1 or self._world is not None
+        return device.type == "cpu" and not alone and not self._unit.hooked
 
     def _check_layout(self, numel: int) -> None:
         """Raise ``RuntimeError`` if what waits is not as long as a partial gradient of now."""

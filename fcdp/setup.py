@@ -9,6 +9,7 @@ from typing import Any, get_args
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy
 from fcdp.codec import Codecs
+from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 
 
@@ -23,6 +24,7 @@ class Options:
     partials: PartialsPlace
     safety: Safety
     codecs: Codecs
+    exchanges: Exchanges = "hierarchical"
 
     def __post_init__(self) -> None:
         if type(self.look_ahead) is not int or self.look_ahead < 0:
@@ -30,6 +32,25 @@ class Options:
         if self.partials not in get_args(PartialsPlace):
             allowed = ", ".join(get_args(PartialsPlace))
             raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")
+        if self.exchanges not in get_args(Exchanges):
+            allowed = ", ".join(get_args(Exchanges))
+            raise ValueError(f"exchanges = {self.exchanges!r}: must be one of {allowed}")
+        if self.exchanges == "flat":
+            self._check_flat()
+
+    def _check_flat(self) -> None:
+        """Raise ``ValueError`` for what goes with exchanges inside the node and across apart."""
+        plain = (
+            ("partial_gradients", self.partials, "device"),
+            ("gather_codec", self.codecs.gather, None),
+            ("reduce_codec", self.codecs.reduce, None),
+        )
+        for name, given, allowed in plain:
+            if given != allowed:
+                raise ValueError(
+                    f"{name} = {given!r}: must be {allowed!r} with exchanges = 'flat', which "
+                    "carry values as they are, and gradients of each micro-batch"
+                )
 
 
 @dataclass(frozen=True)
@@ -66,5 +87,6 @@ class Setup:
             "gather_codec": codecs.gather,
             "reduce_codec": codecs.reduce,
             "error_feedback": codecs.error_feedback,
+            "exchanges": self.options.exchanges,
             **(self.sharding or {}),
         }

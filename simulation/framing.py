@@ -72,7 +72,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.pairwise:
         asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
-        return (1 + gathers + reductions + agreements) * pairwise
+        each = pairwise if schedule.hierarchical else ring
+        return (1 + agreements) * pairwise + (gathers + reductions) * each
     replicated = _small(workload) if schedule.replicates_small else 0
     return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 

@@ -70,8 +70,9 @@ class Selection(Strict):
     penalty: str | None = None
     #: Of Cyclic Data Parallelism: ``v1`` or ``v2``.
     rule: str | None = None
-    #: Of LuWu: acknowledgements, the server's pipeline.
+    #: Of LuWu: acknowledgements, the server's pipeline, bytes of a message.
     merged: bool | None = None
+    chunk_bytes: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     pipeline: str | None = None
     #: Fuyou's: when the optimizer steps, and what is swapped.
     update: str | None = None

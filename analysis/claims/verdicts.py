@@ -28,6 +28,7 @@ from experiments.records.settings import Described
 
 Verdict = Literal[
     "reproduced",
+    "as stated",
     "not reproduced",
     "not run",
     "agrees",
@@ -55,6 +56,7 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
 #: A claim by its results alone: they may not agree, and one without any is not judged.
 Summary = Literal[
     "reproduced",
+    "as stated",
     "reproduced in part",
     "not reproduced",
     "over the whole range",
@@ -67,6 +69,7 @@ Summary = Literal[
 ]
 #: Verdicts that stand as they are where no other is beside them.
 _ALONE: tuple[Summary, ...] = (
+    "as stated",
     *("over the whole range", "in part of the range", "outside the range"),
     "shown by a test",
 )
@@ -148,14 +151,14 @@ def judge(
     rows: Mapping[str, Sequence[Row]],
     ranges: Mapping[str, Ranged] | None = None,
 ) -> list[Finding]:
-    """One finding for each check, or for each claim without one, in the order of the file.
+    """One finding for each check, for each claim without one, and for tests, as the file has them.
 
     ``rows`` are the cells of each matrix that has been run, ``ranges`` what is simulated of claims
     over what their paper does not say, which judges them where it is there.
     """
     found = []
     for claim in claims.claims:
-        if not claim.checks:
+        if not claim.checks or claim.shown_by:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
             found.append(_without_records(claim, reason))
@@ -176,7 +179,7 @@ def judge(
 
 
 def _without_records(claim: Claim, reason: str) -> Finding:
-    """A claim that no matrix tests: by its tests, by what it is of, or not at all."""
+    """A claim apart from what matrices say of it: by tests, by what it is of, or not at all."""
     verdict: Verdict = "not run"
     if claim.shown_by:
         verdict = "shown by a test"
@@ -236,6 +239,8 @@ def _check(
     near = check.tolerance.admits(ours, claim.number)
     role = _role(claim, check)
     verdict = VERDICTS[role][0 if near else 1]
+    if verdict == "reproduced" and claim.number is None:  # its paper says so in words
+        verdict = "as stated"
     timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
     interval = None
     if timed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -20,8 +21,7 @@ from fcdp.unit import Unit
 def build(model: nn.Module, job: Job) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     settings = settings_of(job)
-    if settings.why_not_run is not None:
-        raise ValueError(f"exchanges = {settings.exchanges!r}: {settings.why_not_run}")
+    job = replace(job, schedule=job.schedule.exchanging(settings.exchanges))
     fcdp.shard(
         model,
         job.topology,
@@ -32,6 +32,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         gather_codec=encoding.gather(settings.gather_codec),
         reduce_codec=encoding.parse(settings.reduce_codec),
         error_feedback=settings.error_feedback,
+        exchanges="hierarchical" if job.schedule.hierarchical else "flat",
         adapters=settings.adapters,
     )
     made = Sched if job.schedule.cached_for == "step" else FCDP
@@ -59,14 +60,14 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
         encoding.gather(settings.gather_codec),
         encoding.parse(settings.reduce_codec),
     )
-    reductions = 1 if settings.exchanges == "hierarchical" else job.accumulation
+    reductions = 1 if job.schedule.accumulates_without_sync else job.accumulation
     count = 0.0
     for unit in engine.units:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
         if cached and not unit.trainable and job.schedule.cached_for == "step":
-            count += crossing_bytes(numel(unit.params), job)
+            count += _crossing_bytes(unit, job, None)
         if isinstance(gather_codec, fcdp.Delta):
             count += (not cached) * crossings * _crossing_bytes(unit, job, None)
         else:
@@ -79,6 +80,8 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
     """Bytes that one node sends when the unit crosses once. Codecs encode shards with padding."""
+    if not job.schedule.hierarchical:  # all but one rank's part pass over the ring's edge
+        return (1 - 1 / job.topology.world_size) * numel(unit.params) * job.dtype.itemsize
     if codec is None:
         return crossing_bytes(numel(unit.params), job)
     sent = (job.topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
@@ -141,7 +144,7 @@ class FCDP(FSDP2):
         self.policy = _describe(settings_of(job))
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        deferred = settings_of(self.job).exchanges == "hierarchical"
+        deferred = self.job.schedule.accumulates_without_sync
         with fcdp.accumulate(self.model, last=last or not deferred):
             return super().backward(batch, last=last)
 

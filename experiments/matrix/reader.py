@@ -367,4 +367,4 @@ def _why_not_there(cell: Cell) -> str | None:
         return f"its {' and '.join(extra)} would be in no group of nodes"
     if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
         return f"{NEEDED}; there is no {cell.data.package} here"
-    return cell.settings.why_not_run
+    return None

@@ -125,17 +125,21 @@ def _compare(record: Record, reference: str, theirs: Record | None, equal: Recor
 def _adds_in_one_order(cell: Cell) -> bool:
     """Whether our engine adds up this cell's gradients in the order of ``zero3``, unquantised.
 
-    What gathers and reduces by the library does: a cache changes no sum. ``mics`` and what is
-    replicated have reductions of their own. Where nodes, and ranks of a node, are pairs, no sum
-    has more than two terms, which have one order only; but what is replicated is summed over
-    micro-batches first.
+    What gathers and reduces by the library does: a cache changes no sum. ``mics``, flat exchanges
+    and what is replicated have reductions of their own. Where nodes, and ranks of a node, are
+    pairs, no sum inside or across has more than two terms, which have one order only; but what is
+    replicated is summed over micro-batches first.
     """
     if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
         return False
-    shards = registry.schedule_of(cell.strategy).shards
+    chosen = getattr(cell.settings, "exchanges", "hierarchical")
+    schedule = registry.schedule_of(cell.strategy).exchanging(chosen)
+    shards = schedule.shards
     whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
-    deferred = getattr(cell.settings, "exchanges", "hierarchical") == "hierarchical"
+    deferred = schedule.accumulates_without_sync
     if not deferred and cell.accumulation > 1:  # summed over nodes before micro-batches
+        return False
+    if not schedule.hierarchical:
         return False
     if not whole and shards == "world":
         return True

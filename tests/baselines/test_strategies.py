@@ -22,6 +22,7 @@ TOLERANCES = {
     "mics": EXACT,
     "offload": EXACT,
     "replicated": EXACT,
+    "fcdp-paper": EXACT,
     "fcdp-sched": EXACT,
     "fsdp2-hsdp": EXACT,
     "fsdp2-reshard": EXACT,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.claims import papers
 from docs import draw, draw_bound, draw_differences, draw_fuyou, draw_map
 from simulation.traffic import MEASURED
 
@@ -60,6 +61,17 @@ def test_the_chosen_amount_is_within_a_twentieth_of_the_best_that_was_measured()
             given[draw_fuyou.chosen(record)] = record.step_seconds_median
     assert chosen in given
     assert given[chosen] <= 1.05 * min(given.values())
+
+
+def test_what_a_convex_curve_would_have_is_the_bound_of_its_claim() -> None:
+    """Through none and 3 MiB, at twice that amount."""
+    took = {
+        draw_fuyou.swap(r): r.step_seconds_median or 0 for r in draw_fuyou.records("fuyou-swap")
+    }
+    (claim,) = (each for each in papers.load().claims if each.id == "fuyou-convex")
+    bound = took["none"] / (2 * took["3 MiB"] - took["none"])
+    assert claim.checks[0].tolerance.at_most == pytest.approx(bound, abs=0.005)
+    assert took["none"] / took["6 MiB"] > bound
 
 
 def test_cells_are_what_the_planner_says(request: pytest.FixtureRequest) -> None:

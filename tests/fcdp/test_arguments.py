@@ -48,6 +48,19 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"partial_gradients": "disk"}, "partial_gradients = 'disk': "),
     ({"error_feedback": True}, "error_feedback = True: "),
     ({"adapters": "both"}, "adapters = 'both': "),
+    ({"exchanges": "ring"}, "exchanges = 'ring': must be one of hierarchical, flat"),
+    (
+        {"exchanges": "flat", "reduce_codec": fcdp.BlockInt8()},
+        "reduce_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
+    ),
+    (
+        {"exchanges": "flat", "partial_gradients": "host"},
+        "partial_gradients = 'host': must be 'device' with exchanges = 'flat'",
+    ),
+    (
+        {"exchanges": "flat", "adapters": "replicated"},
+        "adapters = 'replicated': must be 'sharded' with exchanges = 'flat'",
+    ),
     ({"reshard_after_forward": 2}, "reshard_after_forward = 2: "),
 ]
 

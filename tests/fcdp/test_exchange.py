@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -136,6 +137,29 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
         with pytest.raises(ValueError, match="must be a sum or an average"):
             exchange.reduce_scatter([], [values], op, mock.Mock())
+
+
+def test_a_ring_reduces_to_each_rank_its_part_and_sends_to_the_next_alone() -> None:
+    world, sent = 3, defaultdict[int, list[tuple[int, int]]](list)
+
+    def noted(received: Any, given: Any, group: Any) -> Any:
+        sent[group.rank()] += [(peer, part.nbytes) for peer, part in given]
+        return swap(received, given, group)
+
+    def own(topology: Any) -> list[float]:
+        output, buffer = torch.empty(2), torch.arange(2.0 * world) * 10**topology.rank
+        exchange.ring_reduce_scatter(output, buffer, dist.ReduceOp.SUM, topology.intra)
+        return output.tolist()
+
+    with mock.patch("fcdp.exchange.swap", noted):
+        found = on_threads(1, world, own)
+    assert found == [[111.0 * 2 * rank, 111.0 * (2 * rank + 1)] for rank in range(world)]
+    assert sent == {rank: [((rank + 1) % world, 8)] * (world - 1) for rank in range(world)}
+
+
+def test_of_a_ring_each_rank_counts_its_share_of_what_leaves_the_node() -> None:
+    topology: Any = mock.Mock(world_size=8, ranks_per_node=4)
+    assert exchange.ring_bytes(8, topology) == (7 * 8 / 4, 7 * 8 * 3 / 4)
 
 
 def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:

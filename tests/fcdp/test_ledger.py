@@ -3,6 +3,8 @@ in tests/experiments)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,27 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     stored = node_bytes(result, settings, "device_to_host", "forward")
     assert 0 < stored < across
     assert node_bytes(result, settings, "host_to_device", "backward") == stored
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(3, 1), (2, 2)])
+def test_flat_exchanges_send_all_but_one_ranks_part_and_gradients_of_each_micro_batch(
+    ranks: Pools, nodes: int, ranks_per_node: int
+) -> None:
+    """As ``simulation.traffic.flat`` has it; what backward reads again it gathers in the node."""
+    ours = Settings(nodes, ranks_per_node, accumulation=2)
+    settings = replace(ours, exchanges="flat")
+    hierarchical, result = (
+        ranks.run(settings.world_size, train, each, "fcdp")[0] for each in (ours, settings)
+    )
+    total, _ = ranks.run(settings.world_size, gathered_bytes, settings)[0]
+    across = total - total / settings.world_size
+    assert node_bytes(result, settings, "inter_node", "forward") == across
+    assert node_bytes(result, settings, "inter_node", "backward") == 0
+    assert node_bytes(result, settings, "inter_node", "reduce") == 2 * across
+    for link in ("intra_node", "host_to_device"):
+        read = node_bytes(result, settings, link, "backward")
+        assert read == node_bytes(hierarchical, settings, link, "backward")
+    assert (result.hits, result.misses) == (hierarchical.hits, hierarchical.misses)
 
 
 def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
+from fcdp.exchange import Exchanges
 from fcdp.integrations.takeover import Takeover
 from fcdp.partial_gradients import PartialsPlace
 
@@ -105,6 +106,7 @@ class Settings:
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | None = None
     error_feedback: bool = False
+    exchanges: Exchanges = "hierarchical"
     adapters: Literal["sharded", "replicated"] = "sharded"
     #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
     events: dict[int, str] = field(default_factory=dict)
@@ -188,6 +190,7 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         gather_codec=settings.gather_codec,
         reduce_codec=settings.reduce_codec,
         error_feedback=settings.error_feedback,
+        exchanges=settings.exchanges,
         adapters=settings.adapters,
     )
     return model

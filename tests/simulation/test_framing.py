@@ -27,6 +27,8 @@ RESULTS = Path(__file__).parents[2] / "results"
         ("zero3", "full", 4, 2 * (1 + 4 + 4 * 5 + 3)),
         # Adapters are one unit; frozen blocks are cached for ever.
         ("fcdp", "lora", 8, 2 * (1 + 8 + 1 + 1)),
+        # A ring of four instead of partners, but for what ranks agree on; no reduction waits.
+        ("fcdp-paper", "lora", 8, 2 * (1 + 8) + 6 * (1 + 8)),
         ("replicated", "full", 4, 2 * (1 + 2)),
         # All-reduces between partners, over rings of two.
         ("mics", "lora", 4, 2 * (1 + 4 * 2)),

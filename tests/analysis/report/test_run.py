@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from analysis import strategies
+from analysis.__main__ import RESULTS
+from analysis.compare.baseline import compare
+from analysis.load.table import latest
 from analysis.report import run
-from experiments.records.record import Record
+from experiments.records.record import Record, read
+from experiments.records.select import FILE
 from tests.analysis import made_up
 from tests.analysis.pages import check_page
 
@@ -91,3 +96,16 @@ def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
 def test_the_page_names_no_path_of_this_machine(page: str, written: run.Written) -> None:
     assert str(written.report.parent) not in page
     assert str(Path.cwd()) not in page
+
+
+#: By matrix, what a committed report compares with where that is not the usual baseline.
+BASELINES = {"cyclic-digits": "ddp"}
+
+
+@pytest.mark.parametrize(
+    "table", sorted(RESULTS.rglob("comparison.md")), ids=lambda table: table.parts[-3]
+)
+def test_committed_comparisons_are_what_their_records_give(table: Path) -> None:
+    records = latest(read(table.parents[1] / FILE))
+    baseline = BASELINES.get(table.parts[-3], strategies.BASELINE)
+    assert table.read_text("utf-8") == run.markdown(compare(records, baseline))

@@ -1,26 +1,24 @@
-"""What crosses nodes as a cell chooses it: how often gradients do, and what is simulated alone."""
+"""What crosses nodes as a cell chooses it: over which ring, and how often gradients do."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import pytest
-import torch.nn as nn
+from pydantic import ValidationError
 
-from baselines.presets import fcdp
-from baselines.settings import CacheSettings, Exchanges
-from tests.baselines.jobs import job
+from baselines.settings import CacheSettings, Exchanges, PaperSettings
+from baselines.settings import Settings as StrategySettings
 from tests.baselines.training import Settings, Tuning, made
 from tests.ranks import Pools
 
 ACCUMULATION = 3
 
 
-def sent(tuning: Tuning, chosen: CacheSettings) -> dict[str, float]:
+def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, float]:
     """Bytes that a node of two sends in a steady step, by phase; the closed form; losses' sum."""
     settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=ACCUMULATION, chosen=chosen)
-    trainable, batches = made("fcdp", settings)
+    trainable, batches = made(strategy, settings)
     total = 0.0
     for _ in range(3):
         trainable.take_ledger()
@@ -30,23 +28,45 @@ def sent(tuning: Tuning, chosen: CacheSettings) -> dict[str, float]:
     return {**ledger["inter_node"], "closed form": trainable.closed_form_bytes, "loss": total}
 
 
-@pytest.mark.parametrize(("tuning", "adapters"), [("full", "sharded"), ("lora", "replicated")])
+@pytest.mark.parametrize(
+    ("tuning", "adapters", "exchanges", "times"),
+    [
+        ("full", "sharded", "undeferred", 1),
+        ("lora", "replicated", "undeferred", 1),
+        # Three quarters of a ring's buffer over an edge, and half of it across.
+        ("full", "sharded", "flat", 3 / 2),
+        ("lora", "sharded", "flat", 3 / 2),
+    ],
+)
 def test_gradients_of_each_micro_batch_cross_nodes(
-    ranks: Pools, tuning: Tuning, adapters: Literal["sharded", "replicated"]
+    ranks: Pools,
+    tuning: Tuning,
+    adapters: Literal["sharded", "replicated"],
+    exchanges: Exchanges,
+    times: float,
 ) -> None:
     ours, theirs = (
-        ranks.run(4, sent, tuning, CacheSettings(exchanges=exchanges, adapters=adapters))[0]
-        for exchanges in get_args(Exchanges)[:2]
+        ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each, adapters=adapters))[0]
+        for each in ("hierarchical", exchanges)
     )
     for found in (ours, theirs):
         phases = [nbytes for name, nbytes in found.items() if name not in ("closed form", "loss")]
         assert sum(phases) == found["closed form"]
-    assert theirs["reduce"] == ACCUMULATION * ours["reduce"]
-    assert theirs.get("forward") == ours.get("forward")
+    assert theirs["reduce"] == ACCUMULATION * times * ours["reduce"]
+    assert theirs.get("forward", 0) == times * ours.get("forward", 0)
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    if exchanges == "flat":
+        assert ranks.run(4, sent, "fcdp-paper", tuning, PaperSettings())[0] == theirs
 
 
-def test_flat_exchanges_are_refused() -> None:
-    chosen = CacheSettings(exchanges="flat")
-    with pytest.raises(ValueError, match="exchanges = 'flat': flat exchanges are simulated alone"):
-        fcdp.build(nn.Linear(2, 2), replace(job([]), settings=chosen))
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gather_codec": "delta"}, "allowed with another gather_codec than none"),
+        ({"reduce_codec": "int8"}, "allowed with another reduce_codec than none"),
+        ({"adapters": "replicated"}, "allowed with another adapters than sharded"),
+    ],
+)
+def test_what_no_ring_carries_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=f"exchanges\n.*{said}: hierarchical, undeferred"):
+        CacheSettings(exchanges="flat", **given)

@@ -108,6 +108,8 @@ def test_the_reference_that_trained_longest_is_compared_with() -> None:
         ({"strategy": "mics", "cluster": ClusterSpec(nodes=2, ranks_per_node=4)}, True),
         ({"strategy": "fcdp", "exchanges": "undeferred"}, False),
         ({"strategy": "fcdp", "exchanges": "undeferred", "accumulation": 2}, True),
+        ({"strategy": "fcdp", "exchanges": "flat"}, True),
+        ({"strategy": "fcdp-paper"}, True),
         ({"strategy": "ddp"}, True),
         ({"strategy": "qwz"}, True),
     ],

@@ -85,10 +85,11 @@ def test_what_cannot_be_names_field_and_value(settings: dict[str, Any], message:
         request(**settings)
 
 
-def test_cycles_are_simulated_and_not_planned() -> None:
+def test_cycles_and_the_papers_own_are_simulated_and_not_planned() -> None:
     assert set(simulated()) - set(planned()) == {
-        name for name in simulated() if name.startswith("cyclic")
+        name for name in simulated() if name.startswith(("cyclic", "fcdp-paper"))
     }
+    assert request(strategies=("fcdp-paper",)).strategies == ("fcdp-paper",)  # asked for
     assert Request(model="gpt-30b", hardware=paper_cluster()).strategies == planned()
 
 

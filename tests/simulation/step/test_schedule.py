@@ -173,6 +173,7 @@ def test_exchanges_as_a_cell_chooses_them() -> None:
     assert flat["forward"] == pytest.approx(15 / 8 * each["forward"])
     assert flat["reduce"] == pytest.approx(15 / 8 * each["reduce"])
     assert "backward" not in flat
+    assert predicted("fcdp-paper", accumulation=3).moved_bytes["inter_node"] == flat
 
 
 def test_unknown_exchanges() -> None:

@@ -1,0 +1,75 @@
+"""Every matrix whose records are committed, anew: how long that takes, and each where it was ended.
+
+    python -m scripts.reproduce [MATRIX ...]
+
+What has run is kept: the same command goes on. Records are copied into results as matrices end.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.matrix import files as matrices
+from experiments.records.record import read
+from experiments.records.select import FILE
+from simulation import files, yaml_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+#: Matrices that no name finds, and what makes the weights that they all begin with.
+EXAMPLES = ROOT / "examples" / "differences"
+PRETRAINED, PRETRAIN = EXAMPLES / "weights", "examples.differences.pretrain"
+
+
+def committed() -> dict[str, Path]:
+    """Records of matrices, by the matrix's name."""
+    found = files.below(RESULTS, FILE)
+    return {path.parent.relative_to(RESULTS).as_posix(): path for path in found}
+
+
+def argument(name: str) -> str:
+    """What ``experiments run`` calls the matrix: its name, or its file.
+
+    Raises ``ValueError`` for one that there is not.
+    """
+    if name in matrices.available():
+        return name
+    for file in EXAMPLES.glob("*.yaml"):
+        if yaml_lines.load(file).values["name"] == name:
+            return file.relative_to(ROOT).as_posix()
+    raise ValueError(f"matrix = {name!r}: allowed are {', '.join(committed())}")
+
+
+def minutes(name: str) -> float:
+    """What the committed run took."""
+    path = committed().get(name)
+    return 0.0 if path is None else sum(record.seconds for record in read(path)) / 60
+
+
+def reproduce(names: Sequence[str]) -> int:
+    """Run matrices and copy their records; the status of the first that was ended."""
+    took = {name: minutes(name) for name in names}
+    print("\n".join(f"{took[name]:7.1f} min  {argument(name)}" for name in names))
+    print(f"{sum(took.values()):7.1f} min  by the committed records; what has run is kept")
+    for name in names:
+        given = argument(name)
+        if given != name and not PRETRAINED.exists():
+            _run(PRETRAIN)
+        status = _run("experiments", "run", given, "--resume")
+        if status not in (0, 1):  # a cell that fails is a result too
+            return status
+        (RESULTS / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "runs" / name / FILE, RESULTS / name / FILE)
+    return 0
+
+
+def _run(*module: str) -> int:
+    return subprocess.run([sys.executable, "-m", *module], cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(reproduce(sys.argv[1:] or [*committed()]))
