@@ -24,6 +24,8 @@ _KINDS: Mapping[str, Callable[..., Objective]] = {
     "grpo": grpo.make,
     "distillation": distillation.make,
 }
+#: What a user's own must have.
+_PARTS = ("epochs", "rewards", "prepare", "loss")
 
 
 def of(
@@ -61,8 +63,7 @@ def iterate(
 def _own(spec: OwnObjective, cell: Cell) -> Objective:
     where = cell.origin.key("objective", "function")
     made: Any = configured.find_function(spec.function, where)(cell.sequence_length)
-    lacking = [name for name in Objective.__annotations__ if not hasattr(made, name)]
-    lacking += [name for name in ("prepare", "loss") if not callable(getattr(made, name, None))]
+    lacking = [name for name in _PARTS if not hasattr(made, name)]
     if lacking:
         raise ValueError(
             f"{where}: {spec.function} returned a {type(made).__name__} without "

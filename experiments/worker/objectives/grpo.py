@@ -93,7 +93,8 @@ class GRPO:
         gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
         behind = reference - found
         losses = self._spec.beta * (behind.exp() - behind - 1) - gain
-        return ((losses * counts).sum(1) / counts.sum(1)).mean()
+        mean: torch.Tensor = ((losses * counts).sum(1) / counts.sum(1)).mean()
+        return mean
 
     def _of_answers(self, found: torch.Tensor) -> torch.Tensor:
         return found[:, self._prompt - 1 :]

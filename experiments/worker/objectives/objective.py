@@ -26,10 +26,15 @@ class Objective(Protocol):
     All ranks call the model equally often: each call is a collective.
     """
 
-    #: Optimizer steps on what has been prepared.
-    epochs: int
-    #: The mean reward of each iteration so far; empty without rewards.
-    rewards: Sequence[float]
+    @property
+    def epochs(self) -> int:
+        """Optimizer steps on what has been prepared."""
+        ...
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        """The mean reward of each iteration so far; empty without rewards."""
+        ...
 
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended

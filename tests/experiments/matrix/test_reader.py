@@ -262,7 +262,7 @@ ADDED = [
         "objective: 99 new tokens leave no prompt in sequences of 16; allowed are up to 16",
     ),
     ("objective: {kind: distillation, teacher: b}", "objective.teacher: unknown model 'b'"),
-    ("objective: {kind: distillation}", "objective.teacher: teacher is missing"),
+    ("objective: {kind: distillation}", "objective: teacher is missing"),
     ("objective: {function: nowhere:mine}", "objective.function: no module 'nowhere' in the curr"),
     ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
     ("origin: x", "origin: unknown key 'origin'; allowed: "),

@@ -69,7 +69,7 @@ def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Train
     job = Job(
         topology=topology,
         blocks=blocks,
-        dtype=torch.float32,
+        dtype=getattr(torch, of.dtype),
         learning_rate=of.learning_rate,
         micro_batch=of.micro_batch,
         accumulation=of.accumulation,
