@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from baselines import registry
 from baselines.encoding import DIFFERENCES
+from baselines.settings import CacheSettings
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
@@ -132,8 +133,9 @@ def _adds_in_one_order(cell: Cell) -> bool:
     """
     if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
         return False
-    chosen = getattr(cell.settings, "exchanges", "hierarchical")
-    schedule = registry.schedule_of(cell.strategy).exchanging(chosen)
+    schedule = registry.schedule_of(cell.strategy)
+    if isinstance(cell.settings, CacheSettings):
+        schedule = schedule.exchanging(cell.settings.exchanges)
     shards = schedule.shards
     whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
     deferred = schedule.accumulates_without_sync
