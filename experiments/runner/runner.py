@@ -134,7 +134,6 @@ class _Runner:
         network: dict[str, Any] = {}
         measurement = None
         try:
-            self._cluster.shape(None)
             outcome = self._compile(cell, directory)
             started = time.monotonic()
             self._watch.machine()

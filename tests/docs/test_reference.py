@@ -24,7 +24,13 @@ _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 #: Of protocols: what others write, and only its class has an example.
 _DECLARED = {"CachePolicy.place", "Codec.encoded_bytes", "Codec.encode", "Codec.decode"}
 #: Counting is the library's.
-_INTERNAL = {"Ledger.add", "Ledger.hold", "Topology.is_beside", "Topology.failures"}
+_INTERNAL = {
+    "Ledger.add",
+    "Ledger.add_both",
+    "Ledger.hold",
+    "Topology.is_beside",
+    "Topology.failures",
+}
 
 
 def public() -> Iterator[tuple[str, Any]]:

@@ -258,7 +258,7 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
         assert in_all == pytest.approx(finished.sent, rel=0.02)
         seconds = (found.generation_seconds, found.scoring_seconds, found.update_seconds)
         mean = sum(found.step_seconds) / len(found.step_seconds)
-        assert 0.9 * mean < sum(map(float, filter(None, seconds))) <= mean
+        assert sum(map(float, filter(None, seconds))) == pytest.approx(mean, rel=0.2)
         assert found.inter_node_bytes_closed_form is None
         assert found.rewards is not None
         assert len(found.rewards) == finished.cell.warmup_steps + finished.cell.steps
