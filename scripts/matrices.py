@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -53,7 +53,7 @@ def of_cells() -> str:
 
 
 def of_strategies() -> str:
-    """Tables of the settings of some strategies alone, one for those that have the same."""
+    """Lists of the settings of some strategies alone, one for those that have the same."""
     tables: dict[str, dict[str, list[str]]] = {}
     for kind in registry.settings_types():
         for row in _rows(kind):
@@ -62,7 +62,7 @@ def of_strategies() -> str:
             # Their defaults may differ.
             row[2] = ", ".join(dict.fromkeys(_default(each.settings, key) for each in have))
             tables.setdefault(_either(each.name for each in have), {}).setdefault(key, row)
-    return "\n\n".join(f"{of}:\n\n" + _table(rows.values()) for of, rows in tables.items())
+    return "\n\n".join(f"{of}:\n\n{_list(rows.values())}" for of, rows in tables.items())
 
 
 def of_clusters() -> str:
@@ -116,23 +116,19 @@ def of_objectives() -> str:
         keys = [each for each in kind.model_fields if each not in ("kind", "teacher")]
         if not keys:
             continue
-        told = [
-            f"{key} ({value}{'' if default == _REQUIRED else f'; {default}'}) {meaning}".strip()
-            for key, value, default, meaning in _rows(kind, {each: each for each in keys})
-        ]
-        lines += [f"- {name}: {'; '.join(told)}"]
+        lines += [f"- {name}: {'; '.join(_items(_rows(kind, {each: each for each in keys})))}"]
     return "\n".join(lines)
 
 
 def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:
-    """A table per kind, under what it is; without what the reader adds to the file's."""
+    """A list per kind, under what it is; without what the reader adds to the file's."""
     parts, earlier = [], []
     for kind in kinds:
         rows = _rows(kind, {name: name for name in kind.model_fields if name not in added})
         # A row that an earlier kind has word for word is said once.
         told = ", ".join(row[0] for row in rows if row in earlier)
         said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
-        parts.append(f"{said}\n\n{_table(row for row in rows if row not in earlier)}")
+        parts.append(f"{said}\n\n{_list(row for row in rows if row not in earlier)}")
         earlier += rows
     return "\n\n".join(parts)
 
@@ -144,6 +140,18 @@ def _table(rows: Iterable[list[str]], head: Sequence[str] = _HEAD) -> str:
         for key, value, default, *more in rows
     )
     return text.table(head, shown, words=head)
+
+
+def _list(rows: Iterable[Sequence[str]]) -> str:
+    """A line per key, where a table's rules would be longer than what it holds."""
+    return "\n".join(f"- {item}" for item in _items(rows))
+
+
+def _items(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Each key, its values and default in brackets, and its meaning."""
+    for key, value, default, meaning in rows:
+        values = value if default == _REQUIRED else f"{value}; {default}"
+        yield f"{key} ({values})" + (meaning and f": {meaning}")
 
 
 def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list[list[str]]:
