@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
@@ -15,7 +16,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
+from fcdp.cache.cache import Safety
+from fcdp.codec import Codecs
 from fcdp.engine import engine_of
+from fcdp.setup import Options, Setup
 from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
 from tests.ranks import Pools
 
@@ -50,6 +54,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"adapters": "both"}, "adapters = 'both': "),
     ({"exchanges": "ring"}, "exchanges = 'ring': must be one of hierarchical, flat"),
     (
+        {"exchanges": "flat", "gather_codec": fcdp.BlockInt8()},
+        "gather_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
+    ),
+    (
         {"exchanges": "flat", "reduce_codec": fcdp.BlockInt8()},
         "reduce_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
     ),
@@ -78,6 +86,12 @@ def refused() -> None:
 
 def test_mistakes_are_refused_and_leave_the_model_as_it_was(ranks: Pools) -> None:
     ranks.run(2, refused)
+
+
+def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> None:
+    options = Options(1, "device", Safety(), Codecs(None, None, error_feedback=False))
+    named = Setup((2, 1), fcdp.HostCache(), options)._arguments()
+    assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
 
 
 @pytest.mark.parametrize(

@@ -160,12 +160,14 @@ def last_pass_of_a_run(end: str, directory: str) -> str:
     with pytest.raises(RuntimeError) as error:
         if end == "save":
             fcdp.save(model, optimizer, directory)
+        elif end == "publish":
+            fcdp.publish(model, directory)
         else:
             fcdp.export(model, directory)
     return str(error.value)
 
 
-@pytest.mark.parametrize("end", ["save", "export"])
+@pytest.mark.parametrize("end", ["save", "export", "publish"])
 def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(
     ranks: Pools, end: str, tmp_path: Path
 ) -> None:

@@ -54,14 +54,6 @@ def test_two_reductions_are_in_flight_and_none_after_backward(
         assert types == {torch.Tensor}
 
 
-def on_one_node() -> list[list[str]]:
-    return flying(1, 2)[0]
-
-
-def test_nothing_is_in_flight_on_one_node(ranks: Pools) -> None:
-    assert ranks.run(2, on_one_node) == [[[]] * 6] * 2
-
-
 @cases(("outputs", False), ("modules", False), ("outputs", True), ("callbacks", False))
 def test_hooks_may_read_gradients_in_backward(run: Run, who: str, only_rank_0: bool) -> None:
     """Every gradient that is there, when a block's backward begins or ends, or at the very end.

@@ -29,6 +29,15 @@ def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
+def test_a_sum_that_was_taken_is_nobody_elses(place: str) -> None:
+    waiting = partials(place, Ledger())
+    waiting.add(torch.ones(4), owned=True)
+    taken = waiting.take(torch.ones(4))
+    waiting.add(torch.full((4,), 9.0), owned=True)
+    assert taken.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
 def test_narrow_gradients_are_added_in_single_precision(place: str) -> None:
     waiting = partials(place, Ledger())
     for value in (1.0, 2**-9, 2**-9):

@@ -37,7 +37,7 @@ class Weight:
 class Reducer:
     """What reduces one unit on one rank, called as FSDP2 calls it."""
 
-    def __init__(self, topology: Any, unit: StandInUnit | None = None) -> None:
+    def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
         given: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
         self.weights = given.params
@@ -48,6 +48,7 @@ class Reducer:
             InFlight(NoFailures()),
             self.ledger,
             None,  # type: ignore[arg-type]
+            world,
         )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,6 +107,23 @@ def test_micro_batches_cross_nodes_once_as_their_sum(
         assert bytes_sent == sent
 
 
+def test_flat_each_micro_batch_goes_round_all_ranks_at_once() -> None:
+    def step(topology: Any) -> tuple[list[list[float]], bool, dict[str, dict[str, int]]]:
+        world, topology.intra, topology.reduce_intra = topology.intra, None, None
+        topology.nodes, topology.ranks_per_node = 2, 2
+        reducer = Reducer(topology, world=world)
+        gradients = torch.arange(4.0 * NUMEL) * 10**topology.rank
+        outputs = [reducer(times * gradients).tolist() for times in (1, 2)]
+        return outputs, reducer.reduce.pending, reducer.ledger.snapshot()
+
+    sent = 2 * 3 * NUMEL * 4
+    for rank, (outputs, pending, bytes_sent) in enumerate(on_threads(1, 4, step)):
+        once = torch.arange(4.0 * NUMEL).view(4, -1)[rank] * 1111
+        assert outputs == [once.tolist(), (2 * once).tolist()]
+        assert not pending
+        assert bytes_sent == {link: {"reduce": sent // 2} for link in ("inter_node", "intra_node")}
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "value"),
     [(3, 28672.0), (2, 30000.0), (2, 2.0**-24), (5, 6400.0)],
@@ -145,19 +163,20 @@ def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "last", "hooked", "goes_on"),
+    ("nodes", "last", "hooked", "world", "goes_on"),
     [
-        (2, True, False, True),
-        (1, True, False, False),
-        (2, False, False, False),
-        (2, True, True, False),
+        (2, True, False, None, True),
+        (1, True, False, None, False),
+        (2, False, False, None, False),
+        (2, True, True, None, False),
+        (2, True, False, "all ranks", False),
     ],
 )
 def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
-    nodes: int, last: bool, hooked: bool, goes_on: bool
+    nodes: int, last: bool, hooked: bool, world: Any, goes_on: bool
 ) -> None:
     place: Any = Place(nodes, 0, 2 // nodes)
-    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked))
+    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked), world)
     reducer.reduce.requires_sync = last
     given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
     assert given == [False, goes_on]

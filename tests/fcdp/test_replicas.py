@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
+from fcdp.replicas import Replicas
 from tests.fcdp.training import (
     Settings,
     batches,
@@ -168,6 +170,16 @@ def test_a_divide_factor_counts_once_however_many_backwards(ranks: Pools) -> Non
     replicated = ranks.run(2, gradient_of_several_backwards, "replicated")
     sharded = ranks.run(2, gradient_of_several_backwards, "sharded")
     torch.testing.assert_close(replicated, sharded)
+
+
+def test_gradients_of_several_dtypes_are_averaged_in_the_widest() -> None:
+    params = [nn.Parameter(torch.ones(3, dtype=each)) for each in (torch.bfloat16, torch.float32)]
+    for param in params:
+        param.grad = torch.full_like(param, 1 / 3)
+    replicas: Any = SimpleNamespace(_reduce_dtype=None, _topology=SimpleNamespace(world_size=4))
+    buffer = Replicas._gather_up(replicas, params)
+    narrow, wide = (each.grad.float().tolist() for each in params if each.grad is not None)
+    assert (buffer.dtype, buffer.tolist()) == (torch.float32, [*narrow, *wide, 0.0, 0.0])
 
 
 def losses_with_a_block_left_out(adapters: Literal["sharded", "replicated"]) -> list[float]:

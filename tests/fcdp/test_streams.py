@@ -94,32 +94,50 @@ def test_training_equals_fsdp2_in_every_schedule(
     assert not wrong, "\n".join(wrong)
 
 
-def exchanges_of(directory: Path) -> set[tuple[str, str]]:
-    """List the exchanges on the device with their groups and streams; three nodes of two."""
+def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
+    """List the exchanges on the device with their groups and streams; three nodes of two.
+
+    Hierarchical ones, and those of flat exchanges.
+    """
     from tests.fcdp import accelerator
 
     settings = replace(SMALL, nodes=3, ranks_per_node=2, steps=1)
-    arguments = (train, settings.world_size, "host", settings, directory, "fcdp")
-    tapes = [accelerator.run(unshard_early, 6, 3, 2)[1], accelerator.run(*arguments)[1]]
+
+    def recorded(settings: Settings) -> Any:
+        return accelerator.run(train, 6, "host", settings, directory, "fcdp")[1]
+
+    tapes = [accelerator.run(unshard_early, 6, 3, 2)[1], recorded(settings)]
     with mock.patch("fcdp.all_gather.PARTS_MOST", 1):  # as with many nodes
-        tapes.append(accelerator.run(*arguments)[1])
-    return {
-        (operation.what, operation.timeline.name.split("'")[1])
-        for tape in tapes
-        for operation in tape.operations
-        if " in fcdp_" in operation.what and not operation.what.endswith("send")
-    }
+        tapes.append(recorded(settings))
+    flat = recorded(replace(settings, exchanges="flat"))
+    return [
+        {
+            (operation.what, stream[1])
+            for tape in some
+            for operation in tape.operations
+            if "-" in operation.what.split(" of ")[0] and not operation.what.endswith("send")
+            # Set-up exchanges on the computing stream, which has no name.
+            if len(stream := operation.timeline.name.split("'")) > 1
+        }
+        for some in (tapes, [flat])
+    ]
 
 
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
     """Another of either would compute the same, and wait for what it need not wait for."""
-    (found,) = apart.run(1, exchanges_of, tmp_path)
-    assert found == {
+    ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)
+    in_node = ("all-gather of 2 in fcdp_gather", "all_gather_stream")
+    assert hierarchical == {
+        in_node,
         ("all-gather of 3 in fcdp_gather", "inter_node"),
-        ("all-gather of 2 in fcdp_gather", "all_gather_stream"),
         ("all-gather of 2 in fcdp_gather", "intra_node"),  # what is asked for early
         ("reduce-scatter of 2 in fcdp_reduce", "reduce_scatter_stream"),
         ("reduce-scatter of 3 in fcdp_reduce", "reduce_scatter_stream"),
+    }
+    assert flat == {
+        in_node,  # of what the cache holds
+        ("all-gather of 6 in default_pg", "inter_node"),
+        ("reduce-scatter of 6 in default_pg", "reduce_scatter_stream"),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 import fcdp
+from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 
 SHAPES = [(2, 1), (2, 2), (3, 1)]
@@ -66,6 +67,7 @@ class Options:
     detect_writes: bool = True
     #: Whether gathers tell differences.
     differences: bool = False
+    exchanges: Exchanges = "hierarchical"
 
     @property
     def world_size(self) -> int:
@@ -102,7 +104,7 @@ def draw_options(seed: int) -> Options:
     setup = random.choice(["shard", "cache"])
     adapter_rank = random.choice([0, 0, 1, 3])
     replicated = setup == "shard" and adapter_rank > 0 and random.random() < 0.4
-    return Options(
+    options = Options(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         setup="shard" if setup == "shard" else "cache",
@@ -127,3 +129,5 @@ def draw_options(seed: int) -> Options:
         divide_factor=random.choice([None, None, None, 1.0, 8.0]),
         differences=random.random() < 0.5,
     )
+    plain = options.partials == "device" and not replicated and not options.differences
+    return replace(options, exchanges="flat" if plain and seed % 2 else "hierarchical")

@@ -201,6 +201,7 @@ class Pair:
                 poison=options.poison,
                 detect_writes=options.detect_writes,
                 gather_codec=fcdp.Delta("always") if options.differences else None,
+                exchanges=options.exchanges,
                 adapters=options.adapters,
             )
         else:
@@ -225,6 +226,7 @@ class Pair:
             poison=options.poison,
             detect_writes=options.detect_writes,
             gather_codec=fcdp.Delta("always") if options.differences else None,
+            exchanges=options.exchanges,
         )
 
     def _make_reference(self, seed: int) -> Net:
