@@ -46,7 +46,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def of_cells() -> str:
-    """What all cells have: one row for each key that axes and workload take."""
+    """Keys that all cells have: one row for each that axes and workload take."""
     names = {name: FILE_NAMES.get(name, name) for name in Cell.model_fields}
     rows = _rows(Cell, {name: file for name, file in names.items() if file in SETTINGS})
     return _table(rows)
@@ -66,7 +66,6 @@ def of_strategies() -> str:
 
 
 def of_clusters() -> str:
-    """What a cluster has, by its kind."""
     rows = [["`kind`", "`emulated`, `rented`, `simulated`", "`emulated`", "Where cells run", "all"]]
     for kind, of in ((ClusterSpec, "emulated, rented"), (SimulatedSpec, "simulated")):
         for row in _rows(kind):
@@ -78,7 +77,6 @@ def of_clusters() -> str:
 
 
 def of_models() -> str:
-    """What each kind of model is given by."""
     kinds = (
         ModelSpec,
         workload.ConfiguredModel,
@@ -90,7 +88,6 @@ def of_models() -> str:
 
 
 def of_data() -> str:
-    """What each kind of data is given by."""
     return _parts(
         (
             workload.Library,
@@ -104,7 +101,6 @@ def of_data() -> str:
 
 
 def of_optimizers() -> str:
-    """What each kind of optimizer is given by."""
     return _parts((AdamW, SGD))
 
 
@@ -168,7 +164,7 @@ def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list
 
 
 def _value(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> str:
-    """What JSON Schema allows, in words."""
+    """Values that JSON Schema allows, in words."""
     if "$ref" in schema:
         return f"{{{_value(defined[schema['$ref'].rpartition('/')[2]], defined)}}}"
     if "anyOf" in schema:
@@ -197,7 +193,7 @@ def _default(kind: type[BaseModel], name: str) -> str:
 
 
 def _meaning(kind: type[BaseModel], name: str) -> str:
-    """What the comment says of a field, or of its type's name; else its label, or nothing."""
+    """The comment on a field, or on its type's name; else its label, or nothing."""
     for owner in kind.__mro__:
         if name in inspect.get_annotations(owner):
             module = sys.modules[owner.__module__]

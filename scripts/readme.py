@@ -171,7 +171,6 @@ def _rows(command: str) -> dict[str, dict[str, str]]:
 
 
 def _run(command: str, *more: str, program: str = "experiments") -> str:
-    """Run a command; return its output."""
     arguments = [sys.executable, "-m", program, *shlex.split(command), *more]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
