@@ -9,22 +9,20 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from analysis import text
 from baselines import registry
-from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
 from experiments.matrix.workloads import OBJECTIVES
-from experiments.records import objective, workload
+from experiments.records import objective
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
-from simulation.transformer import ModelSpec
 
 _HEAD = ("Key", "Value, and its default", "Meaning")
 _HEAD_OF = (*_HEAD, "Of")
@@ -76,34 +74,6 @@ def of_clusters() -> str:
     return _table(rows, _HEAD_OF)
 
 
-def of_models() -> str:
-    kinds = (
-        ModelSpec,
-        workload.ConfiguredModel,
-        workload.OwnModel,
-        workload.Convolutional,
-        workload.ResNet,
-    )
-    return _parts(kinds, added=("configuration",))
-
-
-def of_data() -> str:
-    return _parts(
-        (
-            workload.Library,
-            workload.TextFile,
-            workload.JsonLines,
-            workload.Dataset,
-            workload.Images,
-        ),
-        added=("digest",),
-    )
-
-
-def of_optimizers() -> str:
-    return _parts((AdamW, SGD))
-
-
 def of_objectives() -> str:
     """A line for each kind of objective with what it is given by, but for models."""
     kinds = [(f"`kind: {name}`", kind) for name, kind in OBJECTIVES.items()]
@@ -116,11 +86,15 @@ def of_objectives() -> str:
     return "\n".join(lines)
 
 
-def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:
-    """A list per kind, under what it is; without what the reader adds to the file's."""
+#: Fields that the reader adds to the file's.
+_ADDED = ("configuration", "digest")
+
+
+def of_kinds(union: Any) -> str:
+    """A list per type of a union, under what it is."""
     parts, earlier = [], []
-    for kind in kinds:
-        rows = _rows(kind, {name: name for name in kind.model_fields if name not in added})
+    for kind in get_args(union):
+        rows = _rows(kind, {name: name for name in kind.model_fields if name not in _ADDED})
         # A row that an earlier kind has word for word is said once.
         told = ", ".join(row[0] for row in rows if row in earlier)
         said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
