@@ -65,9 +65,19 @@ archive: ## all tracked files as build/fcdp-COMMIT.tar.gz, with the checksum of 
 mutants: setup ## small faults in fcdp/, one at a time: which do the tests catch
 	$(VENV)/bin/python -m scripts.mutants $(MUTANTS)
 
-# With PYTHON=, whatever that interpreter has: a machine with a GPU may have no network.
+# With PYTHON=, one that has what the tests import: a machine with a GPU may have no network.
+gpu: INTERPRETER := $(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON))
+gpu: MARKED := -m pytest -v -m gpu --timeout 200
 gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 8 minutes: results/gpu
-	$(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON)) -m scripts.gpu --out results/gpu
+	mkdir -p results/gpu
+	status=0; \
+	$(INTERPRETER) $(MARKED) --session-timeout 360 --junitxml results/gpu/training.xml --keep results/gpu \
+		$(foreach part,parity memory overlap,tests/fcdp/cuda/test_$(part).py) || status=1; \
+	TORCH_CUDA_SANITIZER=1 $(INTERPRETER) $(MARKED) --session-timeout 120 --junitxml results/gpu/streams.xml \
+		$$(grep -rl 'mark\.gpu' tests --include 'test_*.py' --exclude-dir cuda) || status=1; \
+	sed -i 's/ hostname="[^"]*"//' results/gpu/*.xml; \
+	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
+	exit $$status
 
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh

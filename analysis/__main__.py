@@ -204,7 +204,6 @@ def draw_plan(
 
 
 def _reproduce() -> None:
-    """Write the claims next to the committed records."""
     from analysis.report import reproduction
 
     try:
@@ -221,7 +220,6 @@ def _load(path: Path) -> list[Record]:
 
 
 def _by_file(path: Path) -> dict[Path, list[Record]]:
-    """The same, by the file that they are in."""
     from analysis.load.table import by_file
 
     try:

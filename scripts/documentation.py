@@ -127,7 +127,7 @@ def _is_a_page_or_figure(path: Path) -> bool:
 
 
 def _path(target: str, page: str) -> Path | None:
-    """What a relative link names, from the repository's root; nothing elsewhere, or of mkdocs."""
+    """The target of a relative link, from the repository's root; none elsewhere, or of mkdocs."""
     if "://" in target or page == "library.md":
         return None
     at = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), target))

@@ -38,7 +38,7 @@ from analysis import text
 from experiments.records import provenance
 from fcdp.engine import Engine, engine_of
 from fcdp.streams import Streams
-from scripts.gpu import fake
+from scripts import fake_world
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "host-cost" / "record.json"
@@ -63,8 +63,6 @@ Counts = dict[str, int]
 
 
 class _Queued(Streams):
-    """An accelerator's streams, on the CPU."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.on_host = False
@@ -109,8 +107,10 @@ class Collectives:
             issued[id(group)] += 1
             return group.allreduce_coalesced(outputs + inputs)  # type: ignore[no-any-return]
 
-        counting = dict.fromkeys(fake.SINGLE, single) | dict.fromkeys(fake.COALESCED, coalesced)
-        with fake.methods(counting):
+        counting = dict.fromkeys(fake_world.SINGLE, single) | dict.fromkeys(
+            fake_world.COALESCED, coalesced
+        )
+        with fake_world.methods(counting):
             yield
 
 
@@ -195,7 +195,7 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     """Be one of ``nodes × ranks_per_node`` ranks; there must be no process group yet."""
     collectives = Collectives()
     with (
-        fake.world(nodes, ranks_per_node, "cpu") as topology,
+        fake_world.world(nodes, ranks_per_node, "cpu") as topology,
         mock.patch("fcdp.engine.Streams", _Queued),
         mock.patch("fcdp.exchange._on_host", _on_device),
         collectives.in_place_of_torchs(),
@@ -205,7 +205,6 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
 
 
 def counted(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> dict[str, Counts]:
-    """Collectives of one call of each path."""
     with rank_of(nodes, ranks_per_node, detect_writes=detect_writes) as rank:
         return {path: rank.measure(path, rounds=1)[0] for path in PATHS}
 

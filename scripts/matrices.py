@@ -9,22 +9,20 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from analysis import text
 from baselines import registry
-from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
 from experiments.matrix.workloads import OBJECTIVES
-from experiments.records import objective, workload
+from experiments.records import objective
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
-from simulation.transformer import ModelSpec
 
 _HEAD = ("Key", "Value, and its default", "Meaning")
 _HEAD_OF = (*_HEAD, "Of")
@@ -46,7 +44,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def of_cells() -> str:
-    """What all cells have: one row for each key that axes and workload take."""
+    """Keys that all cells have: one row for each that axes and workload take."""
     names = {name: FILE_NAMES.get(name, name) for name in Cell.model_fields}
     rows = _rows(Cell, {name: file for name, file in names.items() if file in SETTINGS})
     return _table(rows)
@@ -66,7 +64,6 @@ def of_strategies() -> str:
 
 
 def of_clusters() -> str:
-    """What a cluster has, by its kind."""
     rows = [["`kind`", "`emulated`, `rented`, `simulated`", "`emulated`", "Where cells run", "all"]]
     for kind, of in ((ClusterSpec, "emulated, rented"), (SimulatedSpec, "simulated")):
         for row in _rows(kind):
@@ -75,37 +72,6 @@ def of_clusters() -> str:
             else:
                 rows.append([*row, of])
     return _table(rows, _HEAD_OF)
-
-
-def of_models() -> str:
-    """What each kind of model is given by."""
-    kinds = (
-        ModelSpec,
-        workload.ConfiguredModel,
-        workload.OwnModel,
-        workload.Convolutional,
-        workload.ResNet,
-    )
-    return _parts(kinds, added=("configuration",))
-
-
-def of_data() -> str:
-    """What each kind of data is given by."""
-    return _parts(
-        (
-            workload.Library,
-            workload.TextFile,
-            workload.JsonLines,
-            workload.Dataset,
-            workload.Images,
-        ),
-        added=("digest",),
-    )
-
-
-def of_optimizers() -> str:
-    """What each kind of optimizer is given by."""
-    return _parts((AdamW, SGD))
 
 
 def of_objectives() -> str:
@@ -120,11 +86,15 @@ def of_objectives() -> str:
     return "\n".join(lines)
 
 
-def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> str:
-    """A list per kind, under what it is; without what the reader adds to the file's."""
+#: Fields that the reader adds to the file's.
+_ADDED = ("configuration", "digest")
+
+
+def of_kinds(union: Any) -> str:
+    """A list per type of a union, under what it is."""
     parts, earlier = [], []
-    for kind in kinds:
-        rows = _rows(kind, {name: name for name in kind.model_fields if name not in added})
+    for kind in get_args(union):
+        rows = _rows(kind, {name: name for name in kind.model_fields if name not in _ADDED})
         # A row that an earlier kind has word for word is said once.
         told = ", ".join(row[0] for row in rows if row in earlier)
         said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
@@ -168,7 +138,7 @@ def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list
 
 
 def _value(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> str:
-    """What JSON Schema allows, in words."""
+    """Values that JSON Schema allows, in words."""
     if "$ref" in schema:
         return f"{{{_value(defined[schema['$ref'].rpartition('/')[2]], defined)}}}"
     if "anyOf" in schema:
@@ -197,7 +167,7 @@ def _default(kind: type[BaseModel], name: str) -> str:
 
 
 def _meaning(kind: type[BaseModel], name: str) -> str:
-    """What the comment says of a field, or of its type's name; else its label, or nothing."""
+    """The comment on a field, or on its type's name; else its label, or nothing."""
     for owner in kind.__mro__:
         if name in inspect.get_annotations(owner):
             module = sys.modules[owner.__module__]

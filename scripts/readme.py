@@ -24,9 +24,11 @@ from analysis.compare.audit import audit
 from analysis.load import runs
 from analysis.report import simulator
 from baselines import registry
+from baselines.optimizers import AnyOptimizer
 from docs import memory
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
+from experiments.records.workload import AnyData, AnyModel
 from scripts import host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,9 +74,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "cells": matrices.of_cells,
         "strategies": matrices.of_strategies,
         "clusters": matrices.of_clusters,
-        "models": matrices.of_models,
-        "data": matrices.of_data,
-        "optimizers": matrices.of_optimizers,
+        "models": partial(matrices.of_kinds, AnyModel),
+        "data": partial(matrices.of_kinds, AnyData),
+        "optimizers": partial(matrices.of_kinds, AnyOptimizer),
         "objectives": matrices.of_objectives,
     },
     "results/tables.md": {
@@ -171,7 +173,6 @@ def _rows(command: str) -> dict[str, dict[str, str]]:
 
 
 def _run(command: str, *more: str, program: str = "experiments") -> str:
-    """Run a command; return its output."""
     arguments = [sys.executable, "-m", program, *shlex.split(command), *more]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout

@@ -26,7 +26,6 @@ PRETRAINED, PRETRAIN = EXAMPLES / "weights", "examples.differences.pretrain"
 
 
 def committed() -> dict[str, Path]:
-    """Records of matrices, by the matrix's name."""
     found = files.below(RESULTS, FILE)
     return {path.parent.relative_to(RESULTS).as_posix(): path for path in found}
 
@@ -45,7 +44,7 @@ def argument(name: str) -> str:
 
 
 def minutes(name: str) -> float:
-    """What the committed run took."""
+    """Minutes that the committed run took."""
     path = committed().get(name)
     return 0.0 if path is None else sum(record.seconds for record in read(path)) / 60
 

@@ -177,7 +177,7 @@ def speeds(records: Sequence[Record]) -> str:
 
 
 def _noise(records: Sequence[Record]) -> str:
-    """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
+    """Speeds that no link explains, as a paragraph; nothing where there are none."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
     # Of each, the most that a slower link is faster than a faster one.

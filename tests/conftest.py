@@ -19,6 +19,7 @@ settings.load_profile("fcdp")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole products, not samples")
+    parser.addoption("--keep", metavar="DIR", help="a folder for the trace of a step on a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:

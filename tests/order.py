@@ -16,7 +16,7 @@ SECONDS: Mapping[str, float] = {
     "tests/experiments/worker/test_worker.py": 55,
     "tests/experiments/clusters/test_ssh.py": 60,
     "tests/examples/test_train.py": 70,
-    "tests/scripts/test_gpu.py": 50,
+    "tests/fcdp/cuda/test_parity.py": 50,
     "tests/experiments/test_pins.py": 45,
 }
 #: Seconds of a usual test.

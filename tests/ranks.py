@@ -53,17 +53,21 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
+#: Makes a process a rank, by its number, how many there are, and the file that they meet by.
+Join = Callable[[int, int, Path], None]
+
+
 class RankFailure(AssertionError):
     """What a rank raised, with its traceback."""
 
 
 class RankPool:
-    """``world_size`` processes that form one gloo process group on loopback.
+    """``world_size`` processes that form one gloo process group on loopback, or ``join`` otherwise.
 
     They may start processes of their own if they are no daemons.
     """
 
-    def __init__(self, world_size: int, *, daemon: bool = True) -> None:
+    def __init__(self, world_size: int, join: Join | None = None, *, daemon: bool = True) -> None:
         if not _FORKED:
             start_fork_server()
         self._store = tempfile.TemporaryDirectory()
@@ -72,7 +76,7 @@ class RankPool:
             here, there = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(rank, world_size, str(Path(self._store.name) / "store"), there),
+                args=(join or _join, there, rank, world_size, Path(self._store.name) / "store"),
                 daemon=daemon,
             )
             process.start()
@@ -124,12 +128,9 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
     return ok, answer
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    import torch
+def _join(rank: int, world_size: int, store: Path) -> None:
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     _share_loop()
     dist.init_process_group(
         "gloo",
@@ -138,6 +139,14 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=200),
     )
+
+
+def _serve(join: Join, pipe: Connection, rank: int, world_size: int, store: Path) -> None:
+    import torch
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    join(rank, world_size, store)
     while True:
         try:
             function, args = pipe.recv()
@@ -181,14 +190,15 @@ class Pools:
     #: Whether to run some of several variants alone.
     samples = False
 
-    def __init__(self) -> None:
+    def __init__(self, join: Join | None = None) -> None:
+        self._join = join
         self._pools: dict[int, RankPool] = {}
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
     ) -> list[Any]:
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
+            self._pools[world_size] = RankPool(world_size, self._join)
         try:
             return self._pools[world_size].run(function, *args, timeout_s=timeout_s)
         except BaseException:  # an interrupted test too: its answers are not the next one's

@@ -30,6 +30,7 @@ FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 PLACES = {
     "tests/examples": "system",
+    "tests/fcdp/cuda": "system",
     "tests/launch": "cluster",
     "tests/experiments/clusters": "cluster",
     "tests/clients": "system",

@@ -100,7 +100,7 @@ class Selection(Strict):
 
     @property
     def settings(self) -> dict[str, object]:
-        """What is asked for, by setting."""
+        """Values that are asked for, by setting."""
         return self.model_dump(exclude_none=True)
 
     def matches(self, row: Row) -> bool:
@@ -193,8 +193,6 @@ class Ratio(Strict):
 
 
 class Value(Strict):
-    """A quantity itself."""
-
     kind: Literal["value"]
     quantity: Quantity
     of: Selection
@@ -305,7 +303,7 @@ class Cause(Strict):
 
 @dataclass(frozen=True)
 class Change:
-    """What a claim is computed from, as it was and with the setting changed."""
+    """Rows that a claim is computed from, as they were and with the setting changed."""
 
     before: tuple[Sample, ...]
     after: tuple[Sample, ...]
@@ -314,7 +312,7 @@ class Change:
 
 
 def setting_of(cause: Cause) -> Described:
-    """What the setting says of itself; ``ValueError`` if cells have no such setting."""
+    """The setting's description; ``ValueError`` if cells have no such setting."""
     every = settings.described(Cell)
     if cause.setting not in every:
         raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(every)}")

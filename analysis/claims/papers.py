@@ -173,7 +173,7 @@ def load(path: Path = CLAIMS) -> Claims:
 
 
 def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
-    """What one claim alone cannot know: where it stands, and what is wrong."""
+    """Places and problems that one claim alone cannot know."""
     seen: set[str] = set()
     existing = matrices.named()
     for name, use in claims.matrices.items():
@@ -204,7 +204,7 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:
-    """What is wrong with a cause: the key, and the problem."""
+    """Keys of a cause, and the problem of each."""
     if cause.matrix not in claims.matrices:
         there = ", ".join(claims.matrices)
         yield "matrix", f"{cause.matrix!r} is no matrix; allowed are {there}"

@@ -142,7 +142,7 @@ class Finding:
 
 
 def _role(claim: Claim, check: Check) -> Role:
-    """What the comparison is for; with a hypothesis, consistency at most."""
+    """The use of the comparison; with a hypothesis, consistency at most."""
     return "consistency" if claim.label in HYPOTHESES and check.role == "result" else check.role
 
 
@@ -296,7 +296,7 @@ def _lacking(check: Check, rows: Sequence[Row]) -> str:
 def _computed(
     cause: Cause, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
 ) -> str | None:
-    """What the claim is with one setting changed, in words; ``None`` without such cells."""
+    """The claim with one setting changed, in words; ``None`` without such cells."""
     found = changed(cause, check.compute, every[check.matrix], every.get(cause.matrix, ()))
     if found is None:
         return None
@@ -358,7 +358,7 @@ def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
 
 
 def asked(check: Check, unit: Unit | None) -> str:
-    """What the tolerance asks for, in words."""
+    """The tolerance in words."""
     tolerance = check.tolerance
     if tolerance.relative is not None:
         return f"within {_with_unit(f'{tolerance.relative * 100:g}', '%')}"

@@ -62,7 +62,7 @@ _NEAR = 1.05
 
 @dataclass(frozen=True)
 class Finding:
-    """What the audit says of one cell."""
+    """The audit of one cell."""
 
     cell: Cell
     #: Bytes; ``None`` where it did not run.
@@ -128,7 +128,7 @@ def _find(of: Parity) -> Finding:
 
 
 def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is wrong with the bytes that it sends, and what explains those beyond the least."""
+    """Problems of the bytes that it sends, and explanations of those beyond the least."""
     sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
     allowance = _ALLOWANCES[measured.engine]
     if least is None:

@@ -192,7 +192,7 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
 
 
 def _gain(cells: pd.DataFrame) -> str:
-    """What stands beside a bar: FCDP's gain over ZeRO-3, or any variant's over the reference."""
+    """The label beside a bar: FCDP's gain over ZeRO-3, or any variant's over the reference."""
     compared = cells[cells["baseline"].map(strategies.is_ablation)]
     if compared.empty:
         compared = annotated(cells)

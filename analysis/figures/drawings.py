@@ -50,8 +50,6 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Saved:
-    """Where a drawing went."""
-
     drawing: Drawing
     png: Path
     svg: Path
@@ -66,7 +64,6 @@ def drawing(
 
 
 def _name(cells: pd.DataFrame, setting: str, what: str) -> str:
-    """The stem of a figure's file name."""
     first = cells.iloc[0]
     words = [first["matrix"], first["evidence"], setting, what]
     return "-".join(re.sub(r"[^\w.]+", "-", word) for word in words if word)
@@ -195,13 +192,11 @@ def caption_of_both(cells: pd.DataFrame) -> str:
 
 
 def caption_of_throughput(cells: pd.DataFrame) -> str:
-    """The same of throughput alone."""
     how = _throughput(cells)
     return _joined(how[0].upper() + how[1:], _missing(cells), provenance(cells))
 
 
 def caption_of_traffic(cells: pd.DataFrame) -> str:
-    """The same of bytes alone."""
     return _joined(_bytes(cells), _missing(cells), provenance(cells))
 
 
@@ -284,7 +279,7 @@ def _spread(cells: pd.DataFrame) -> float:
 
 
 def caption_of_losses(cells: pd.DataFrame) -> str:
-    """What the loss figure shows, and how far the strategies are apart."""
+    """The content of the loss figure, and how far the strategies are apart."""
     apart = float(cells["loss_difference_max"].max())
     longest = max(map(len, cells.loc[cells["state"] == "ok", "losses"]), default=0)
     step = "each optimizer step"

@@ -78,7 +78,7 @@ def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings
 
 
 def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str:
-    """What sets this figure apart from the others of its matrix, such as ``accumulation 4``."""
+    """Settings that set this figure apart from others of its matrix, such as ``accumulation 4``."""
     first = cells.iloc[0]
     differ = varying(matrix)
     words = [setting_in_words(name, first[name]) for name in differ if name in apart]

@@ -40,7 +40,7 @@ _TRIED = [1e8 * 1.02**step for step in range(200)]
 
 @dataclass(frozen=True)
 class Point:
-    """One published number, and what it is of."""
+    """One published number, and its setting."""
 
     table: str
     model: str
@@ -57,7 +57,7 @@ class Point:
 
 
 def published(file: Path = PUBLISHED) -> list[Point]:
-    """What the authors published."""
+    """The points of the authors' table."""
     with file.open(encoding="ascii", newline="") as opened:
         return [
             Point(

@@ -48,7 +48,6 @@ def _names(path: Path) -> dict[str, frozenset[str]]:
 
 
 def _given(content: Mapping[str, Any], setting: str) -> Iterator[str]:
-    """Each value that any of the cells has."""
     rules = content.get("overrides", ())
     for section in (content.get("workload", {}), content["axes"], *(rule["set"] for rule in rules)):
         values = section.get(setting, ())

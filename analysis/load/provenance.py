@@ -30,7 +30,6 @@ def distinct(cells: pd.DataFrame, column: str) -> list[dict[str, str]]:
 
 
 def commits(cells: pd.DataFrame) -> list[str]:
-    """Every commit that produced a cell."""
     return sorted(cells["commit"].dropna().unique())
 
 

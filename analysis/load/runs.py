@@ -64,12 +64,11 @@ class Run(_Held[Record]):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rows that claims are compared with."""
         return [row(record) for record in self.records]
 
     @property
     def resources(self) -> str:
-        """What the run took: cells, time, processors."""
+        """The cost of the run: cells, time, processors."""
         ran = [record for record in self.records if record.state != "skipped"]
         minutes = sum(record.seconds for record in ran) / 60
         cores = sorted({record.hardware["cores"] for record in ran if "cores" in record.hardware})
@@ -83,7 +82,6 @@ class Run(_Held[Record]):
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        """The same in full: what, and its value."""
         found = [self._commits]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
@@ -93,7 +91,6 @@ class Run(_Held[Record]):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Its records, one row a cell."""
         return frame(self.records)
 
 
@@ -108,7 +105,6 @@ class MemoryStudy(_Held[MemoryRecord]):
 
     @property
     def resources(self) -> str:
-        """The cost of the study: cases, time of all processes."""
         minutes = sum(record.seconds for record in self.records) / 60
         return f"{len(self.records)} cases, {text.number(minutes, 2)} min"
 
@@ -125,7 +121,6 @@ class MemoryStudy(_Held[MemoryRecord]):
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        """The same in full: what, and its value."""
         versions = {json.dumps(record.versions, sort_keys=True) for record in self.records}
         return [self._commits] + [
             ("Versions", ", ".join(f"{key} {value}" for key, value in json.loads(item).items()))
@@ -139,12 +134,10 @@ class BoundStudy(_Held[BoundRecord]):
 
     @property
     def rows(self) -> list[Row]:
-        """One a point."""
         return [_bound_row(record) for record in self.records]
 
     @property
     def resources(self) -> str:
-        """The cost of the study: its points."""
         return f"{len(self.records)} points"
 
     @property
@@ -156,7 +149,6 @@ class BoundStudy(_Held[BoundRecord]):
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        """The same in full: what, and its value."""
         return [self._commits]
 
 
@@ -176,17 +168,14 @@ class FuyouTable:
 
     @property
     def resources(self) -> str:
-        """The cost of the table: its points."""
         return f"{len(self.points)} points"
 
     @property
     def summary(self) -> str:
-        """Where the points come from, in a sentence."""
         return "The authors' published points, and the cost model that the strategy itself has"
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        """The same in full: what, and its value."""
         return [("Source", self.summary)]
 
 

@@ -56,7 +56,6 @@ COLUMNS = {
 
 
 def load(path: Path) -> list[Record]:
-    """All records of ``by_file``."""
     return [record for records in by_file(path).values() for record in records]
 
 

@@ -31,8 +31,6 @@ from simulation.quantities import format_link
 
 @dataclass(frozen=True)
 class Written:
-    """Where the document and its page are."""
-
     document: Path
     page: Path
     #: The chapter's tables as CSV and LaTeX, and its figures.
@@ -134,7 +132,7 @@ def _drawn(run: AnyRun) -> list[Drawing]:
 
 
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
-    """What both documents show."""
+    """Values that both documents show."""
     by_matrix = {run.matrix: run for run in of}
     where = region(claims)
     findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
@@ -192,7 +190,6 @@ def _written(
     notes: Mapping[str, str],
     where: Region,
 ) -> list[Chapter]:
-    """The chapters in their order."""
     verdicts, written = summarise(findings), list[Chapter]()
     for path in (contents.CONTENTS, *contents.OTHERS):
         holds = contents.load(claims, path)
@@ -229,7 +226,6 @@ def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:
 def _line(
     claims: Claims, finding: Finding, of: Mapping[str, AnyRun], notes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A finding's figures as text."""
     claim, check = finding.claim, finding.check
     line = {
         "id": claim.id,

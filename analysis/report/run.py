@@ -23,8 +23,6 @@ from simulation.quantities import format_link
 
 @dataclass(frozen=True)
 class Written:
-    """What a report consists of."""
-
     report: Path
     table: Path
     data: Path
@@ -103,7 +101,6 @@ def render(
 
 
 def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) -> list[str]:
-    """The files that have records of what is drawn."""
     return [
         file.as_posix()
         for file, records in files.items()
@@ -112,7 +109,6 @@ def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) 
 
 
 def _headline(item: Headline) -> dict[str, Any]:
-    """A headline's figures as text."""
     best, cells = item
     return {
         "tuning": text.TUNINGS[best["tuning"]],
@@ -157,7 +153,6 @@ def _as_text(rows: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def _failures(compared: pd.DataFrame) -> list[dict[str, str]]:
-    """Cells that ran and have no result."""
     failed = compared[~compared["state"].isin(["ok", "skipped"])]
     return [
         {
@@ -170,7 +165,7 @@ def _failures(compared: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
-    """What the shaper was set to, for each link."""
+    """Settings of the shaper, for each link."""
     found = []
     keys = compared["inter_bandwidth_bits_per_s"].map(format_link)
     for link, cells in compared.groupby(keys, sort=False):
@@ -179,7 +174,6 @@ def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
 
 
 def _engines(compared: pd.DataFrame) -> list[dict[str, str]]:
-    """Which software each strategy ran on."""
     columns = ["strategy", "engine", "engine_version", "policy"]
     ran = compared.loc[compared["engine"].notna(), columns].drop_duplicates()
     return [

@@ -177,8 +177,6 @@ class Timed:
 
 @dataclass(frozen=True)
 class Order:
-    """How well one matrix is ordered."""
-
     matrix: str
     #: Whether times of it may be read: nothing else ran beside its cells, as far as is known.
     quiet: bool

@@ -72,7 +72,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def notes(compared: pd.DataFrame) -> list[str]:
-    """What a reader of the table must know: what it compares with, and how it was obtained."""
+    """Notes below the table: what it compares with, and how it was obtained."""
     found = [
         "speed-up and “of baseline” compare with the cell of the same settings that ran "
         + "; ".join(_baselines(compared))

@@ -1,9 +1,9 @@
 """The root cause of a failed launch: which rank failed first and why, by what the ranks leave.
 
-Torchelastic's failures carry whole seconds; the errors that one rank's end causes on the others
-follow within milliseconds. Here the order is kept by cause rather than by clock: a rank holds a
-lock on its file, which the kernel releases when the process ends *before* it closes its sockets.
-A rank that fails therefore sees which ranks had ended silently before it did.
+Exit codes have no order, and the errors that one rank's end causes on the others follow within
+milliseconds. Here the order is kept by cause rather than by clock: a rank holds a lock on its file,
+which the kernel releases when the process ends *before* it closes its sockets. A rank that fails
+therefore sees which ranks had ended silently before it did.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class Board:
         self.ranks = ranks
 
     def create(self) -> None:
-        """Make the empty files of all ranks."""
         for rank in self.ranks:
             self._life(rank).touch()
 
@@ -115,7 +114,6 @@ class Board:
         partial.rename(self._report(rank))
 
     def reports(self) -> list[Report]:
-        """The exceptions that have ended ranks so far."""
         paths = (self._report(rank) for rank in self.ranks)
         return [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
 

@@ -1,4 +1,4 @@
-"""A cluster on this host: namespaces as nodes, a shaped link between them, torchelastic inside."""
+"""A cluster on this host: namespaces as nodes, a shaped link between them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class EmulatedCluster:
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
-            told: dict[str, Any] = {
+            common: dict[str, Any] = {
                 "environment": self._variables(network, environment),
                 "secret": secrets.token_hex() if extra else None,
                 "preload": self._preload,
@@ -141,7 +141,7 @@ class EmulatedCluster:
             beside = []
             for each in extra:
                 place, scratch = network.beside[each.name][0], str(folder / each.name)
-                machine = Machine(namespace=place, scratch=scratch, **told)
+                machine = Machine(namespace=place, scratch=scratch, **common)
                 log = logs / f"{each.name}.log"
                 beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
@@ -158,8 +158,7 @@ class EmulatedCluster:
                     address=address,
                     master_address=network.addresses[0],
                     port=self._port,
-                    timeout_s=timeout_s,
-                    **told,
+                    **common,
                 )
                 agents.append(start_agent(context, node, launch))
                 stack.callback(agents[-1].end)
@@ -321,7 +320,6 @@ class Network:
         route.link("set", index=_index(route, port), master=_index(route, interface), state="up")
 
     def _connect(self, route: IPRoute, own: str) -> None:
-        """Give a machine its address, and its routes to nodes of other groups."""
         index = _index(route, INTERFACE)
         route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
         for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):

@@ -48,7 +48,7 @@ class Machine:
     secret: str | None = field(default=None, repr=False)
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()
-    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
+    #: A directory, not there yet, for temporary files of its processes.
     scratch: str
 
     def end_processes(self, spare: frozenset[int] = frozenset()) -> None:
@@ -72,7 +72,6 @@ class Node(Machine):
     address: str
     master_address: str
     port: int
-    timeout_s: float
 
 
 def split(entry: str) -> tuple[str, str]:
@@ -84,7 +83,6 @@ def split(entry: str) -> tuple[str, str]:
 
 
 def function(entry: str) -> Callable[..., object]:
-    """The function that is named so."""
     module, name = split(entry)
     found: Callable[..., object] = getattr(importlib.import_module(module), name)
     return found
@@ -99,9 +97,9 @@ class Started:
         name: str,
         serve: str,
         machine: Machine,
-        *told: object,
+        *arguments: object,
     ) -> None:
-        """It calls the function ``serve`` of ``agent`` with the machine and ``told``."""
+        """It calls the function ``serve`` of ``agent`` with the machine and ``arguments``."""
         self.name = name
         #: Its own report; the reason why it ended where it has made none.
         self.result: NodeResult | None = None
@@ -109,7 +107,7 @@ class Started:
         self.connection, other_end = context.Pipe()
         self._machine = machine
         self._process: BaseProcess = context.Process(
-            target=_serve, args=(f"{AGENT}:{serve}", machine, *told, other_end), name=name
+            target=_serve, args=(f"{AGENT}:{serve}", machine, *arguments, other_end), name=name
         )
         with other_end:
             self._process.start()
@@ -141,10 +139,9 @@ class Started:
 
 
 def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: Launch) -> Started:
-    """Start the agent of a node, which launches the node's ranks."""
     return Started(context, f"the agent of node {node.node}", "serve", node, launch)
 
 
-def _serve(entry: str, *told: object) -> None:
+def _serve(entry: str, *arguments: object) -> None:
     # By its name: the process that starts this one needs no torch, which it imports.
-    function(entry)(*told)
+    function(entry)(*arguments)

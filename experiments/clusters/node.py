@@ -167,7 +167,6 @@ def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult
         address=order.address,
         master_address=order.master_address,
         port=order.port,
-        timeout_s=order.at_most_s,
     )
     agent = start_agent(get_context("spawn"), node, launch)
     try:

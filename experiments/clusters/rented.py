@@ -171,7 +171,7 @@ class RentedCluster:
         return launched(self._launcher, questions, of_launchers(os.environ))
 
     def _passed_on(self, node: int) -> dict[str, str]:
-        """What the ranks of a node see of the runner's environment, and what is counted there."""
+        """Variables of the runner that the ranks of a node see, and what is counted there."""
         counted = self._described[node].network["counted_interface"]
         names = named(os.environ)
         chosen = {

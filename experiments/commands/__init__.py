@@ -51,7 +51,6 @@ def summary(name: str) -> str:
 
 
 def load(name: str) -> Any:
-    """The command itself, with its options and its help."""
     own = name.replace("-", "_")
     function = getattr(importlib.import_module(f"{__name__}.{own}"), own)
     alone = typer.Typer(**STYLE)

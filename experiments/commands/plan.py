@@ -250,7 +250,7 @@ def plan(
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
-    """What an option says; ``None`` where it was not given."""
+    """An option's value; ``None`` where it was not given."""
     return None if text is None else parse(option, text)
 
 

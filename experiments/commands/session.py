@@ -170,5 +170,4 @@ def export(
 
 
 def any_failed(records: Sequence[Record]) -> bool:
-    """Whether a cell failed or timed out."""
     return any(record.state in ("failed", "timeout") for record in records)

@@ -25,13 +25,11 @@ AnySpec = TypeVar("AnySpec", bound=BaseModel)
 
 
 def available() -> list[str]:
-    """Names of the matrices."""
     files = MATRICES.rglob("*.yaml")
     return sorted(file.relative_to(MATRICES).with_suffix("").as_posix() for file in files)
 
 
 def suites() -> list[str]:
-    """Names of the suites."""
     return sorted(folder.name for folder in MATRICES.iterdir() if folder.is_dir())
 
 
@@ -159,7 +157,6 @@ class Sections:
         self._document = document
 
     def fail(self, path: KeyPath, problem: str) -> NoReturn:
-        """Raise ``ValueError`` about what stands at ``path``."""
         self._document.fail(path, problem)
 
     def place(self, path: KeyPath) -> str:
@@ -186,12 +183,10 @@ class Sections:
             self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
 
     def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
-        """Fail unless ``item`` is one of ``allowed``."""
         if not isinstance(item, str) or item not in allowed:
             self.fail(path, f"{problem} {_choose(item, allowed)}")
 
     def at(self, path: KeyPath) -> Any:
-        """Whatever is at ``path``."""
         value = self._document.values
         for part in path:
             value = value[part]
@@ -206,7 +201,7 @@ def _choose(item: object, allowed: Iterable[str], others: str = "") -> str:
 
 
 def explain(value: object, message: str) -> str:
-    """What pydantic says of a value, as one sentence that names it."""
+    """Pydantic's message on a value, as one sentence that names it."""
     hint = ""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
         hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"

@@ -31,7 +31,6 @@ class Matrix:
 
     @property
     def evidence(self) -> Evidence:
-        """How its records are obtained."""
         if self.simulated:
             return "simulated"
         return self.cluster.can.evidence

@@ -228,7 +228,6 @@ class _Expansion:
         return self._file.spec(ClusterSpec, ("cluster",))
 
     def _values(self, setting: str, items: list[Any]) -> list[_Value]:
-        """The values of an axis."""
         path, values = ("axes", setting), list[_Value]()
         self._file.one_of(setting, SETTINGS, path, "unknown key")
         for i, item in enumerate(items):

@@ -55,7 +55,6 @@ class Workloads:
         self._from_elsewhere: dict[str, KeyPath] = {}
 
     def models(self) -> dict[str, workload.AnyModel]:
-        """The file's models by name."""
         specs: dict[str, workload.AnyModel] = {}
         for i in range(len(self._file.at(("models",)))):
             spec = self._model(("models", i))
@@ -81,7 +80,6 @@ class Workloads:
         return self._file.spec(ModelSpec, path)
 
     def data(self, path: KeyPath) -> workload.AnyData:
-        """The data at ``path`` of the file."""
         section = self._file.at(path)
         if not isinstance(section, dict):
             self._file.fail(path, f"{section!r} is not a mapping such as {{text: FILE}}")
@@ -99,7 +97,6 @@ class Workloads:
         return data
 
     def loss(self, path: KeyPath) -> str:
-        """The loss at ``path`` of the file."""
         loss = self._file.at(path)
         if loss == _LOSS:
             return _LOSS
@@ -129,7 +126,6 @@ class Workloads:
         return self._file.spec(objectives.Distillation, path, **teacher)
 
     def optimizer(self, path: KeyPath) -> AnyOptimizer:
-        """The optimizer at ``path`` of the file."""
         section = self._file.at(path)
         if not isinstance(section, dict) or "kind" not in section:
             self._file.fail(path, f"{section!r} is not a mapping such as {{kind: sgd}}")
@@ -219,7 +215,7 @@ class Workloads:
         return file
 
     def _path_or_name(self, given: str, path: KeyPath) -> str:
-        """What is there, as ``is_path`` knows paths; else what may be a name on the hub."""
+        """A path that is there, as ``is_path`` knows paths; else what may be a name on the hub."""
         if self._path(given).exists():
             return given if workload.is_path(given) else f"./{given}"
         if workload.is_path(given) or given.endswith(".json") or given.count("/") > 1:

@@ -1,7 +1,4 @@
-"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``.
-
-Needs torch alone, so that it also runs where nothing else is installed (``make gpu``).
-"""
+"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``."""
 
 from __future__ import annotations
 
@@ -50,16 +47,11 @@ def main(output_directory: str) -> None:
         dist.barrier()
         if topology.rank == 0:
             start_barrier.wait(output)
-        probed = measure(topology)
+        probed = _Probe(topology).measure()
         if topology.rank == 0:
             (output / "probed.json").write_text(json.dumps(probed, indent=1), encoding="utf-8")
     finally:
         dist.destroy_process_group()
-
-
-def measure(topology: Topology) -> dict[str, Any]:
-    """All figures of this cluster, alike on every rank. Collective."""
-    return _Probe(topology).measure()
 
 
 def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class BlockShape(Strict):
 
 
 class BlockTime(BlockShape):
-    """What forward and backward of the block take the slowest rank."""
+    """Time of forward and backward of the block on the slowest rank."""
 
     seconds: float = Field(gt=0)
 

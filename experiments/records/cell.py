@@ -80,7 +80,6 @@ class ClusterSpec(Strict):
 
     @property
     def can(self) -> Abilities:
-        """What such a cluster can do."""
         return ABILITIES[self.kind]
 
 
@@ -119,7 +118,6 @@ class SimulatedSpec(Strict):
 
     @property
     def can(self) -> Abilities:
-        """What such a cluster can do."""
         return ABILITIES[self.kind]
 
     @field_validator("gpu")
@@ -300,7 +298,7 @@ class Cell(Strict):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What it chooses for its strategy other than the defaults, in words, for comparisons."""
+        """Choices for its strategy other than the defaults, in words, for comparisons."""
         every = described(type(self))
         return tuple(
             every[name].written(value)
@@ -312,7 +310,7 @@ class Cell(Strict):
 
     @property
     def subject(self) -> str:
-        """What is compared: the strategy with all that it chooses."""
+        """The strategy with all that it chooses, as it is compared."""
         return " ".join((self.variant, *self.choices))
 
     @property
@@ -381,7 +379,7 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
 
 
 def _of_objective(cell: Cell) -> Iterator[tuple[str, str]]:
-    """What does not fit the cell's objective, each with the reason."""
+    """Fields that do not fit the cell's objective, each with the reason."""
     spec, engine = cell.objective, registry.find(cell.strategy).engine
     if isinstance(spec, CausalLM):
         return

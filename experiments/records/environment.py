@@ -45,12 +45,12 @@ _SHORTEST, _SHORTEST_PART = 4, 8
 
 
 def named(environment: Mapping[str, str]) -> frozenset[str]:
-    """What ``FCDP_PASS`` names."""
+    """Names in ``FCDP_PASS``."""
     return frozenset(re.split(r"[,\s]+", environment.get(PASS, "")))
 
 
 def passed_on(environment: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """What of the environment reaches ranks: what they need, and what is ``named``."""
+    """Variables that reach ranks: what they need, and what is ``named``."""
     return {
         name: value
         for name, value in environment.items()
@@ -59,7 +59,7 @@ def passed_on(environment: Mapping[str, str], names: Collection[str]) -> dict[st
 
 
 def of_launchers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the environment a node's launcher sees."""
+    """Variables that a node's launcher sees."""
     return passed_on(environment, [*filter(_OF_LAUNCHERS.fullmatch, environment)])
 
 

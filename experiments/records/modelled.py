@@ -59,7 +59,7 @@ def _shape(cell: Cell) -> Transformer:
 
 
 def workload_of(cell: Cell) -> Workload:
-    """What a cell trains. Raises ``ValueError`` for a model whose shape is not known."""
+    """A cell's workload. Raises ``ValueError`` for a model whose shape is not known."""
     model = _shape(cell)
     return Workload(
         strategy=cell.strategy,
@@ -77,7 +77,7 @@ def workload_of(cell: Cell) -> Workload:
 
 
 def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
-    """What a simulation assumes of a cluster whose nodes send this many bits a second."""
+    """Assumptions of a simulation on a cluster whose nodes send this many bits a second."""
     if spec.kind != "simulated":
         return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
     return cluster(
@@ -95,7 +95,7 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
 
 
 def cluster_of(cell: Cell) -> Hardware:
-    """What a simulation assumes of the cluster that the cell runs on."""
+    """Assumptions of a simulation on the cluster that the cell runs on."""
     return hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
 
 

@@ -162,12 +162,12 @@ def quantised(cell: Cell) -> bool:
 
 
 def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:
-    """Of the cells of a group the one that trained most steps: most can be compared with it."""
+    """Keep the cell of a group that trained most steps: most can be compared with it."""
     other = kept.setdefault(_group(record), record)
     if len(promised(record)) > len(promised(other)):
         kept[_group(record)] = record
 
 
 def _group(record: Record) -> tuple[object, ...]:
-    """What cells have in common whose losses may be compared."""
+    """Settings that cells have in common whose losses may be compared."""
     return record.evidence, *settings.learned(record.cell)

@@ -115,7 +115,7 @@ def _cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """What the machine has, or what a container may use of it."""
+    """Memory of the machine, or as much of it as a container may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()

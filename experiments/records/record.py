@@ -60,7 +60,7 @@ class Simulation(Strict):
 
 
 class Cached(Strict):
-    """What one rank's cache did and holds: the mean over ranks of counts, the most of bytes."""
+    """Work and content of one rank's cache: the mean over ranks of counts, the most of bytes."""
 
     #: Gathers a step: served from the cache, and across nodes.
     hits_per_step: float
@@ -74,7 +74,7 @@ class Cached(Strict):
 
 
 class Measurement(Strict):
-    """What the ranks of one cell measured over the steps after warm-up; rank 0 writes it."""
+    """Figures of the ranks of one cell over the steps after warm-up; rank 0 writes it."""
 
     engine: str
     engine_version: str
@@ -201,7 +201,7 @@ class Machine(Strict):
 
     @property
     def why_busy(self) -> str | None:
-        """What others take of the machine, in words; ``None`` if it is quiet."""
+        """Load of others on the machine, in words; ``None`` if it is quiet."""
         reasons = []
         if self.load > _BUSY_LOAD * self.cores:
             reasons.append(f"a load of {self.load:.1f} on {self.cores} cores")

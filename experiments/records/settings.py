@@ -103,7 +103,7 @@ def must_agree(cell: type[BaseModel], rows: Sequence[Mapping[str, object]]) -> l
 
 
 def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
-    """What an id does not depend on, as ``model_dump`` takes it."""
+    """Fields that an id does not depend on, as ``model_dump`` takes them."""
     found: dict[str, Any] = {}
     for name, field in type(cell).model_fields.items():
         said = _said(type(cell), name, field)
@@ -169,7 +169,6 @@ def _getter(name: str, part: str) -> Callable[[BaseModel], Any]:
 
 
 def _types(annotation: Any) -> list[Any]:
-    """The types of a union, or the one type."""
     return [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
 
 

@@ -88,12 +88,10 @@ class _Text(Strict):
 
     @property
     def source(self) -> str:
-        """Where the text comes from, in words."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return self.source if self.tokenizer is None else f"{self.source} by {self.tokenizer}"
 
 
@@ -163,12 +161,11 @@ class Images(Strict):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return self.images
 
     @property
     def package(self) -> str:
-        """What reads them."""
+        """The package that reads them."""
         return "sklearn" if self.images == "digits" else "torchvision"
 
 
@@ -193,7 +190,6 @@ class Origin(Strict):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return self.folder
 
     def key(self, part: Literal["model", "data", "loss", "objective"], key: str = "") -> str:
@@ -220,7 +216,6 @@ class Origin(Strict):
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of the file's content, in hexadecimal."""
     found = hashlib.sha256()
     with file.open("rb") as content:
         while part := content.read(2**20):

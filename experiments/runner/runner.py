@@ -49,7 +49,7 @@ class RunError(RuntimeError):
 
 
 class Observer(Protocol):
-    """Whoever is told of a run while it goes on."""
+    """A listener to a run while it goes on."""
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there.
@@ -230,7 +230,7 @@ class _Runner:
 
 
 def _commit(directory: Path) -> bytes | None:
-    """What tells a cell's checkpoint from the one before; ``None`` without any."""
+    """The mark of a cell's checkpoint, another after each; ``None`` without any."""
     file = directory / CHECKPOINT / COMMIT
     return file.read_bytes() if file.exists() else None
 

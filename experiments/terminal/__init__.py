@@ -31,7 +31,6 @@ def console() -> Console:
 
 
 def say(console: Console, what: str, path: Path) -> None:
-    """Name a file that was written."""
     say_as_it_is(console, f"{what:<8} {shown(path)}")
 
 
@@ -57,7 +56,6 @@ def shown(path: Path) -> str:
 
 
 def say_error(message: str) -> None:
-    """Say what went wrong, on standard error."""
     typer.secho(message, fg="red", err=True)
 
 
@@ -70,7 +68,7 @@ def stop(problem: str | Exception) -> NoReturn:
 
 
 def why_unusable(path: Path, error: OSError) -> str:
-    """What keeps files from being written below a folder, in words."""
+    """The reason why no file can be written below a folder, in words."""
     blocking = next((each for each in (path, *path.parents) if each.is_file()), None)
     if blocking is not None:
         return f"{shown(blocking)} is a file, not a folder"

@@ -79,7 +79,6 @@ class Progress:
             self._live.stop()
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
-        """Show this cell as the current one."""
         if not self._begun:
             self._begin()
         self._current = cell, directory, time.monotonic()
@@ -148,7 +147,6 @@ class _CellLines:
         self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
 
     def header(self) -> Text:
-        """The line with the columns' titles."""
         cell = "cell".rjust(self._numbers)
         figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
         return Text(f"{cell} state   {self._aligned(self._titles)}{figures}", style="dim")

@@ -95,7 +95,6 @@ class _Group:
         return cls(baseline, min(steps, default=0), len(steps) > 1)
 
     def speed(self, record: Record) -> Comparison:
-        """The cell beside the baseline."""
         return Comparison(record, self.baseline)
 
 

@@ -52,7 +52,7 @@ _ROOM = 2**16
 
 @dataclass(frozen=True)
 class Export:
-    """What the sink did: the mode it ended in, how many runs it wrote, what went wrong."""
+    """The sink's work: the mode it ended in, how many runs it wrote, what went wrong."""
 
     mode: str
     runs: int
@@ -145,7 +145,6 @@ def _has_key() -> bool:
 
 
 def _write(wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str]) -> str:
-    """Write the run; return the mode in which it was."""
     run, mode = begin(wandb_run, directory, mode, warnings)
     try:
         wandb_run.fill(run)
@@ -207,8 +206,6 @@ _CHARTS = {
 
 @dataclass(frozen=True)
 class WandbRun:
-    """One W&B run that is to be written."""
-
     id: str
     name: str
     group: str

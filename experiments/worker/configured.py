@@ -84,7 +84,7 @@ def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 
 def brief(error: Exception) -> str:
-    """What a library says, in one line that is not too long: it may name all that there is."""
+    """A library's error in one line that is not too long: it may name all that there is."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 

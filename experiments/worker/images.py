@@ -29,8 +29,6 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Where images come from."""
-
     #: Channels, height and width of an image, and how many classes there are.
     shape: tuple[int, int, int]
     classes: int

@@ -137,7 +137,7 @@ def _family(spec: AnyModel) -> str | None:
 
 
 def _targets(family: str | None) -> list[str]:
-    """What is adapted: attention, or what peft adapts of the family; none if it does not know."""
+    """Modules to adapt: attention, or what peft adapts of the family; none if it knows none."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]

@@ -188,7 +188,6 @@ def _tokenizer(given: str, origin: workload.Origin) -> Any:
 
 
 def _texts(given: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
-    """The documents of the data."""
     if isinstance(given, workload.Library):
         yield bytes(data.corpus().tolist()).decode(errors="replace")
     elif isinstance(given, workload.TextFile):

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _all(chosen: Sequence[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
-    """What caught each mutant; an empty text where nothing did."""
+    """The catcher of each mutant; an empty text where nothing did."""
     cache = record.Cache(ROOT)
     found = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
     print(f"{len(chosen)} mutants, {len(found)} of them tried before", flush=True)
@@ -140,7 +140,7 @@ class _Worker:
 
     @classmethod
     def attempt(cls, mutant: Mutant) -> str | None:
-        """What caught the mutant; ``None`` where the time has ended."""
+        """The catcher of the mutant; ``None`` where the time has ended."""
         worker = cls._one
         if worker._ends is not None and time.monotonic() > worker._ends:
             return None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.mutants.arithmetic import arithmetic
 from scripts.mutants.mutant import Mutant, Source
-from scripts.mutants.order import omissions, order
+from scripts.mutants.operators import arithmetic, omissions, order
 
 #: Where arithmetic is mutated too, and statements and conditions are left out.
 ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")
@@ -60,7 +59,6 @@ def sources(root: Path) -> Iterator[Source]:
 
 
 def mutants(root: Path) -> Iterator[Mutant]:
-    """All mutants of the library, file by file."""
     for source in sources(root):
         found = source.mutants("order", order(source))
         if part_of(source.file) in ARITHMETIC:
@@ -72,7 +70,6 @@ def mutants(root: Path) -> Iterator[Mutant]:
 
 
 def tests_of(file: str) -> tuple[str, ...]:
-    """What is to catch the mutants of a file."""
     return tuple(f"tests/fcdp/{name}" for name in TESTS[part_of(file)])
 
 

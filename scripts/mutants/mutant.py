@@ -11,7 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Edit:
-    """What an operator puts in place of the text from ``begin`` to ``end``, both offsets."""
+    """The text that an operator puts in place of that from ``begin`` to ``end``, both offsets."""
 
     kind: str
     begin: int

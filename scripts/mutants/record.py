@@ -50,7 +50,6 @@ class Cache:
 
 @cache
 def _digest(root: Path, tests: tuple[str, ...]) -> str:
-    """Of the tests' files and of what they share."""
     shared = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
     for test in tests:
         shared += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
@@ -75,7 +74,6 @@ def report(root: Path, found: Mapping[Mutant, str]) -> int:
 
 
 def write(root: Path, found: Mapping[Mutant, str]) -> None:
-    """Write the record and its page."""
     folder = root / _FOLDER
     folder.mkdir(exist_ok=True)
     lines = [json.dumps([*each.name, found[each]], ensure_ascii=False) for each in found]

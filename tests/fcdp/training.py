@@ -153,7 +153,8 @@ def batches(settings: Settings, rank: int) -> Iterator[torch.Tensor]:
     """Micro-batches of this rank: the same for every engine."""
     generator = torch.Generator().manual_seed(1000 + rank)
     while True:
-        yield torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+        tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator, device="cpu")
+        yield tokens.to(torch.get_default_device())
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

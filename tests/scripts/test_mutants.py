@@ -11,7 +11,7 @@ import pytest
 from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
 from scripts.mutants.mutant import Source
-from scripts.mutants.order import omissions, order
+from scripts.mutants.operators import omissions, order
 
 ROOT = Path(__file__).parents[2]
 

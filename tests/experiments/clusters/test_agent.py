@@ -1,4 +1,4 @@
-"""A node's part of a launch: its agent beside torch's, files, and the fork server's socket."""
+"""A node's part of a launch: files, and the fork server's socket."""
 
 from __future__ import annotations
 
@@ -7,42 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from torch.multiprocessing import start_processes
 
-from experiments.clusters import agent, lifetimes
+from experiments.clusters import lifetimes
 from experiments.clusters.messages import Order
 from experiments.clusters.node import _arguments
 from experiments.records.provenance import ROOT
-from tests.experiments.waiting import wait_until
-
-
-def _fail_or_wait(index: int, ended: object) -> None:
-    if index == 0:
-        os._exit(3)
-    ended.wait()  # type: ignore[attr-defined]
-
-
-def test_a_rank_that_failed_between_two_looks_has_nobody_ended() -> None:
-    """It happened once in a hundred launches whose failing rank took its time to say so."""
-    ended = get_context("fork").Event()
-    context = start_processes(
-        _fail_or_wait, (ended,), nprocs=2, join=False, daemon=False, start_method="fork"
-    )
-    assert context is not None
-    agent.leave_failures(context)
-    failed, waits = context.processes
-    wait_until(lambda: agent._exit_code(failed.pid) == 3)
-    assert not context.join(-1)
-    assert waits.is_alive()
-    ended.set()
-    wait_until(lambda: agent._exit_code(waits.pid) == 0)
-    assert not context.join(-1)  # for the one that failed
-    assert waits.exitcode == 0
-    failed.join()
 
 
 def order(*arguments: str, files: dict[str, str]) -> Order:

@@ -3,8 +3,8 @@
 PyTorch's ``fake`` process group sends nothing. What it leaves in the receiver's buffers differs by
 version, and is uninitialised memory for messages, so the methods that matter are defined here: a
 gather gives this rank's part for every rank's, a message received is the one sent to that peer, and
-a reduction gives this rank's part as it is. That makes a two-level exchange equal to the one-level
-exchange of FSDP2 bit for bit, and any rank's decision this rank's own.
+a reduction gives as many of this rank's part. Of 2, 4, 8 ... ranks that makes a two-level exchange
+equal to the one-level exchange of FSDP2 bit for bit, and any rank's decision this rank's own.
 """
 
 from __future__ import annotations
@@ -110,26 +110,30 @@ def _gather(group: dist.ProcessGroup, output: torch.Tensor, part: torch.Tensor, 
     rows[rank + 1 :].copy_(rows[rank])
 
 
-def _scatter(group: dist.ProcessGroup, output: torch.Tensor, whole: torch.Tensor, *_: Any) -> None:
+def _scatter(
+    group: dist.ProcessGroup, output: torch.Tensor, whole: torch.Tensor, options: Any
+) -> None:
     output.view(-1).copy_(whole.view(group.size(), -1)[group.rank()])
+    if options.reduceOp == dist.ReduceOp.SUM:
+        output.mul_(group.size())
 
 
-def _exchange(_: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:
+def _exchange(_: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor, *_of: Any) -> None:
     received.copy_(sent)
 
 
 def _each(method: Callable[..., None]) -> Callable[..., None]:
     def all_of_them(
-        group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *_: Any
+        group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *of: Any
     ) -> None:
         for output, given in zip(outputs, inputs, strict=True):
-            method(group, output, given)
+            method(group, output, given, *of)
 
     return all_of_them
 
 
 class _Messages:
-    """What a peer sends is what it is sent: the n-th received is the n-th sent."""
+    """Messages to and from a peer: the n-th received is the n-th sent."""
 
     def __init__(self) -> None:
         self._awaited: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)

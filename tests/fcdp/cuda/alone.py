@@ -1,0 +1,43 @@
+"""Processes of a test's own: neither a hang nor an illegal access spoils the tests behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fcdp
+from tests.ranks import Pools
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+#: Who holds the gathered parameters of a step; FSDP2 is without this library.
+ENGINES = {"fsdp2": None, "none": fcdp.NoCache(), "host": fcdp.HostCache()}
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of ``function`` in a fresh process, without a process group."""
+    pools = Pools(_apart)
+    try:
+        return pools.run(1, function, *args, timeout_s=100)[0]
+    finally:
+        pools.close()
+
+
+def _apart(rank: int, world_size: int, store: Path) -> None:
+    """Join nobody."""
+
+
+def shard(
+    model: Any, units: Iterable[Any], topology: fcdp.Topology, engine: str, look_ahead: int
+) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if (policy := ENGINES[engine]) is not None:
+        options: Any = {"policy": policy, "mp_policy": precision, "look_ahead": look_ahead}
+        fcdp.shard(model, topology, units=units, **options)
+        return
+    for module in [*units, model]:
+        fully_shard(module, mesh=topology.mesh, mp_policy=precision)
