@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
-from fcdp.partial_gradients import PartialsPlace
 from tests.fcdp.training import topology_of, whole
 from tests.ranks import Pools
 
@@ -45,13 +44,9 @@ class Case:
     seed: int
 
     @property
-    def partials(self) -> PartialsPlace:
-        return "host" if self.seed % 2 else "device"
-
-    @property
     def exchanges(self) -> Exchanges:
-        plain = self.partials == "device" and self.tuning != "replicated lora"
-        return "flat" if plain and self.seed % 4 else "hierarchical"
+        flat = self.tuning != "replicated lora" and self.seed % 4 == 2
+        return "flat" if flat else "hierarchical"
 
 
 #: Parameters that are trained, by a part of their names.
@@ -141,7 +136,6 @@ def worst_difference(nodes: int, ranks_per_node: int, name: str, case: Case) -> 
         topology,
         units=model.blocks,
         policy=POLICIES[name],
-        partial_gradients=case.partials,
         exchanges=case.exchanges,
         verify=True,
         poison=True,
