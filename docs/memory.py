@@ -107,9 +107,10 @@ def reduction_buffer(units: Sequence[Any], cluster: Any, itemsize: int) -> int:
     return itemsize * cluster.nodes * cluster.ranks_per_node * max(trained, default=0)
 
 
-def partials(units: Sequence[Any], nodes: int) -> int:
+def partials(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
     """Partial gradients of one rank (``fcdp.accumulate``), in bytes; fp32."""
-    return sum(4 * nodes * unit.shard_numel for unit in units if unit.trainable)
+    sizes = [4 * nodes * unit.shard_numel for unit in units if unit.trainable]
+    return sum(map(aligned, sizes)) if on_host else sum(sizes)
 
 
 def residuals(units: Sequence[Any], nodes: int) -> int:

@@ -28,6 +28,7 @@ from fcdp.codec import Codec, Codecs, Delta
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
+from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (
     bucket,
     fit_in_a_slice,
@@ -54,6 +55,7 @@ def shard(
     reshard_after_forward: bool | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     look_ahead: int = 1,
+    partial_gradients: PartialsPlace = "device",
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
@@ -90,6 +92,7 @@ def shard(
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
         ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
         look_ahead: As of ``cache_parameters``, as are the arguments up to ``adapters``.
+        partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
         verify: As of ``cache_parameters``.
         poison: As of ``cache_parameters``.
@@ -126,6 +129,7 @@ def shard(
     policy = policy_of(policy)
     options = Options(
         look_ahead,
+        partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,
@@ -200,6 +204,7 @@ def cache_parameters(
     policy: CachePolicy | str = HostCache(),
     *,
     look_ahead: int = 1,
+    partial_gradients: PartialsPlace = "device",
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
@@ -219,6 +224,8 @@ def cache_parameters(
         policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it.
         look_ahead: How many entries are fetched from host memory (on CUDA) or disk ahead of their
             gathers, each into device memory of one unit's slice.
+        partial_gradients: Where the sums of ``accumulate`` wait: in device memory, or in an arena
+            of the host, at a copy in and out per unit and micro-batch.
         detect_writes: Compare checksums of this rank's own shards, so that parameters written where
             nothing shows it (see ``invalidate``) are never used silently: on the CPU before each
             pass, on an accelerator before each without gradients, which then gathers them anew (the
@@ -250,7 +257,8 @@ def cache_parameters(
         ValueError: For a model not sharded by FSDP2, sharded over several dimensions, or set up
             already with other arguments, for a negative ``look_ahead``, for too little host memory,
             for a ``gather_codec`` where one unit's parameters are not of one floating dtype, for
-            ``error_feedback`` without a ``reduce_codec``, and for flat exchanges with a codec.
+            ``error_feedback`` without a ``reduce_codec``, and for flat exchanges with a codec or
+            partial gradients on the host.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -261,6 +269,7 @@ def cache_parameters(
     check_kinds(model, topology)
     options = Options(
         look_ahead,
+        partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,

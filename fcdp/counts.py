@@ -41,6 +41,7 @@ class Ledger:
         misses: Gathers that crossed nodes.
         host_cache_bytes: Host memory that this rank's cache holds; page-locked on CUDA.
         device_cache_bytes: Device memory that it holds.
+        host_partials_bytes: The host arena of partial gradients (``partial_gradients="host"``).
         pending_bytes: Partial gradients in device memory that wait for the last micro-batch
             (``fcdp.accumulate``).
         peak_pending_bytes: The most of these since ``reset``.
@@ -59,6 +60,7 @@ class Ledger:
     misses: int = 0
     host_cache_bytes: int = 0
     device_cache_bytes: int = 0
+    host_partials_bytes: int = 0
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
     residual_bytes: int = 0
@@ -92,6 +94,7 @@ class Ledger:
         held = {
             "cache on the host": self.host_cache_bytes,
             "cache on the device": self.device_cache_bytes,
+            "partial gradients on the host": self.host_partials_bytes,
             "partial gradients, at most": self.peak_pending_bytes,
             "residuals": self.residual_bytes,
         }

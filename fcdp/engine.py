@@ -29,7 +29,7 @@ from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
-from fcdp.partial_gradients import PartialGradients
+from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.replicas import Replicas
@@ -125,6 +125,7 @@ class Engine:
             topology,
             policy,
             look_ahead=options.look_ahead,
+            partials_place=options.partials,
             differences=options.codecs.differences is not None,
         )
         on_all_ranks("host memory", topology, plan.check)
@@ -143,6 +144,12 @@ class Engine:
                 directory=policy.directory,
                 safety=options.safety,
             ),
+        )
+        # Kept: host memory stays page-locked for as long as its arena lives.
+        self._partials = on_all_ranks(
+            f"partial_gradients = {options.partials!r}",
+            topology,
+            lambda: Partials(options.partials, self.units, topology, device, self.ledger),
         )
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
@@ -185,7 +192,7 @@ class Engine:
         reduction = HierarchicalReduceScatter(
             unit,
             topology,
-            PartialGradients(self.ledger),
+            self._partials.of(unit),
             self._in_flight,
             self.ledger,
             encoded,

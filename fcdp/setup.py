@@ -10,6 +10,7 @@ from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy
 from fcdp.codec import Codecs
 from fcdp.exchange import Exchanges
+from fcdp.partial_gradients import PartialsPlace
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Options:
     """
 
     look_ahead: int
+    partials: PartialsPlace
     safety: Safety
     codecs: Codecs
     exchanges: Exchanges = "hierarchical"
@@ -27,6 +29,9 @@ class Options:
     def __post_init__(self) -> None:
         if type(self.look_ahead) is not int or self.look_ahead < 0:
             raise ValueError(f"look_ahead = {self.look_ahead!r}: must be a count, 0 or more")
+        if self.partials not in get_args(PartialsPlace):
+            allowed = ", ".join(get_args(PartialsPlace))
+            raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")
         if self.exchanges not in get_args(Exchanges):
             allowed = ", ".join(get_args(Exchanges))
             raise ValueError(f"exchanges = {self.exchanges!r}: must be one of {allowed}")
@@ -35,11 +40,16 @@ class Options:
 
     def _check_flat(self) -> None:
         """Raise ``ValueError`` for what goes with exchanges inside the node and across apart."""
-        for name in ("gather", "reduce"):
-            if (given := getattr(self.codecs, name)) is not None:
+        plain = (
+            ("partial_gradients", self.partials, "device"),
+            ("gather_codec", self.codecs.gather, None),
+            ("reduce_codec", self.codecs.reduce, None),
+        )
+        for name, given, allowed in plain:
+            if given != allowed:
                 raise ValueError(
-                    f"{name}_codec = {given!r}: must be None with exchanges = 'flat', which carry "
-                    "values as they are"
+                    f"{name} = {given!r}: must be {allowed!r} with exchanges = 'flat', which "
+                    "carry values as they are, and gradients of each micro-batch"
                 )
 
 
@@ -72,6 +82,7 @@ class Setup:
             "topology": "{} nodes × {} ranks".format(*self.ranks),
             "policy": self.policy,
             "look_ahead": self.options.look_ahead,
+            "partial_gradients": self.options.partials,
             **vars(self.options.safety),
             "gather_codec": codecs.gather,
             "reduce_codec": codecs.reduce,

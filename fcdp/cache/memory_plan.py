@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fcdp import partial_gradients
 from fcdp.cache import memory
 from fcdp.cache.entry import TierName
 from fcdp.cache.policy import CachePolicy, Placement
 from fcdp.cache.tiers import disk, host
+from fcdp.partial_gradients import PartialsPlace
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -26,6 +28,8 @@ class MemoryPlan:
     #: Units with memory in the host arena, and units with room in the disk's file.
     on_host: Sequence[Unit]
     on_disk: Sequence[Unit]
+    #: Bytes of partial gradients that wait on the host.
+    partials_bytes: int
     #: Bytes of own shards that are kept as the other nodes were sent them.
     sent_bytes: int
 
@@ -37,6 +41,7 @@ class MemoryPlan:
         policy: CachePolicy,
         *,
         look_ahead: int,
+        partials_place: PartialsPlace,
         differences: bool = False,
     ) -> MemoryPlan:
         """``differences`` is whether own shards are kept as they were sent."""
@@ -49,6 +54,7 @@ class MemoryPlan:
             look_ahead,
             on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
             on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
+            partials_bytes=partial_gradients.planned_bytes(partials_place, units, topology),
             sent_bytes=sum(
                 unit.shard_bytes
                 for unit in placed
@@ -67,6 +73,7 @@ class MemoryPlan:
         return {
             "cache": host.planned_bytes(self.on_host, self.topology),
             "disk buffers": disk.planned_bytes(self.on_disk, self.topology, self.disk_buffers),
+            "partial gradients": self.partials_bytes,
             "shards as sent": self.sent_bytes,
         }
 
@@ -85,8 +92,9 @@ class MemoryPlan:
         if free is not None and self.host_bytes > free:
             raise ValueError(
                 f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
-                "nodes' memory, a smaller gather dtype, a Budget with less host memory or NoCache "
-                "(what fcdp.shard has sharded goes to fcdp.cache_parameters now)"
+                "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
+                "or partial_gradients='device' (what fcdp.shard has sharded goes to "
+                "fcdp.cache_parameters now)"
             )
 
     def announce(self) -> None:

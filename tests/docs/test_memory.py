@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
+from fcdp.partial_gradients import PartialsPlace
 from tests.fcdp.training import (
     Settings,
     batches,
@@ -91,7 +92,7 @@ def test_a_rank_takes_what_the_equations_say(
             assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
 
 
-def waiting(settings: Settings) -> list[tuple[int, int]]:
+def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     """Bytes of partial gradients, checksums and guard on one rank, each with its equation."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = make_model(settings)
@@ -99,17 +100,19 @@ def waiting(settings: Settings) -> list[tuple[int, int]]:
         model,
         topology,
         units=model.blocks,
+        partial_gradients=place,
         verify=True,
         mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
     )
     with fcdp.accumulate(model, last=False):
         loss_of(model, next(batches(settings, topology.rank))).backward()
     engine, counts = engine_of(model), fcdp.ledger(model)
+    held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
     guard = engine.staleness._guard
     assert guard is not None
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
-        (counts.peak_pending_bytes, memory.partials(engine.units, topology.nodes)),
+        (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
         (
             sum(tensor.nbytes for tensor in kept if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
@@ -121,10 +124,11 @@ def waiting(settings: Settings) -> list[tuple[int, int]]:
     ]
 
 
-def test_partial_gradients_and_checksums(ranks: Pools) -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> None:
     for adapter_rank, dtype in product((0, 3), (None, torch.bfloat16)):
         settings = Settings(adapter_rank=adapter_rank, param_dtype=dtype)
-        for pairs in ranks.run(4, waiting, settings):
+        for pairs in ranks.run(4, waiting, settings, place):
             for held, closed_form in pairs:
                 assert held == closed_form > 0
 

@@ -24,6 +24,8 @@ import torch
 from fcdp.arena import ALIGNMENT, POISON, Arena
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
+from fcdp.counts import Ledger
+from fcdp.partial_gradients import Partials
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 
 _libc = ctypes.CDLL(None)
@@ -60,13 +62,15 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
 
 
 def holders(directory: Any) -> dict[str, Any]:
+    sharded: Any = mock.Mock(trainable=True, params=[torch.zeros(2)], shard_numel=2)
     return {
         "host": lambda: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
         "disk": lambda: DiskTier([UNIT], PLACE, CPU, STREAMS, directory, buffers=2),
+        "partial gradients": lambda: Partials("host", [sharded], PLACE, CPU, Ledger()),
     }
 
 
-@pytest.mark.parametrize("name", ["host", "disk"])
+@pytest.mark.parametrize("name", ["host", "disk", "partial gradients"])
 def test_an_arena_lives_as_long_as_what_uses_its_memory(
     name: str, made: list[weakref.ref[Arena]], tmp_path: Any
 ) -> None:

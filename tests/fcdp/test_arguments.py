@@ -45,12 +45,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"units": ["blocks.0"]}, "units[0] = 'blocks.0': must be a module of the model"),
     ({"look_ahead": 1.5}, "look_ahead = 1.5: must be a count, 0 or more"),
     ({"look_ahead": -1}, "look_ahead = -1: "),
+    ({"partial_gradients": "disk"}, "partial_gradients = 'disk': "),
     ({"error_feedback": True}, "error_feedback = True: "),
     ({"adapters": "both"}, "adapters = 'both': "),
     ({"exchanges": "ring"}, "exchanges = 'ring': must be one of hierarchical, flat"),
     (
         {"exchanges": "flat", "reduce_codec": fcdp.BlockInt8()},
         "reduce_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
+    ),
+    (
+        {"exchanges": "flat", "partial_gradients": "host"},
+        "partial_gradients = 'host': must be 'device' with exchanges = 'flat'",
     ),
     (
         {"exchanges": "flat", "adapters": "replicated"},

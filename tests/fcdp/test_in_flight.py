@@ -13,7 +13,7 @@ from fcdp.counts import Ledger
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
-from fcdp.partial_gradients import PartialGradients
+from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
 
@@ -226,7 +226,7 @@ def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter", noting)
     monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter_parts", noting)
     return HierarchicalReduceScatter(
-        unit, topology, PartialGradients(ledger), InFlight(failures), ledger, encoded=None
+        unit, topology, OnDevice(ledger), InFlight(failures), ledger, encoded=None
     )
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
+from fcdp.partial_gradients import PartialsPlace
 from tests.fcdp.training import topology_of, whole
 from tests.ranks import Pools
 
@@ -44,9 +45,13 @@ class Case:
     seed: int
 
     @property
+    def partials(self) -> PartialsPlace:
+        return "host" if self.seed % 2 else "device"
+
+    @property
     def exchanges(self) -> Exchanges:
-        flat = self.tuning != "replicated lora" and self.seed % 4 == 2
-        return "flat" if flat else "hierarchical"
+        plain = self.partials == "device" and self.tuning != "replicated lora"
+        return "flat" if plain and self.seed % 4 else "hierarchical"
 
 
 #: Parameters that are trained, by a part of their names.
@@ -136,6 +141,7 @@ def worst_difference(nodes: int, ranks_per_node: int, name: str, case: Case) -> 
         topology,
         units=model.blocks,
         policy=POLICIES[name],
+        partial_gradients=case.partials,
         exchanges=case.exchanges,
         verify=True,
         poison=True,

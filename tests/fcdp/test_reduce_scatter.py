@@ -15,7 +15,7 @@ import fcdp
 from fcdp.codec import Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine
-from fcdp.partial_gradients import PartialGradients
+from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.stand_ins import Place, StandInUnit
 from tests.fcdp.training import topology_of
@@ -71,7 +71,7 @@ def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpT
     group: Any = None
     ledger = Ledger()
     reduce = HierarchicalReduceScatter(
-        unit, topology, PartialGradients(ledger), mock.Mock(), ledger, encoded=None
+        unit, topology, OnDevice(ledger), mock.Mock(), ledger, encoded=None
     )
     asked: list[Any] = []
 
@@ -108,7 +108,7 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
         ledger=Ledger(),
         _encoded=[],
         _reductions={},
-        _world=None,
+        _partials=mock.Mock(),
         _in_flight=mock.Mock(),
     )
     Engine._reduce_by_hierarchy(engine, unit, Codecs())  # type: ignore[arg-type]

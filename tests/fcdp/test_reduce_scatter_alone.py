@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fcdp.counts import Ledger
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.partial_gradients import PartialGradients
+from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.waiting import Waiting, waiting_in
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
@@ -44,7 +44,7 @@ class Reducer:
         self.reduce = HierarchicalReduceScatter(
             given,
             topology,
-            PartialGradients(self.ledger),
+            OnDevice(self.ledger),
             InFlight(NoFailures()),
             self.ledger,
             None,  # type: ignore[arg-type]

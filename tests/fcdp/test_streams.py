@@ -43,6 +43,7 @@ TRAININGS: dict[str, Settings] = {
     "LoRA, taken over": replace(LORA, accumulation=2),
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
+    "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fcdp
 from fcdp.exchange import Exchanges
 from fcdp.integrations.takeover import Takeover
+from fcdp.partial_gradients import PartialsPlace
 
 VOCABULARY = 29
 WIDTH = 12
@@ -101,6 +102,7 @@ class Settings:
     detect_writes: bool = True
     verify: bool = False
     poison: bool = False
+    partial_gradients: PartialsPlace = "device"
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | None = None
     error_feedback: bool = False
@@ -183,6 +185,7 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         reshard_after_forward=settings.reshard_after_forward,
         detect_writes=settings.detect_writes,
         verify=settings.verify,
+        partial_gradients=settings.partial_gradients,
         poison=settings.poison,
         gather_codec=settings.gather_codec,
         reduce_codec=settings.reduce_codec,

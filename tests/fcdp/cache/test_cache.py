@@ -71,6 +71,7 @@ def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
     ("options", "part"),
     [
         ({}, "cache 12 KiB"),
+        ({"policy": fcdp.NoCache(), "partial_gradients": "host"}, "partial gradients 12 KiB"),
         ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
     ],
 )
@@ -93,9 +94,12 @@ def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> st
 
 
 def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
-    said = ranks.run(4, what_is_said, 2, 2, {})
+    said = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
     (line,) = said[0].splitlines()
-    assert line == "fcdp: 3 units: 3 host; 24 KiB of host memory per node, 2 × (cache 12 KiB)"
+    assert line == (
+        "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
+        "2 × (cache 12 KiB, partial gradients 12 KiB)"
+    )
     assert said[1:] == ["", "", ""]
 
 

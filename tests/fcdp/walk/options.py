@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 import fcdp
+from fcdp.partial_gradients import PartialsPlace
 
 SHAPES = [(2, 1), (2, 2), (3, 1)]
 
@@ -56,6 +57,7 @@ class Options:
     frozen: bool = False
     reshard_after_forward: bool | None = None
     look_ahead: int = 1
+    partials: PartialsPlace = "device"
     verify: bool = False
     poison: bool = False
     optimizer: str = "sgd"
@@ -115,6 +117,7 @@ def draw_options(seed: int) -> Options:
         frozen=random.random() < 0.25,
         reshard_after_forward=random.choice([None, True, True, False]),
         look_ahead=random.choice([0, 1, 1, 2]),
+        partials=random.choice(["device", "host"]),
         verify=random.random() < 0.25,
         poison=random.random() < 0.25,
         # A whole tensor and a part of it are vectorised otherwise: what is replicated takes steps
