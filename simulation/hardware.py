@@ -105,8 +105,6 @@ class Card:
     driver: str
     #: The GPU with published runs whose architecture is nearest: by it the rates of computation.
     like: str
-    #: Nominal bandwidth of nodes with it, as they usually have it.
-    node_bits_per_s: float = 1.6e12
     #: Whether it has matrix products in fp8, of which all have twice as many a second.
     fp8: bool = False
 
@@ -122,9 +120,8 @@ def _card(row: Mapping[str, str]) -> Card:
         link_bytes_per_s=GB * float(nvlink) if nvlink else pcie,
         link_is_pcie=not nvlink,
     )
-    bits = float(row["node_gbit_s"]) * GB
     kind = int(row["reported_mib"]), row["driver"], row["like"]
-    return Card(device, *kind, bits, fp8=bool(row["fp8"]))
+    return Card(device, *kind, fp8=bool(row["fp8"]))
 
 
 def _read_cards() -> dict[str, Card]:
@@ -167,7 +164,7 @@ def described(text: str) -> str:
         CARDS[name] = _card(
             row
             | more
-            | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+            | {"name": name, "reported_mib": reported}
             | {"fp8": "yes" if CARDS[row["like"]].fp8 else ""}
         )
     except ValueError:

@@ -14,18 +14,14 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from simulation.files import Strict, problem
-from simulation.hardware import Hardware, card, cluster
+from simulation.hardware import Hardware, cluster
 from simulation.models import shape
 from simulation.transformer import ModelSpec, Transformer
 from simulation.workload import Attention, FrozenDtype, Kernels, States, Workload
 
 ROWS = Path(__file__).parents[1] / "results" / "compute" / "measured.csv"
-FOUNDRY = "mosaicml/llm-foundry scripts/train/benchmarking"
 #: Words of the tokenizer that llm-foundry's models are made for.
 _VOCABULARY = 50_368
-_GPUS_PER_NODE = 8
-#: Columns of llm-foundry's own tables that are as they are here.
-_FOUNDRY = ("gpu", "model", "layers", "width", "heads", "micro_batch", "precision")
 
 
 class Row(Strict):
@@ -65,25 +61,8 @@ class Row(Strict):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, line: dict[str, str]) -> dict[str, Any]:
-        """What is not said is not there; llm-foundry's own tables have names of their own."""
+        """Leave out what the source does not say."""
         found: dict[str, Any] = {key: value for key, value in line.items() if value != ""}
-        if "activation_checkpointing" in found:
-            gpus, batch = int(found["gpus"]), int(found["micro_batch"])
-            ranks = min(gpus, _GPUS_PER_NODE)
-            if gpus < 1 or gpus % ranks:
-                raise ValueError(f"gpus = {gpus}: must be a multiple of {_GPUS_PER_NODE} above it")
-            kept = {key: found[key] for key in (*_FOUNDRY, "tokens_per_s_per_gpu") if key in found}
-            return kept | {
-                "source": FOUNDRY,
-                "nodes": gpus // ranks,
-                "gpus_per_node": ranks,
-                "gbit_s": card(found["gpu"]).node_bits_per_s / 1e9,
-                "length": found["sequence_length"],
-                "accumulation": max(1, int(found["global_batch"]) // (gpus * batch)),
-                "recomputed": float(found["activation_checkpointing"] == "True"),
-                "kernels": "fused",
-                "attention": "flash-1",
-            }
         if found.get("recomputed") not in (None, "selective"):
             found["recomputed"] = float(found["recomputed"])
         return found

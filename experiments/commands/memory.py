@@ -34,9 +34,9 @@ def memory(
         list[int] | None,
         typer.Option(help="Only sequences of so many tokens: 512, 1024 or 2048 (repeatable)."),
     ] = None,
-    output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
-    ] = Path("runs/memory"),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where memory.jsonl goes.")] = Path(
+        "runs/memory"
+    ),
     processes: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
 ) -> None:
     """Find the largest micro-batch of the paper's models, by strategy, without a GPU.
@@ -67,7 +67,7 @@ def settle(
     processes: int,
     console: Console,
 ) -> list[MemoryRecord]:
-    """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
+    """Settle what has no record in ``output`` yet; write ``memory.jsonl``, and show all of it.
 
     Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
     if ``output`` cannot be written.
@@ -78,9 +78,8 @@ def settle(
         list(dict.fromkeys(strategies)) or None,
         list(dict.fromkeys(lengths)) or study.SEQUENCE_LENGTHS,
     )
-    file, page = output / "memory.jsonl", output / "memory.md"
-    for written in (file, page):
-        terminal.check_writable("--output", written)
+    file = output / "memory.jsonl"
+    terminal.check_writable("--output", file)
     known = {record.case: record for record in (read(file) if files.stored(file).exists() else [])}
     pending = [case for case in cases if case not in known]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -99,9 +98,6 @@ def settle(
             progress.advance(bar)
     for part in study.tables(known[case] for case in cases):
         console.print(_rich(part))
-    # Of all that the file holds, in one order, whatever was asked for this time.
-    everything = sorted(known.values(), key=study.place)
-    page.write_text(study.markdown(everything), encoding="utf-8")
     return [known[case] for case in cases]
 
 
@@ -123,7 +119,7 @@ def build(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 
 def _rich(part: study.Table) -> Table:
-    shown = Table(*part.head, title=part.title, box=None)
+    shown = Table(*study.HEAD, title=part.title, box=None)
     for row in part.rows:
         shown.add_row(*row)
     return shown

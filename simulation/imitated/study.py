@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import product
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from baselines import registry
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
@@ -60,7 +58,7 @@ _REASONS = {
     "there by assigning param.data, which PyTorch refuses between these tensors (incompatible "
     "tensor type)",
 }
-_HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")
+HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")
 _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))
 
 
@@ -132,13 +130,6 @@ def cases(
             lengths, chosen, (False, True), get_args(Tuning), models
         )
     ]
-
-
-def place(record: MemoryRecord) -> tuple[int, int, str]:
-    """Sort key of a record, for the order of the tables."""
-    case = record.case
-    strategy = [*STRATEGIES].index((case.strategy, case.policy))
-    return case.sequence_length, strategy, case.model_dump_json()
 
 
 def settle(
@@ -239,13 +230,11 @@ def find(case: Case, build: Build) -> MemoryUse:
     )
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of one model, or of the paper's statements."""
+class Table(NamedTuple):
+    """A table of one model and length; its columns are ``HEAD``."""
 
     title: str
     rows: Sequence[tuple[str, ...]]
-    head: tuple[str, ...] = _HEAD
 
 
 def tables(records: Iterable[MemoryRecord]) -> list[Table]:
@@ -291,83 +280,3 @@ def _host(records: Iterable[MemoryRecord]) -> str:
         for peak in record.finding.peaks
     ]
     return f"{max(sizes) / 1e9:.1f}" if sizes else "–"
-
-
-def markdown(records: Sequence[MemoryRecord]) -> str:
-    """The text of ``memory.md``: what was asked, the tables, the paper's statements."""
-    case = records[0].case
-    parts = [
-        "# Device memory at paper scale",
-        _explain(case),
-        *(f"## {table.title}\n\n{_as_markdown(table)}" for table in tables(records)),
-        "## What the paper says\n\n" + _as_markdown(statements(records)),
-        _unfinished(records),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _explain(case: Case) -> str:
-    return (
-        f"One of {case.nodes} × {case.ranks_per_node} ranks with {case.device_bytes / 1e9:.0f} GB "
-        f"each, of which {case.reserve_bytes / 1e9:.0f} GB are left to the driver, NCCL and "
-        f"fragmentation (our choice). bf16, parameters "
-        f"and optimizer states in fp32, also frozen ones; LoRA of rank {case.lora_rank} on Q, K, V "
-        "and O; AdamW as the matrices have it (foreach), which needs room for copies of what it "
-        "steps. The first figure is the largest micro-batch that fits: it was run, and the next "
-        f"one too, which does not fit. In brackets the peak of a step at micro-batch "
-        f"{PAPER_MICRO_BATCH}. GB are 10⁹ bytes.\n\n"
-        "Evidence: simulated. Forward, backward and optimizer step are the real code of PyTorch, "
-        "of the strategy and of `transformers`, on all layers; tensors have shapes but no "
-        "contents, collectives send nothing, and the device is one that PyTorch is told of. Not "
-        "counted: fragmentation, memory that a stream still holds when the program has let go of "
-        "it, and what libraries take for themselves."
-    )
-
-
-def statements(records: Sequence[MemoryRecord]) -> Table:
-    """The paper's statements about memory, and what the same code says of them here."""
-    largest = {
-        (r.case.label, _where(r.case)): r.finding.largest_micro_batch
-        for r in records
-        if r.finding is not None
-    }
-
-    def compare(label: str, other: str, holds: Callable[[int, int], bool]) -> str:
-        answers = [
-            holds(size, largest[other, on])
-            for (name, on), size in largest.items()
-            if name == label and (other, on) in largest
-        ]
-        return f"in {sum(answers)} of {len(answers)} cases" if answers else "not run"
-
-    def runs_out(label: str, model: str) -> str:
-        sizes = [
-            f"{largest[label, where]} {'with' if where[3] else 'without'} checkpointing"
-            for where in product((SEQUENCE_LENGTH,), (model,), ("full",), (False, True))
-            if (label, where) in largest
-        ]
-        return "largest micro-batch " + ", ".join(sizes) if sizes else "not run"
-
-    as_large = compare("fcdp host", "zero3", operator.eq)
-    rows = [
-        ("ZeRO++ runs out of memory at 30B", runs_out("zeropp", "gpt-30b")),
-        ("MiCS runs out of memory on large models", runs_out("fsdp2-hsdp", "gpt-30b")),
-        ("FCDP trains at ZeRO-3's largest batch (host cache)", as_large),
-        ("the same, against PyTorch's FSDP2", compare("fcdp host", "fsdp2", operator.eq)),
-        ("ZeRO++ must use smaller batches than ZeRO-3", compare("zeropp", "zero3", operator.lt)),
-    ]
-    return Table("statements", rows, ("the paper says", "here"))
-
-
-def _where(case: Case) -> tuple[int, str, str, bool]:
-    return case.sequence_length, case.model.name, case.tuning, case.checkpointing
-
-
-def _unfinished(records: Sequence[MemoryRecord]) -> str:
-    reasons = {f"- `{r.case.label}`: {r.error}" for r in records if r.error}
-    return "## Not run\n\n" + "\n".join(sorted(reasons)) if reasons else ""
-
-
-def _as_markdown(table: Table) -> str:
-    lines = [table.head, tuple("---" for _ in table.head), *table.rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

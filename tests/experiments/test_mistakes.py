@@ -100,8 +100,6 @@ memory --length 4096 --output HERE
     length = 4096: allowed are 512, 1024, 2048
 memory --model gpt-10b --strategy ddp --output HERE/records
     --output = 'HERE/records/memory.jsonl': cannot be written:
-memory --model gpt-10b --strategy ddp --output HERE/page
-    --output = 'HERE/page/memory.md': cannot be written:
 preflight --bandwidth fast
     'fast' is not a bandwidth; allowed:
 preflight --output tests
@@ -158,7 +156,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a matrix, a file and an empty folder in it, and folders in files' places."""
     folder = tmp_path_factory.mktemp("somewhere")
     (folder / "file").touch()
-    for name in ("empty", "records/memory.jsonl", "page/memory.md"):
+    for name in ("empty", "records/memory.jsonl"):
         (folder / name).mkdir(parents=True)
     tiny, text = "family: gpt2, layers: 1, width: 8, heads: 1", matrix_file(folder).read_text()
     for name, model in (("config", "random"), ("weights", "no/folder")):

@@ -11,7 +11,7 @@ from simulation import calibration, compute
 from simulation.calibration import fit, spread
 from simulation.compute import SOURCES, Fitted, rates_of, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
-from simulation.measured import ROWS, Row, Run, read_rows, run_of
+from simulation.measured import ROWS, Run, read_rows, run_of
 from simulation.planner.request import Request
 from simulation.planner.search import computed_range, simulated, tokens_range
 from tests.simulation.workloads import workload
@@ -139,37 +139,6 @@ def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:
     file.write_text("\n".join([*lines[:2], lines[2].replace(",32,8,", ",0,8,")]) + "\n")
     with pytest.raises(ValueError, match=r"rows\.csv:3: nodes: "):
         read_rows(file)
-
-
-FOUNDRY = {
-    "gpu": "h100-sxm",
-    "model": "7b",
-    "layers": "32",
-    "width": "4096",
-    "heads": "32",
-    "gpus": "512",
-    "sequence_length": "2048",
-    "micro_batch": "6",
-    "global_batch": "3072",
-    "precision": "amp_bf16",
-    "sharding": "FULL_SHARD",
-    "activation_checkpointing": "False",
-    "activation_cpu_offload": "False",
-    "mfu_percent": "42.2",
-    "hfu_percent": "42.2",
-    "tokens_per_s_per_gpu": "9670",
-}
-
-
-def test_foundrys_own_tables_are_rows_as_well() -> None:
-    row = Row.model_validate(FOUNDRY)
-    assert (row.nodes, row.gpus_per_node, row.length, row.kernels) == (64, 8, 2048, "fused")
-    same = next(one for one in read_rows() if one.tokens_per_s_per_gpu == 9670)
-    assert run_of(row).workload == replace(
-        run_of(same).workload, model=replace(run_of(same).workload.model, name="7b")
-    )
-    with pytest.raises(ValueError, match="gpus = 12: must be a multiple of 8"):
-        Row.model_validate(FOUNDRY | {"gpus": "12"})
 
 
 def test_too_few_rows_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tables and the paper's statements say what the records say."""
+"""Tables say what the records say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ def record(
     *,
     tuning: str = "full",
     length: int = 512,
-    error: str | None = None,
 ) -> MemoryRecord:
     """Of the 30B model without checkpointing; the peak at 8 is 10 GB a sequence that fits."""
     (case,) = (
@@ -36,7 +35,7 @@ def record(
     return MemoryRecord(
         case=case,
         state="skipped" if finding is None else "ok",
-        error=error,
+        error=None,
         finding=finding,
         commit=None,
         versions={},
@@ -62,38 +61,6 @@ def test_each_length_has_a_table() -> None:
         "512 tokens per sequence",
         "2,048 tokens per sequence",
     ]
-
-
-def test_statements_are_compared_case_by_case() -> None:
-    records = [
-        record("fcdp", 5),
-        record("zero3", 5),
-        record("fsdp2", 6),
-        record("zeropp", 0),
-        record("fcdp", 9, tuning="lora"),
-        record("zero3", 8, tuning="lora"),
-        record("zeropp", 3, length=2048),
-    ]
-    said = dict(study.statements(records).rows)
-    assert said["ZeRO++ runs out of memory at 30B"] == (
-        "largest micro-batch 0 without checkpointing"
-    )
-    assert said["FCDP trains at ZeRO-3's largest batch (host cache)"] == "in 1 of 2 cases"
-    assert said["the same, against PyTorch's FSDP2"] == "in 0 of 1 cases"
-    assert said["ZeRO++ must use smaller batches than ZeRO-3"] == "in 1 of 1 cases"
-    assert said["MiCS runs out of memory on large models"] == "not run"
-
-
-def test_the_page_states_the_set_up_and_what_was_not_run() -> None:
-    page = study.markdown([record("fcdp", 5), record("ddp", None, error="not run: a reason")])
-    for part in (
-        "4 × 8 ranks with 48 GB",
-        "4 GB are left",
-        "512 tokens per sequence",
-        "Evidence: simulated",
-    ):
-        assert part in page
-    assert "- `ddp`: not run: a reason" in page
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
