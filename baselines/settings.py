@@ -257,6 +257,32 @@ class CO2Settings(SlowMoSettings):
     penalty: Penalty = "first-steps"
 
 
+class DiLoCoSettings(LocalSGDSettings):
+    """Settings of DiLoCo; its outer step is Nesterov's, with its paper's rate and momentum."""
+
+    outer_learning_rate: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+
+
+class StreamingSettings(DiLoCoSettings):
+    """Settings of Streaming DiLoCo; the steps and the share are its paper's."""
+
+    #: Fragments of the model, one after another of which crosses; each has every so manieth block.
+    fragments: Annotated[_Count, _subject("Fragments", write="{} fragments".format)] = 2
+    #: Steps that are trained while a fragment crosses.
+    overlap: Annotated[_Count, _subject("Overlap", write="{} steps of overlap".format)] = 1
+    #: Share of its own parameters that a worker keeps when a fragment arrives.
+    kept: Annotated[float, Field(ge=0, lt=1), _subject("Kept", write="{:g} kept".format)] = 0.5
+
+    @field_validator("fragments", "overlap")
+    @classmethod
+    def _is_within_the_interval(cls, value: int, info: ValidationInfo) -> int:
+        interval = info.data.get("interval", value)
+        if value > interval:
+            raise ValueError(f"must be at most the interval, {interval}")
+        return value
+
+
 #: How old parameters may be, as ``baselines.cyclic.rule`` has it.
 UpdateRule = Literal["v1", "v2"]
 
