@@ -185,13 +185,13 @@ OuterPlace = Literal["device", "host"]
 OuterOn = Annotated[
     OuterPlace, _subject("Outer state on", in_id="later", write="outer state on the {}".format)
 ]
-#: How much of the mean displacement a worker follows: the paper's α.
+#: How much of the mean displacement a worker follows: CO2's α.
 OuterLearningRate = Annotated[
     float,
     Field(gt=0, allow_inf_nan=False),
     _subject("Outer learning rate", write="α = {:g}".format),
 ]
-#: The paper's β.
+#: CO2's β.
 OuterMomentum = Annotated[
     float, Field(ge=0, lt=1), _subject("Outer momentum", write="β = {:g}".format)
 ]
