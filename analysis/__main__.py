@@ -203,6 +203,26 @@ def draw_plan(
     typer.echo(f"figure  {output}")
 
 
+@app.command()
+def time_to_quality(
+    results: Annotated[
+        Path, typer.Argument(help="The folder with the records of fair-search and time-to-quality.")
+    ] = RESULTS,
+) -> None:
+    """Draw held-out loss over seconds for each link, with a table of seconds to a loss.
+
+    Losses by step are those of each strategy's best trial in fair-search, seconds per step those of
+    time-to-quality, beside whose records both go.
+    """
+    from analysis.quality import write
+
+    try:
+        table, figure = write(results)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    typer.echo(f"table   {table}\nfigure  {figure}")
+
+
 def _reproduce() -> None:
     from analysis.report import reproduction
 

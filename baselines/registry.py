@@ -22,6 +22,7 @@ from baselines.schedule import (
     FCDP,
     FSDP2,
     LOCAL_SGD,
+    STREAMING,
     Schedule,
     within_node,
 )
@@ -30,6 +31,7 @@ from baselines.settings import (
     CO2Settings,
     CyclicSettings,
     DeepSpeedSettings,
+    DiLoCoSettings,
     EncodedSettings,
     FSDP2Settings,
     FuyouSettings,
@@ -38,6 +40,7 @@ from baselines.settings import (
     PaperSettings,
     Settings,
     SlowMoSettings,
+    StreamingSettings,
 )
 
 
@@ -100,6 +103,12 @@ SIBLINGS: tuple[Strategy, ...] = (
            Look("#997515", "D"), built_by="co2.train", settings=SlowMoSettings, title="SlowMo"),
     _apart("co2", "co2", "CO2: steps apart, whose mean arrives while the next ones are computed",
            CO2, Look("#6B4E00", "^"), built_by="co2.train", settings=CO2Settings, title="CO2"),
+    _apart("diloco", "co2", "DiLoCo: Local SGD whose outer step is Nesterov's", LOCAL_SGD,
+           Look("#8A8D00", "v"), built_by="co2.train", settings=DiLoCoSettings, title="DiLoCo"),
+    _apart("streaming-diloco", "co2",
+           "Streaming DiLoCo: fragments of the model in turn, each while steps are computed",
+           STREAMING, Look("#4F5200", "P"), built_by="co2.train", settings=StreamingSettings,
+           title="Streaming DiLoCo"),
     Strategy("luwu", "luwu", "model in the network: a server steps, a switch sums and multicasts",
              None, Look("#D12E6A", "P"), settings=LuWuSettings, built_by="luwu.train", title="LuWu",
              extra=(ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),

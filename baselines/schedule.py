@@ -37,9 +37,10 @@ class Schedule:
     cached_for: Literal["micro-batch", "step", "change"] = "change"
     #: Gradient accumulation without sync: only the last micro-batch reduces across nodes.
     accumulates_without_sync: bool = False
-    #: Workers that step apart, whose mean is formed once per round of steps: all wait for it, or it
-    #: arrives while the next round is computed. Gradients are then reduced inside a worker alone.
-    averages: Literal["waited", "late"] | None = None
+    #: Workers that step apart, whose mean is formed once per round of steps: all wait for it; it
+    #: arrives while the next round is computed; or fragments of it arrive in turn, each while some
+    #: steps of the round are computed. Gradients are then reduced inside a worker alone.
+    averages: Literal["waited", "late", "streamed"] | None = None
     #: Cyclic Data Parallelism's stages, and who goes through them two slots apart.
     cycle: Cycled | None = None
     #: Whether frozen and trained parameters of a block have units of their own.
@@ -134,6 +135,7 @@ DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=Tru
 #: Of workers that are one rank; a cell may make each a node (``Workload.schedule``).
 LOCAL_SGD = Schedule(shards="rank", averages="waited")
 CO2 = replace(LOCAL_SGD, averages="late")
+STREAMING = replace(LOCAL_SGD, averages="streamed")
 #: The update rules alone, in DDP's loop.
 CYCLIC = replace(DDP, cycle="together")
 CYCLIC_RING = Schedule(shards="rank", cycle="ring")

@@ -185,13 +185,13 @@ OuterPlace = Literal["device", "host"]
 OuterOn = Annotated[
     OuterPlace, _subject("Outer state on", in_id="later", write="outer state on the {}".format)
 ]
-#: How much of the mean displacement a worker follows: the paper's α.
+#: How much of the mean displacement a worker follows: CO2's α.
 OuterLearningRate = Annotated[
     float,
     Field(gt=0, allow_inf_nan=False),
     _subject("Outer learning rate", write="α = {:g}".format),
 ]
-#: The paper's β.
+#: CO2's β.
 OuterMomentum = Annotated[
     float, Field(ge=0, lt=1), _subject("Outer momentum", write="β = {:g}".format)
 ]
@@ -255,6 +255,32 @@ class CO2Settings(SlowMoSettings):
     by_learning_rate: ByLearningRate = False
     clip: Clip = 1.0
     penalty: Penalty = "first-steps"
+
+
+class DiLoCoSettings(LocalSGDSettings):
+    """Settings of DiLoCo; its outer step is Nesterov's, with its paper's rate and momentum."""
+
+    outer_learning_rate: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+
+
+class StreamingSettings(DiLoCoSettings):
+    """Settings of Streaming DiLoCo; the steps and the share are its paper's."""
+
+    #: Fragments of the model, one after another of which crosses; each has every so manieth block.
+    fragments: Annotated[_Count, _subject("Fragments", write="{} fragments".format)] = 2
+    #: Steps that are trained while a fragment crosses.
+    overlap: Annotated[_Count, _subject("Overlap", write="{} steps of overlap".format)] = 1
+    #: Share of its own parameters that a worker keeps when a fragment arrives.
+    kept: Annotated[float, Field(ge=0, lt=1), _subject("Kept", write="{:g} kept".format)] = 0.5
+
+    @field_validator("fragments", "overlap")
+    @classmethod
+    def _is_within_the_interval(cls, value: int, info: ValidationInfo) -> int:
+        interval = info.data.get("interval", value)
+        if value > interval:
+            raise ValueError(f"must be at most the interval, {interval}")
+        return value
 
 
 #: How old parameters may be, as ``baselines.cyclic.rule`` has it.

@@ -102,6 +102,9 @@ class Workload(Checked):
     #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12
     worker: str = "rank"
+    #: Of those whose fragments arrive in turn: how many, and the steps that one crosses in.
+    fragments: Count = 2
+    overlap: Count = 1
     outer_on: OuterPlace = "device"
     #: Of cycles: which parameters may be one step old, and how many stages there are, if not as
     #: many as micro-batches.
@@ -130,6 +133,11 @@ class Workload(Checked):
                 "are rank and node"
             )
         return by_node(schedule)
+
+    @property
+    def streamed_share(self) -> float:
+        """Share of a round in whose steps some fragment crosses."""
+        return min(1.0, self.fragments * self.overlap / self.interval)
 
     @property
     def engine(self) -> str:

@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo and CO2: several local steps, then an outer update by the workers' mean.
+"""Local SGD, SlowMo, CO2, DiLoCo: several local steps, an outer update by the workers' mean.
 
 Each worker takes τ steps of its own optimizer from a state that all share. Then the mean of the
 workers' displacements is formed, and by it the shared state moves on. SlowMo waits for the mean;
@@ -12,12 +12,16 @@ A round of CO2 on one worker, whose state is x (τ = 3)::
 What differs from the paper's listing: displacements x_{t,0} − x_{t,τ} cross instead of parameters,
 whose mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. Of the released
 code nothing is taken: it discards what it has clipped, and reduces what is trained.
+
+DiLoCo (arXiv 2311.08105) is SlowMo with Nesterov's outer step. Streaming DiLoCo (2501.18512) does
+it for one fragment of the model after another, each some steps after it was sent, and a worker
+keeps a share of what it has trained meanwhile. Not its four bits: fragments cross in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +31,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from baselines.co2.outer import OuterState, Rule
 from baselines.part import views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import autocast
@@ -35,89 +40,12 @@ from baselines.settings import (
     CacheSettings,
     LocalSGDSettings,
     OuterPlace,
-    Penalty,
-    SlowMoSettings,
+    StreamingSettings,
     divided,
 )
-from baselines.strategy import CacheUse, Job, Trainable, trainable_parameters, trained_numel
+from baselines.strategy import CacheUse, Job, Trainable, numel, trainable_parameters, trained_numel
 from fcdp import Topology
 from fcdp.arena import Arena, aligned
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the mean displacement of a round moves the state that all workers start from.
-
-    m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``
-    (Algorithm 1). All of it is element-wise over flat fp32 tensors, or a scalar that all workers
-    know alike: what a worker shards its parts shard too, and all stay equal to the last bit.
-    """
-
-    interval: int
-    learning_rate: float = 1.0
-    momentum: float = 0.0
-    by_learning_rate: bool = False
-    clip: float | None = None
-    penalty: Penalty = "none"
-
-    @classmethod
-    def of(cls, settings: LocalSGDSettings) -> Rule:
-        """The rule of a strategy's settings; Local SGD goes on from the mean."""
-        if isinstance(settings, SlowMoSettings):
-            own = settings.model_dump(exclude={"worker", "nodes_per_worker", "outer_on"})
-            renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
-            return cls(**renamed)
-        return cls(settings.interval)
-
-    def scale(self, rate: float) -> float:
-        """γ, of local steps with the learning rate ``rate``."""
-        return rate if self.by_learning_rate else 1.0
-
-    def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
-        """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
-
-        ``moved`` is the norm of the outer update that the displacement knows nothing of,
-        ``first_step`` that of the first local step of its round, the mean over workers. The paper's
-        formula is not public; these bound a round by its first step, the largest while the learning
-        rate falls: ``first-step`` counts the staleness in such steps, ``first-steps`` in rounds of
-        ``interval`` of them.
-        """
-        if self.penalty == "none":
-            return torch.ones_like(moved)
-        steps = self.interval if self.penalty == "first-steps" else 1
-        return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
-
-
-class OuterState:
-    """What all workers share after each round: where they start from, and the outer momentum."""
-
-    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
-        """Both float32 (elements), which become this state's own."""
-        self.start = start
-        self.momentum = momentum
-
-    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
-        """Take a mean displacement (elements), which is overwritten, into the momentum.
-
-        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate.
-        """
-        scale = rule.scale(rate)
-        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
-
-    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move the start by the momentum.
-
-        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
-        """
-        scale = rule.scale(rate)
-        move = self.momentum
-        clipped = torch.zeros((), device=move.device)
-        if rule.clip is not None:
-            clipped = (move.abs() > rule.clip).sum().float()
-            move = move.clamp(-rule.clip, rule.clip)
-        move = move * (rule.learning_rate * scale)
-        self.start.sub_(move)
-        return move.dot(move), clipped
 
 
 @dataclass(frozen=True)
@@ -245,10 +173,17 @@ class Flat:
         torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
         return flat
 
-    def copy_from(self, flat: torch.Tensor) -> None:
-        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued."""
+    def copy_from(self, flat: torch.Tensor, kept: float = 0.0) -> None:
+        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued.
+
+        Of what they were the share ``kept`` stays.
+        """
         parts = self._parts()
-        torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
+        if not kept:
+            torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
+            return
+        for part, view in zip(parts, views(flat, parts), strict=True):
+            part.lerp_(view.to(part.device, non_blocking=True), 1 - kept)
 
     def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of the differences from ``flat`` (elements), a scalar.
@@ -315,102 +250,96 @@ _SCALARS = 2
 
 
 def build(model: nn.Module, job: Job) -> LocalSteps:
-    """Put the model under Local SGD, SlowMo or CO2: the mean is waited for, or arrives late."""
-    settings = job.settings
-    assert isinstance(settings, LocalSGDSettings)
-    # Of the whole model, whose parts this rank has one of.
-    elements = trained_numel(model)
-    at = place(model, job)
-    late = job.schedule.averages == "late"
-    return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
+    """Put the model under workers that train apart, whose means arrive as the schedule says."""
+    return LocalSteps(place(model, job), job)
 
 
-class LocalSteps(Trainable):
-    """A worker's local steps, and the outer update after each ``interval`` of them."""
+def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
+    """What is trained, in so many parts: every so manieth block; the smallest has the rest.
 
-    engine = "co2"
+    Raises ``ValueError`` where there are fewer blocks.
+    """
+    if count == 1:
+        return [trainable_parameters(model)]
+    blocks = [trainable_parameters(block) for block in job.blocks]
+    if count > len(blocks):
+        raise ValueError(f"fragments = {count}: allowed are 1 to {len(blocks)}, the model's blocks")
+    parts = [[param for block in blocks[at::count] for param in block] for at in range(count)]
+    inside = {id(param) for part in parts for param in part}
+    rest = [param for param in trainable_parameters(model) if id(param) not in inside]
+    min(parts, key=numel).extend(rest)
+    return parts
 
-    def __init__(
-        self,
-        at: Place,
-        job: Job,
-        elements: int,
-        rule: Rule,
-        outer_on: OuterPlace = "device",
-        *,
-        late: bool,
-    ) -> None:
-        """``elements``: all that is trained; ``late``: CO2."""
-        inside, between = at.loop.closed_form_bytes, at.exchange_bytes / rule.interval
-        super().__init__(at.loop.model, job, inside + between)
-        self.interval = rule.interval
-        self.policy = at.loop.policy
-        self._loop = at.loop
-        self._phases = at.loop._phases
+
+class Fragment:
+    """Parameters that workers exchange together: where all start from, and the mean under way.
+
+    Its displacement is sent each ``interval`` steps. The mean is waited for, arrives with the next
+    round's end, or, streamed, so many steps after it was sent, into what is being trained.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], at: Place, job: Job, done: int = 0) -> None:
+        """``done``: steps of the first round that it leaves out."""
+        settings = job.settings
+        assert isinstance(settings, LocalSGDSettings)
+        self._rule = Rule.of(settings)
+        self._arrives = job.schedule.averages
+        streamed = settings if isinstance(settings, StreamingSettings) else None
+        self._overlap, self._kept = (streamed.overlap, streamed.kept) if streamed else (0, 0.0)
         self._parts = at.parts
-        self._rule = rule
-        self._late = late
-        self._elements = elements
-        self._flat = Flat(trainable_parameters(at.loop.model))
+        self._elements = numel(params)
+        self._flat = Flat(params)
         self._device = torch.device(job.topology.mesh.device_type)
-        self._memory = Memory(outer_on, self._flat.numel, _SCALARS, self._device)
+        self._memory = Memory(settings.outer_on, self._flat.numel, _SCALARS, self._device)
         self._flat.copy_to(self._memory.start)
         self._outer = OuterState(self._memory.start, self._memory.momentum)
         self._average = Average(self._memory.snapshot, at.peers)
-        #: Steps of this round that are done.
-        self._done = 0
+        #: Steps since the last displacement was sent.
+        self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
         self._moved = torch.zeros((), device=self._memory.start.device)
         self._first = torch.zeros((), device=self._device)
         #: Of each outer update: its staleness gap, drift between workers, share clipped.
-        self._told: list[torch.Tensor] = []
+        self.told: list[torch.Tensor] = []
 
-    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        loss = self._loop.step(micro_batches)
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the outer state and the snapshot, if they lie there."""
+        return self._memory.host_bytes
+
+    @torch.no_grad()
+    def end_step(self, rate: float) -> None:
+        """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
-        if self._done == 1:
-            self._first = self._first_step()
-        if self._done == self.interval:
+        if self._done == 1 and self._rule.penalty != "none":
+            self._first = self._flat.squared_distance(self._outer.start)
+        if self._arrives == "streamed" and self._done == self._overlap and self._average.started:
+            self._absorb(rate)
+            self._move(rate)
+            self._flat.copy_from(self._outer.start, self._kept)
+        if self._done == self._rule.interval:
             self._done = 0
-            self._end_round()
-        return loss
+            self._end_round(rate)
 
-    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        return self._loop.evaluate(batch)
-
-    def take_ledger(self) -> dict[str, dict[str, float]] | None:
-        """Bytes inside of the worker alone."""
-        return self._loop.take_ledger()
-
-    @property
-    def cache(self) -> CacheUse | None:
-        return self._loop.cache
-
-    @property
-    def host_cache_bytes(self) -> int | None:
-        return self._loop.host_cache_bytes
-
-    @torch.no_grad()
-    def _first_step(self) -> torch.Tensor:
-        return self._flat.squared_distance(self._outer.start)
-
-    @torch.no_grad()
-    def _end_round(self) -> None:
+    def _end_round(self, rate: float) -> None:
         """Send this round's displacement; move on by it, or by that of the round before."""
-        rate = float(self._loop.optimizer.param_groups[0]["lr"])
-        arrives = self._late and self._average.started
+        arrives = self._arrives == "late" and self._average.started
         if arrives:
             self._absorb(rate)
         self._send()
-        if not self._late:
+        if self._arrives == "waited":
             self._absorb(rate)
-        if arrives or not self._late:
-            moved, clipped = self._outer.move(self._rule, rate)
-            self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
-            self._told[-1][2] = clipped / self._elements
+        if arrives or self._arrives == "waited":
+            self._move(rate)
         # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
         # has cached of the parameters is stale already, by the step that has just ended.
-        self._flat.copy_from(self._outer.start)
+        if self._arrives != "streamed":
+            self._flat.copy_from(self._outer.start)
+
+    def _move(self, rate: float) -> None:
+        moved, clipped = self._outer.move(self._rule, rate)
+        self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
+        self.told[-1][2] = clipped / self._elements
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
@@ -429,10 +358,10 @@ class LocalSteps(Trainable):
         known = self._over_parts(torch.cat((scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
         gap = torch.ones_like(first)
-        if self._late:
+        if self._arrives == "late":
             gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
-        self._told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
+        self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
         self._outer.absorb(self._rule, mean, gap, rate)
 
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -448,10 +377,77 @@ class LocalSteps(Trainable):
         dist.all_reduce(summed, group=self._parts)
         return summed.to(scalars.device)
 
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Have the parameters be what all workers start from, for as long as this lasts."""
+        own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
+        self._flat.copy_from(self._outer.start)
+        try:
+            yield
+        finally:
+            self._flat.copy_from(own)
+            self._memory.land()
+
     def settle(self) -> None:
-        self._loop.settle()
+        """Wait for what is under way."""
         self._average.settle()
         self._memory.land()
+
+
+class LocalSteps(Trainable):
+    """A worker's local steps, and the outer update after each ``interval`` of them."""
+
+    engine = "co2"
+
+    def __init__(self, at: Place, job: Job) -> None:
+        settings = job.settings
+        assert isinstance(settings, LocalSGDSettings)
+        interval = settings.interval
+        inside, between = at.loop.closed_form_bytes, at.exchange_bytes / interval
+        super().__init__(at.loop.model, job, inside + between)
+        self.interval = interval
+        self.policy = at.loop.policy
+        self._loop = at.loop
+        self._phases = at.loop._phases
+        count = settings.fragments if isinstance(settings, StreamingSettings) else 1
+        parts = _fragments(at.loop.model, job, count)
+        # They cross at equal distances, the last of them as a round ends.
+        self._fragments = [
+            Fragment(params, at, job, interval - (index + 1) * interval // count)
+            for index, params in enumerate(parts)
+        ]
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss = self._loop.step(micro_batches)
+        rate = float(self._loop.optimizer.param_groups[0]["lr"])
+        for fragment in self._fragments:
+            fragment.end_step(rate)
+        return loss
+
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        """Measure what workers share; but for those that stream, they are alike after a round."""
+        with torch.no_grad(), ExitStack() as shared:
+            if self.job.schedule.averages == "streamed":
+                for fragment in self._fragments:
+                    shared.enter_context(fragment.shared())
+            return self._loop.evaluate(batch)
+
+    def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        """Bytes inside of the worker alone."""
+        return self._loop.take_ledger()
+
+    @property
+    def cache(self) -> CacheUse | None:
+        return self._loop.cache
+
+    @property
+    def host_cache_bytes(self) -> int | None:
+        return self._loop.host_cache_bytes
+
+    def settle(self) -> None:
+        self._loop.settle()
+        for fragment in self._fragments:
+            fragment.settle()
 
     def take_metrics(self) -> dict[str, float]:
         """Means over the outer updates since the last call, if there was one.
@@ -461,10 +457,12 @@ class LocalSteps(Trainable):
         ``clipped_fraction``: share of the outer momentum's elements that were clipped.
         ``outer_host_bytes``: host memory of the outer state and the snapshot, if they lie there.
         """
-        held = self._memory.host_bytes
+        held = sum(fragment.host_bytes for fragment in self._fragments)
         metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
-        if self._told:
-            gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
-            self._told.clear()
+        told = [update for fragment in self._fragments for update in fragment.told]
+        if told:
+            gap, drift, clipped = torch.stack(told).mean(0).tolist()
+            for fragment in self._fragments:
+                fragment.told.clear()
             metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
         return metrics

@@ -206,6 +206,11 @@ class Cell(Strict):
     held_out: Annotated[int, Setting("Held-out examples", in_id="later", learns=True)] = Field(
         default=0, ge=0
     )
+    #: Steps between measurements on them, the last of which is after training; 0: that one alone.
+    #: Times of strategies that exchange late then leave out what they wait for.
+    held_out_every: Annotated[int, Setting("Held out every", "incidental", in_id="later")] = Field(
+        default=0, ge=0
+    )
     #: Whether one step more is trained under torch's profiler; a simulated cell has `trace`.
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
     #: Steps between checkpoints, from which a cell goes on whose ranks were ended; 0: none. For
@@ -369,6 +374,8 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
+    if cell.held_out_every and not cell.held_out:
+        yield "held_out_every", f"{cell.held_out_every} needs examples that are held out (held_out)"
     if cell.checkpoint_every and not registry.find(cell.strategy).is_saved:
         allowed = ", ".join(each.name for each in registry.STRATEGIES if each.is_saved)
         why = f"{cell.checkpoint_every} is not for {cell.strategy}, allowed is 0"

@@ -142,6 +142,8 @@ class Measurement(Strict):
     held_out_loss: Annotated[
         float | None, Metric("held-out loss", form=".4f", brief=("held out", "loss"))
     ] = None
+    #: The same loss by the steps before it, the last after all; ``None`` where it is asked once.
+    held_out_losses: dict[int, float] | None = None
     held_out_accuracy: Annotated[
         float | None, Metric("held-out accuracy", 100, ".2f", " %", brief=("right", "%"))
     ] = None

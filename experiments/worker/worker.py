@@ -99,6 +99,8 @@ class _Training:
         self.seconds: list[float] = []
         self.counts: _Counts | None = None
         self.resumed_at: list[int] = []
+        #: Losses of the held-out examples, by the steps before.
+        self.held_out: dict[int, float] = {}
 
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps, counting what crosses in them.
@@ -113,21 +115,26 @@ class _Training:
         dist.barrier()
         end = cell.warmup_steps + cell.steps
         while (done := len(self.losses)) < end:
-            # After how many steps the next checkpoint is due; never: 0.
+            # After how many steps the next checkpoint is due, and measurement; never: 0.
             due = every and (done // every + 1) * every
-            stop = min(step for step in (cell.warmup_steps, due, end) if step > done)
+            told = cell.held_out_every and (done // cell.held_out_every + 1) * cell.held_out_every
+            stop = min(step for step in (cell.warmup_steps, due, told, end) if step > done)
             counts = self._stretch(stop - done)
             if stop > cell.warmup_steps:
                 self.counts = counts if self.counts is None else self.counts + counts
             else:
                 trainable.take_metrics()
                 self.phases.clear()
+            if stop == told and stop < end:
+                self.held_out[stop] = self._held_out()["held_out_loss"]
             if stop == due and stop < end:
                 self._save()
         # After all that is counted, timed or at its peak has been read.
         measurement = self._measurement()
-        told = {**trainable.take_metrics(), **self._held_out()}
-        return measurement.model_copy(update=told)
+        update = {**trainable.take_metrics(), **self._held_out()}
+        if cell.held_out_every:
+            update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
+        return measurement.model_copy(update=update)
 
     def _stretch(self, steps: int) -> _Counts:
         """Train so many steps, between two readings of the kernel's counters."""
@@ -146,6 +153,7 @@ class _Training:
             "losses": self.losses,
             "seconds": self.seconds,
             "counts": self.counts and asdict(self.counts),
+            "held_out": self.held_out,
             "random": [source.get_rng_state() for source in self._random],
         }
         ranks: list[Any] = [None] * self.topology.world_size
@@ -162,6 +170,7 @@ class _Training:
         saved = fcdp.load(self.model, self._optimizer, self.output / CHECKPOINT)
         mine = saved["ranks"][self.topology.rank]
         self.losses, self.seconds = list(mine["losses"]), list(mine["seconds"])
+        self.held_out = dict(mine["held_out"])
         self.counts = mine["counts"] and _Counts.of(mine["counts"])
         self.resumed_at = [*saved["resumed_at"], len(self.losses)]
         for source, state in zip(self._random, mine["random"], strict=True):

@@ -107,7 +107,7 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     beside all of them: the step waits for it until they take longer.
     """
     count = workload.accumulation
-    late = workload.schedule.averages == "late"
+    late = workload.schedule.averages in ("late", "streamed")
     counted = count if late else min(count, _SIMULATED)
     last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
     more, fewer = count - counted, last

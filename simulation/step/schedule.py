@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from baselines.schedule import Schedule
 from simulation import traffic as collectives
@@ -125,11 +126,21 @@ def round_tasks(tasks: Tasks, workload: Workload, schedule: Schedule, average: T
     """
     hardware, stepped = tasks.hardware, len(tasks.tasks) - 1
     late = schedule.averages == "late"
-    arrived = tasks.exchange("average", "average", average, "reduce", () if late else (stepped,))
+    begins = {"waited": (stepped,), "late": ()}.get(
+        schedule.averages or "", _beside(tasks, workload.streamed_share)
+    )
+    arrived = tasks.exchange("average", "average", average, "reduce", begins)
     if workload.outer_on == "device":
         sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
         seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
         tasks.compute("outer update", seconds, (stepped if late else arrived,))
+
+
+def _beside(tasks: Tasks, share: float) -> tuple[int, ...]:
+    """The task after which this share of a step's computation is left; none: all of it."""
+    computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
+    before = (1 - share) * computed[-1]
+    return () if share == 1 else (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
 
 
 def _rate(hardware: Hardware) -> float:

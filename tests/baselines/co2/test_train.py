@@ -32,13 +32,13 @@ OVER_FCDP = ALL.model_copy(update=PAIRS)
         Training(ALL, nodes=2),
         Training(ALL.model_copy(update={"penalty": "first-steps"}), nodes=2, accumulation=2),
         Training(CO2Settings(interval=2, by_learning_rate=True, clip=1.0), nodes=2),
-        Training(LocalSGDSettings(interval=3), late=False, nodes=2),
-        Training(SlowMoSettings(interval=3), late=False, nodes=2),
+        Training(LocalSGDSettings(interval=3), nodes=2),
+        Training(SlowMoSettings(interval=3), nodes=2),
         Training(ALL, nodes=2, ranks_per_node=2),
         Training(ALL.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2),
         Training(ALL.model_copy(update={"worker": "nodes"}), nodes=2, ranks_per_node=2),
         Training(OVER_FCDP, nodes=4, accumulation=2),
-        Training(SlowMoSettings(interval=3, **PAIRS), late=False, nodes=4),
+        Training(SlowMoSettings(interval=3, **PAIRS), nodes=4),
     ],
     ids=[
         *("co2", "in rounds", "by rate", "local sgd", "slowmo", "four ranks", "sharded workers"),
@@ -89,9 +89,9 @@ def _sent_apart() -> None:
     for _ in range(2):
         workers.step([next(own)])
     workers.settle()
-    sent = workers._average.buffer.clone()
+    sent = workers._fragments[0]._average.buffer.clone()
     workers.step([next(own)])
-    assert workers._average.buffer.equal(sent)
+    assert workers._fragments[0]._average.buffer.equal(sent)
     assert sent.any()
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 
 from baselines.co2.train import LocalSteps, build
-from baselines.schedule import CO2, LOCAL_SGD
-from baselines.settings import CO2Settings, LocalSGDSettings
+from baselines.schedule import CO2, LOCAL_SGD, STREAMING, Schedule
+from baselines.settings import CO2Settings, LocalSGDSettings, StreamingSettings
 from baselines.strategy import Job
 from tests.fcdp.training import topology_of
 
@@ -26,11 +26,17 @@ class Training:
     """One run of steps apart."""
 
     settings: LocalSGDSettings
-    late: bool = True
     nodes: int = 1
     ranks_per_node: int = 1
     steps: int = 12
     accumulation: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """The strategy's, whose settings these are."""
+        if isinstance(self.settings, StreamingSettings):
+            return STREAMING
+        return CO2 if isinstance(self.settings, CO2Settings) else LOCAL_SGD
 
     @property
     def workers(self) -> int:
@@ -63,13 +69,13 @@ def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
     trained = model()
     job = Job(
         topology=topology_of(training.nodes, training.ranks_per_node),
-        blocks=[trained[0]],
+        blocks=list(trained)[: getattr(training.settings, "fragments", 1)],
         dtype=torch.float32,
         learning_rate=LEARNING_RATE,
         micro_batch=2,
         accumulation=training.accumulation,
         settings=training.settings,
-        schedule=CO2 if training.late else LOCAL_SGD,
+        schedule=training.schedule,
         loss=loss,
     )
     return trained, build(trained, job)
@@ -116,7 +122,7 @@ def listing(training: Training) -> list[torch.Tensor]:
         ends = torch.stack([flat(each) for each in models]).mean(0)
         now = (starts[-1], ends, torch.stack(firsts).square().mean().sqrt())
         start = starts[-1]
-        if known := (before if training.late else now):
+        if known := (before if training.schedule is CO2 else now):
             gap: torch.Tensor | float = 1.0
             if penalty != "none":
                 steps = settings.interval if penalty == "first-steps" else 1

@@ -69,12 +69,30 @@ def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runne
     assert measured.inter_node_bytes_closed_form == exchanged + gathered_and_reduced
 
 
-@pytest.mark.parametrize("strategy", ["co2", "local-sgd"])
+@pytest.mark.parametrize("strategy", ["co2", "local-sgd", "diloco", "streaming-diloco"])
 def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strategy: str) -> None:
     finished = run(strategy, interval=INTERVAL, inter_bandwidth_bits_per_s=None)
     exchanged = crossing(finished, 4) / INTERVAL
     assert finished.measurement.inter_node_bytes_closed_form == exchanged
     assert exchanged <= finished.sent <= 1.05 * exchanged + FIXED_BYTES
+
+
+def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner) -> None:
+    settings = {"interval": INTERVAL, "inter_bandwidth_bits_per_s": None, "held_out": 4}
+    plain = run("streaming-diloco", **settings)
+    told = run("streaming-diloco", **settings, held_out_every=2)
+    losses = told.measurement.held_out_losses
+    assert losses is not None
+    assert list(losses) == [2, 4, 6]
+    assert losses[6] == told.measurement.held_out_loss
+    assert len(set(losses.values())) == 3
+    assert told.measurement.losses == plain.measurement.losses
+    assert told.sent == pytest.approx(plain.sent, abs=FIXED_BYTES)
+
+
+def test_what_is_measured_on_the_way_needs_examples() -> None:
+    with pytest.raises(ValueError, match="2 needs examples that are held out"):
+        cell("fcdp", held_out_every=2)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ WORLD = 16
 SLOW = hardware(1e9)
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "co2"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "co2", "diloco", "streaming-diloco"])
 @pytest.mark.parametrize("interval", [1, 12])
 def test_a_step_sends_its_share_of_the_mean_in_fp32(strategy: str, interval: int) -> None:
     found = predicted(strategy, interval=interval, accumulation=3)
@@ -246,6 +246,16 @@ def test_a_late_mean_is_hidden_if_a_round_takes_longer() -> None:
     waited = predicted("local-sgd", interval=480, on=SLOW)
     share = waited.inter_node_bytes / SLOW.inter_bytes_per_s
     assert waited.step_seconds >= free.step_seconds + share
+
+
+def test_fragments_cross_beside_their_share_of_the_steps() -> None:
+    """Those of all steps are late ones; those of none would be waited for."""
+    waited, late = (predicted(name, interval=6, on=SLOW) for name in ("diloco", "co2"))
+    few, more, all_ = (
+        predicted("streaming-diloco", interval=6, overlap=overlap, on=SLOW) for overlap in (1, 2, 3)
+    )
+    assert all_.step_seconds == pytest.approx(late.step_seconds, rel=1e-3)
+    assert late.step_seconds < more.step_seconds < few.step_seconds < waited.step_seconds
 
 
 def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -> None:

@@ -1,0 +1,174 @@
+"""Time to quality: the best of a fair search, seconds to a loss, and who is the first there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from analysis.__main__ import app
+from analysis.quality import (
+    SEARCH,
+    TIMES,
+    Course,
+    Trial,
+    best,
+    courses,
+    markdown,
+    sentence,
+    subject,
+    targets,
+)
+from experiments.matrix.reader import read
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Record
+from experiments.records.record import read as load
+from tests.analysis import made_up
+from tests.docs import ROOT
+from tests.experiments.stand_in import record
+
+SLOW, FAST = 5_000_000, 1_000_000_000
+COMMITTED = ROOT / "results" / TIMES / "quality.md"
+#: Losses after 4, 8, … steps that each strategy comes to, at the better of two rates.
+EXACT, APART = (4.0, 3.0, 2.5, 2.0), (4.2, 3.2, 2.7, 2.2)
+
+
+def cell(matrix: str, strategy: str, link: int | None = None, **settings: Any) -> Cell:
+    given: dict[str, Any] = {
+        "matrix": matrix,
+        "cluster": ClusterSpec(nodes=2, ranks_per_node=1),
+        "dtype": "float32",
+        "interval": 4,
+        "held_out": 8,
+    }
+    return made_up.cell(strategy, made_up.MODELS[0], "full", link, **(given | settings))
+
+
+def trial(strategy: str, rate: float, losses: tuple[float, ...], **settings: Any) -> list[Record]:
+    """Two seeds, the second a little worse."""
+    return [
+        record(
+            cell(SEARCH, strategy, learning_rate=rate, seed=seed, **settings),
+            held_out_losses={4 * at: loss + 0.01 * seed for at, loss in enumerate(losses, 1)},
+        )
+        for seed in (0, 1)
+    ]
+
+
+def search() -> list[Record]:
+    return [
+        *trial("fcdp", 0.1, EXACT),
+        *trial("fcdp", 0.2, (5.0, 5.0, 5.0, math.nan)),
+        *trial("diloco", 0.1, (4.0, 4.0, 4.0, 4.0), outer_momentum=0.5),
+        *trial("diloco", 0.1, APART, outer_momentum=0.9),
+    ]
+
+
+def times(slow: float = 8.0, fast: float = 1.0) -> list[Record]:
+    """DiLoCo takes a second a step whatever the link, but for some wobble."""
+    return [
+        record(
+            cell(TIMES, strategy, link),
+            step_seconds=[seconds * (1 + 0.01 * (at % 3 - 1)) for at in range(32)],
+            steps_per_round=4 if strategy == "diloco" else 1,
+        )
+        for link, exact in ((FAST, fast), (SLOW, slow))
+        for strategy, seconds in (("fcdp", exact), ("diloco", 1.0))
+    ]
+
+
+def test_the_best_trial_is_that_of_the_lowest_mean_and_no_number_is_the_worst() -> None:
+    exact, apart = best(search())
+    assert (exact.subject, exact.learning_rate, exact.momentum) == ("fcdp", 0.1, None)
+    assert (apart.subject, apart.learning_rate, apart.momentum) == ("diloco τ = 4", 0.1, 0.9)
+    assert apart.ends == [2.2, 2.21]
+
+
+@pytest.mark.parametrize("lacks", [slice(2, None), slice(1, None), slice(None, -1)])
+def test_a_search_that_gave_some_more_than_others_is_refused(lacks: slice) -> None:
+    with pytest.raises(ValueError, match="must be as many for all"):
+        best(search()[lacks])
+
+
+def test_a_trial_without_losses_and_a_link_without_times_are_named() -> None:
+    first, *others = search()
+    with pytest.raises(ValueError, match=r"fcdp-.*has no held_out_losses \(ok\)"):
+        best([record(first.cell), *others])
+    with pytest.raises(ValueError, match="diloco τ = 4, 5 Mbit/s: is not among the times"):
+        courses(search(), times()[:3])
+
+
+@pytest.mark.parametrize(("loss", "steps"), [(4.5, 4), (4.0, 4), (3.5, 6), (2.0, 16), (1.9, None)])
+def test_steps_to_a_loss_are_between_measurements(loss: float, steps: float | None) -> None:
+    curve = {4 * at: value for at, value in enumerate(EXACT, 1)}
+    found = Trial("fcdp", "fcdp", 0.1, None, (curve,)).steps_to(loss)
+    assert found == (None if steps is None else [steps])
+
+
+def test_who_is_first_depends_on_the_link() -> None:
+    """Exact takes 7.98 steps, and DiLoCo 9.56, which the link makes no longer."""
+    slow, fast = _on_links(times())
+    assert targets(slow) == [3.01, 2.01]
+    assert sentence(slow, 3.01) == (
+        "On 5 Mbit/s DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; "
+        "at the end it is 10.0 % above it."
+    )
+    assert sentence(fast, 3.01) == "On 1 Gbit/s FCDP is the first to come to 3.01, and exact."
+    # What is not exact never comes to what the exact one ends with.
+    assert sentence(slow, 2.01) == "On 5 Mbit/s FCDP is the first to come to 2.01, and exact."
+
+
+def test_what_seeds_do_not_tell_apart_is_alike() -> None:
+    slow, _ = _on_links(times(slow=1.2))
+    assert sentence(slow, 3.01).startswith("On 5 Mbit/s exact is as fast: FCDP and DiLoCo τ = 4 ")
+
+
+def _on_links(timed: list[Record]) -> tuple[list[Course], list[Course]]:
+    found = courses(search(), timed)
+    assert [course.bits_per_s for course in found] == [SLOW, SLOW, FAST, FAST]
+    return found[:2], found[2:]
+
+
+def test_tables_say_what_is_not_reached() -> None:
+    lines = markdown(courses(search(), times())).splitlines()
+    assert "| DiLoCo τ = 4 | 0.1 | 0.9 | 2.205 ± 0.007 |" in lines
+    (row,) = [line for line in lines[8:] if line.startswith("| DiLoCo") and "(" not in line]
+    assert row == "| DiLoCo τ = 4 | – | – |"
+
+
+def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
+    for name, records in ((SEARCH, search()), (TIMES, times())):
+        (tmp_path / name).mkdir()
+        lines = "".join(f"{each.model_dump_json()}\n" for each in records)
+        (tmp_path / name / "records.jsonl").write_text(lines)
+    done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / TIMES / "quality.md").read_text() == markdown(courses(search(), times()))
+    assert "held-out loss" in (tmp_path / TIMES / "quality.svg").read_text()
+    (tmp_path / TIMES / "records.jsonl").unlink()
+    done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "time-to-quality" in done.output
+
+
+def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
+    """What the search has a loss of the other has times of; each has as many trials."""
+    of = {
+        name: [each.cell for each in read(name).cells if each.skip_reason is None]
+        for name in (SEARCH, TIMES)
+    }
+    assert {subject(each) for each in of[SEARCH]} == {subject(each) for each in of[TIMES]}
+    alike = ("model", "sequence_length", "micro_batch", "accumulation", "dtype")
+    assert len({tuple(getattr(c, n) for n in alike) for cells in of.values() for c in cells}) == 1
+    trials = Counter(subject(each) for each in of[SEARCH])
+    assert set(trials.values()) == {4 * 3}
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="no records are committed")
+def test_what_is_committed_is_what_the_records_give() -> None:
+    search, timed = (load(ROOT / "results" / name / "records.jsonl") for name in (SEARCH, TIMES))
+    assert COMMITTED.read_text() == markdown(courses(search, timed))

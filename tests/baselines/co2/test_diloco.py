@@ -1,0 +1,188 @@
+"""DiLoCo and Streaming DiLoCo as their listings have them, whose outer optimizer is PyTorch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from baselines import registry
+from baselines.settings import DiLoCoSettings, StreamingSettings
+from tests.baselines.co2.workers import (
+    LEARNING_RATE,
+    Training,
+    batches,
+    flat,
+    loss,
+    made,
+    model,
+    starts,
+)
+from tests.ranks import Pools
+
+DILOCO = DiLoCoSettings(interval=3)
+STREAMING = StreamingSettings(interval=4, overlap=1)
+
+
+def listing(training: Training) -> list[list[torch.Tensor]]:
+    """The parameters of each worker, by step, of a listing in one process.
+
+    Fragments are the model's two modules, or all of it is one.
+    """
+    settings = training.settings
+    assert isinstance(settings, DiLoCoSettings)
+    count, overlap, kept, interval = 1, 0, 0.0, settings.interval
+    if isinstance(settings, StreamingSettings):
+        count, overlap, kept = settings.fragments, settings.overlap, settings.kept
+    rate, momentum = settings.outer_learning_rate, settings.outer_momentum
+    shared = model()
+    parts = [list(shared.parameters())] if count == 1 else [list(m.parameters()) for m in shared]
+    outer = [torch.optim.SGD(part, rate, momentum, nesterov=True) for part in parts]
+    ranks = training.nodes * training.ranks_per_node // training.workers
+    models = [model() for _ in range(training.workers)]
+    inner = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
+    data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
+    owned = [
+        [list(each.parameters())] if count == 1 else [list(m.parameters()) for m in each]
+        for each in models
+    ]
+    under_way: dict[int, list[torch.Tensor]] = {}
+    found = []
+    for step in range(1, training.steps + 1):
+        for each, optimizer, own in zip(models, inner, data, strict=True):
+            for source in own:
+                (loss(each, next(source)) / len(own)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for at in range(count):
+                due = (at + 1) * interval // count % interval
+                arrives = (step - overlap) % interval == due
+                if overlap and arrives and at in under_way:
+                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, kept)
+                if step % interval == due:
+                    ends = zip(*(parts_of[at] for parts_of in owned), strict=True)
+                    under_way[at] = [
+                        start - torch.stack(each).mean(0)
+                        for start, each in zip(parts[at], ends, strict=True)
+                    ]
+                if not overlap and arrives:
+                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, kept)
+        found.append([flat(each) for each in models])
+    return found
+
+
+def _arrive(
+    outer: torch.optim.Optimizer,
+    starts: list[torch.nn.Parameter],
+    means: list[torch.Tensor],
+    owned: list[list[list[torch.nn.Parameter]]],
+    at: int,
+    kept: float,
+) -> None:
+    for start, mean in zip(starts, means, strict=True):
+        start.grad = mean
+    outer.step()
+    for worker in owned:
+        for mine, start in zip(worker[at], starts, strict=True):
+            mine.copy_(kept * mine + (1 - kept) * start)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(DILOCO, nodes=2),
+        Training(DILOCO.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2),
+        Training(DILOCO.model_copy(update={"worker": "nodes"}), nodes=2, ranks_per_node=2),
+        Training(DILOCO.model_copy(update={"outer_on": "host"}), nodes=2),
+        Training(STREAMING, nodes=2),
+        Training(STREAMING.model_copy(update={"overlap": 2, "kept": 0.0}), nodes=2),
+        Training(STREAMING.model_copy(update={"overlap": 4}), nodes=2),
+        Training(STREAMING.model_copy(update={"outer_on": "host", "kept": 0.25}), nodes=2),
+        Training(STREAMING.model_copy(update={"worker": "nodes"}), nodes=2, ranks_per_node=2),
+    ],
+    ids=[
+        *("diloco", "sharded", "over fcdp", "on the host"),
+        *("streaming", "kept nothing", "a round late", "streaming on the host", "over fcdp too"),
+    ],
+)
+def test_each_step_is_the_listings(ranks: Pools, training: Training) -> None:
+    training = replace(training, steps=24)
+    found = ranks.run(training.nodes * training.ranks_per_node, _by_step, training)
+    apart = training.nodes * training.ranks_per_node // training.workers
+    for rank, mine in enumerate(found):
+        for step, expected in zip(mine, listing(training), strict=True):
+            torch.testing.assert_close(step, expected[rank // apart], rtol=0, atol=1e-6)
+
+
+def _by_step(training: Training) -> list[torch.Tensor]:
+    trained, workers = made(training)
+    own = batches(workers.job.topology.rank)
+    found = []
+    for _ in range(training.steps):
+        workers.step([next(own)])
+        found.append(flat(trained))
+    workers.settle()
+    return found
+
+
+@pytest.mark.ranks
+def test_all_workers_of_diloco_start_alike(ranks: Pools) -> None:
+    first, second = ranks.run(2, starts, Training(DILOCO, nodes=2))
+    assert all(map(torch.equal, first, second))
+    assert not first[0].equal(first[-1])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("worker", ["rank", "nodes"])
+def test_what_is_measured_is_what_workers_share(ranks: Pools, worker: str) -> None:
+    """Where fragments arrive in turn no two workers are alike; training knows nothing of it."""
+    settings = STREAMING.model_copy(update={"worker": worker})
+    each = 1 if worker == "rank" else 2
+    training = Training(settings, nodes=2, ranks_per_node=each)
+    measured, ends = zip(*ranks.run(2 * each, _measured, training), strict=True)
+    assert len(set(measured)) == 1
+    assert not ends[0].equal(ends[-1])
+    for rank, expected in enumerate(ranks.run(2 * each, _by_step, training)):
+        assert ends[rank].equal(expected[-1])
+
+
+def _measured(training: Training) -> tuple[float, torch.Tensor]:
+    trained, workers = made(training)
+    own, held_out = batches(workers.job.topology.rank), next(batches(9))
+    found = 0.0
+    for _ in range(training.steps):
+        workers.step([next(own)])
+        found = workers.evaluate(held_out).item()
+    workers.settle()
+    return found, flat(trained)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "allowed"),
+    [
+        ("fragments", {"interval": 4, "fragments": 5}, "at most the interval, 4"),
+        ("overlap", {"interval": 4, "overlap": 5}, "at most the interval, 4"),
+        ("kept", {"kept": 1.0}, "less than 1"),
+    ],
+)
+def test_what_does_not_fit_the_round_is_refused(
+    name: str, given: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}\n.*{allowed}"):
+        registry.find("streaming-diloco").chosen(given)
+
+
+@pytest.mark.ranks
+def test_more_fragments_than_blocks_are_refused(ranks: Pools) -> None:
+    ranks.run(1, _refused)
+
+
+def _refused() -> None:
+    training = Training(StreamingSettings(interval=4, fragments=3))
+    with pytest.raises(ValueError, match="fragments = 3: allowed are 1 to 2"):
+        made(training)
