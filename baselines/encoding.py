@@ -13,6 +13,8 @@ import fcdp
 
 #: Names of what gathers are told with in matrix files that rounds nothing.
 DIFFERENCES = ("delta", "delta(always)")
+#: The same of reductions.
+EXPONENTS = ("exact", "exact(always)")
 
 _QUANTISER = re.compile(r"(int8|int4)(?:\((\d+)\))?")
 #: Bits of a value and values of a block where the text names none, by codec.
@@ -41,6 +43,19 @@ def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{error}, and delta") from None
+
+
+def reduction(text: str) -> fcdp.Codec | fcdp.Exact | None:
+    """What reductions are encoded with: as :func:`parse`, or exactly, by their exponents.
+
+    ``exact`` codes them where that pays, ``exact(always)`` always.
+    """
+    if text in EXPONENTS:
+        return fcdp.Exact("always" if "always" in text else "pays")
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, and exact") from None
 
 
 def parse(text: str) -> fcdp.Codec | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
 from fcdp.sizes import parse
 
@@ -93,8 +94,8 @@ DeepSpeedPin = Annotated[Pin, _subject("DeepSpeed", in_id="later")]
 
 
 def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
-    if value and info.data.get("reduce_codec") == "none":
-        raise ValueError("needs a reduce_codec, whose loss it feeds back")
+    if value and info.data.get("reduce_codec") in ("none", *EXPONENTS):
+        raise ValueError("needs a reduce_codec that rounds, whose loss it feeds back")
     return value
 
 

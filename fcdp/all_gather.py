@@ -16,7 +16,8 @@ from fcdp.codec import Codec
 from fcdp.counts import Ledger, Phase, gather_phase
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
-from fcdp.delta.sent import Sent
+from fcdp.delta.on_device import Sizes
+from fcdp.delta.sent import Kept, Sent
 from fcdp.exchange import PARTS_MOST, Pending, all_gather, ring_all_gather, ring_bytes, swap
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
@@ -60,10 +61,14 @@ class CachedAllGather(AllGather):
         streams: Streams,
         ledger: Ledger,
         codec: Codec | None,
-        sent: Sent | None = None,
+        sent: Kept | None = None,
+        sizes: Sizes | None = None,
         world: dist.ProcessGroup | None = None,
     ) -> None:
-        """``sent`` is there where differences are told, ``world`` where exchanges are flat."""
+        """``sent`` is there where differences are told, ``sizes`` too if on an accelerator.
+
+        ``world`` is there where exchanges are flat.
+        """
         self._entry = entry
         self._unit = entry.unit
         self._topology = topology
@@ -75,6 +80,7 @@ class CachedAllGather(AllGather):
         self._ledger = ledger
         self._codec = codec
         self._sent = sent
+        self._sizes = sizes
         self._world = world
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
         #: This rank's place in the output.
@@ -169,8 +175,13 @@ class CachedAllGather(AllGather):
         self._cache.drain()
         received = self._slice(output)
         if self._sent is not None and self._cache.has_base(self._entry):
-            yield from self._differences(self._sent, received, own, phase)
+            if isinstance(self._sent, Sent):
+                yield from self._differences(self._sent, received, own, phase)
+            else:
+                self._queue_differences(self._sent, received, own, phase)
         else:
+            if self._sent is not None:
+                self._sent.forget()
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
@@ -180,7 +191,10 @@ class CachedAllGather(AllGather):
             with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
             if self._sent is not None and self._unit.trainable:
-                self._sent.keep(own)
+                with self._streams.on(self._streams.inter_node):
+                    self._sent.keep(own)
+                # FSDP2 frees what it was copied from in the order of the current stream.
+                self._streams.current().wait_stream(self._streams.inter_node)
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(coming)
         if self._world is None:
@@ -201,10 +215,9 @@ class CachedAllGather(AllGather):
 
     def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
         """Wait for shards as they are, and see how long that takes where it could take less."""
-        if self._sent is None:
+        if not isinstance(self._sent, Sent):
             yield works
             return
-        self._sent.forget()
         watch = Watch(works)
         yield [watch]
         self._sent.saw_whole(watch, own)
@@ -240,6 +253,33 @@ class CachedAllGather(AllGather):
         self._cache.outdate(self._entry)
         for peer, arrived in arriving.items():
             sent.read(arrived, received.memory[peer])
+
+    def _queue_differences(
+        self, kept: Kept, received: Slice, own: torch.Tensor, phase: Phase
+    ) -> None:
+        """The same on an accelerator, whose host knows the sizes: all of it is queued."""
+        assert self._sizes is not None
+        told, node = self._sizes.of(self._entry), self._topology.node
+        self._entry.based = False  # until the ranks agree again
+        kept.forget()
+        self._cache.load_stale(self._entry, phase, received)
+        stream = self._streams.inter_node
+        stream.wait_stream(self._copy_in)
+        with (
+            ranges.named("gather_inter", self._unit.name),
+            self._streams.on(stream),
+            received.access.writing(stream),
+        ):
+            if self._guard is not None:
+                self._guard.remember(self._unit, own)
+            sent = told.write(own, kept.memory, node)
+            self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            arriving = sent.new_empty((self._topology.nodes, sent.numel()))
+            with self._topology.failures.waiting():
+                all_gather([arriving.view(-1)], self._topology.inter, [sent])
+            for peer in self._peers:
+                self._sizes.note(told.read(arriving[peer], received.memory[peer], peer))
+        self._cache.outdate(self._entry)
 
     def _slice(self, output: torch.Tensor) -> Slice:
         """Where shards of the other nodes go: on an accelerator a slice of its own.

@@ -24,7 +24,7 @@ from fcdp.arguments import (
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
-from fcdp.codec import Codec, Codecs, Delta
+from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
@@ -60,7 +60,7 @@ def shard(
     verify: bool = False,
     poison: bool = False,
     gather_codec: Codec | Delta | None = None,
-    reduce_codec: Codec | None = None,
+    reduce_codec: Codec | Exact | None = None,
     error_feedback: bool = False,
     exchanges: Exchanges = "hierarchical",
     adapters: Adapters = "sharded",
@@ -209,7 +209,7 @@ def cache_parameters(
     verify: bool = False,
     poison: bool = False,
     gather_codec: Codec | Delta | None = None,
-    reduce_codec: Codec | None = None,
+    reduce_codec: Codec | Exact | None = None,
     error_feedback: bool = False,
     exchanges: Exchanges = "hierarchical",
 ) -> nn.Module:
@@ -241,7 +241,7 @@ def cache_parameters(
             and whether they come from the cache or not; the sharded ones that the optimizer steps,
             and checkpoints, are not.
         reduce_codec: Encodes reductions of gradients between nodes. Gradients are rounded once, and
-            added up in fp32 or wider.
+            added up in fp32 or wider; ``Exact`` rounds nothing.
         error_feedback: Add what the last reduction's rounding lost to the next, for (n−1)/n of 1/L
             of the gradients in fp32 a rank, which no checkpoint keeps and ``load_state_dict``
             drops; with a loss scale that changes it is wrong by the change, once.

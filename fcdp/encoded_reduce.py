@@ -1,7 +1,8 @@
-"""The encoded half of a reduction: what a reduce-scatter across nodes does, in a codec's bytes."""
+"""The encoded half of a reduction: what a reduce-scatter across nodes does, in fewer bytes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,10 @@ import torch.distributed as dist
 
 from fcdp.codec import Codec, Codecs
 from fcdp.counts import Ledger
+from fcdp.delta import message
+from fcdp.delta.economy import Economy, Watch
 from fcdp.exchange import Pending, Then, all_to_all
+from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
@@ -32,9 +36,9 @@ class EncodedReduce:
 
     @classmethod
     def of(cls, codecs: Codecs, group: dist.ProcessGroup, ledger: Ledger) -> EncodedReduce | None:
-        if codecs.reduce is None:
+        if codecs.rounding_reduce is None:
             return None
-        return cls(codecs.reduce, group, ledger, error_feedback=codecs.error_feedback)
+        return cls(codecs.rounding_reduce, group, ledger, error_feedback=codecs.error_feedback)
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
         """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
@@ -97,6 +101,70 @@ class EncodedReduce:
         # What overflowed is skipped by the gradient scaler; it must not stay here.
         self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
         return encoded
+
+
+class ExactParts:
+    """The parts of one unit's reduction while they cross nodes, bit for bit what they are.
+
+    They are told by their exponents, or whole where that takes less time.
+    """
+
+    def __init__(self, name: str, economy: Economy, ledger: Ledger) -> None:
+        self._name = name
+        self._economy = economy
+        self._ledger = ledger
+        #: Bytes of the last coded message per byte of its part.
+        self._ratio = 0.0
+
+    def write(self, part: torch.Tensor) -> torch.Tensor:
+        """The message (uint8) of a part (s), whose bytes the ledger counts."""
+        begun = time.perf_counter()
+        if self._economy.pays(self._ratio, others=1):
+            told = message.write(part, None, message.ALONE)
+            size = max(1, part.nbytes)
+            self._ratio = told.nbytes / size
+            self._economy.told.add((time.perf_counter() - begun) / size)
+        else:
+            told = message.whole(part)
+        self._ledger.add("inter_node", "reduce", told.nbytes)
+        return told
+
+    def room(self, part: torch.Tensor) -> torch.Tensor:
+        """Where the message (uint8) of such a part arrives."""
+        return torch.empty(message.most_bytes(part), dtype=torch.uint8, device="cpu")
+
+    def read(
+        self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Wait for messages, each with the part (s) that is filled with what it tells.
+
+        Raises ``RuntimeError`` for a message that was damaged.
+        """
+        watch = Watch(works)
+        watch.wait()
+        if all(message.is_whole(told) for told, _ in arriving):
+            self._economy.saw_whole(watch.waited, sum(part.nbytes for _, part in arriving))
+        for told, part in arriving:
+            begun = time.perf_counter()
+            try:
+                coded = message.read(told, part, message.ALONE)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"{self._name}: gradients of another node: {error}; nothing was computed with "
+                    "them: go on from the last checkpoint"
+                ) from error
+            if coded:
+                self._economy.applied.add((time.perf_counter() - begun) / max(1, part.nbytes))
+
+
+def check_exact(topology: Topology) -> None:
+    """Raises ``ValueError`` where the host cannot know the sizes of what is exchanged."""
+    if topology.mesh.device_type != "cpu":
+        raise ValueError(
+            f"reduce_codec = fcdp.Exact() on {topology.mesh.device_type}: only the CPU is allowed, "
+            "as the host would wait for the sizes of each reduction; leave it out, or use "
+            "fcdp.BlockInt8(), which rounds"
+        )
 
 
 def check_encodable(units: Sequence[Unit]) -> None:

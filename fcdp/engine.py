@@ -21,11 +21,12 @@ from fcdp.arguments import warn_of_sizes
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.codec import Codecs
+from fcdp.codec import Codecs, Exact
 from fcdp.counts import Ledger
 from fcdp.delta.economy import Economy
-from fcdp.delta.sent import Sent, check_differences
-from fcdp.encoded_reduce import EncodedReduce, check_encodable
+from fcdp.delta.on_device import Sizes
+from fcdp.delta.sent import Kept, Sent, check_differences
+from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_encodable, check_exact
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
@@ -97,7 +98,9 @@ class Engine:
         if options.codecs.rounding is not None:
             check_encodable(self.units)
         if options.codecs.differences is not None:
-            check_differences(self.units, topology)
+            check_differences(self.units)
+        if isinstance(exact := options.codecs.reduce, Exact):
+            check_exact(topology)
         device = _device(topology)
         flat = options.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
@@ -111,6 +114,16 @@ class Engine:
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
+        self._sent: dict[Unit, Kept] = {}
+        sizes = None
+        if (delta := options.codecs.differences) is not None:
+            economy = Economy(delta.when)
+            for unit, entry in self.entries.items():
+                on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
+                self._sent[unit] = on_host or Kept(entry)
+            if not streams.on_host:
+                own = {self.entries[unit]: each for unit, each in self._sent.items()}
+                sizes = Sizes(own, topology, streams, device)
         self.staleness = Staleness(
             [*self.entries.values()],
             topology,
@@ -118,7 +131,8 @@ class Engine:
             self._begins_pass,
             lambda: self._passes.without_gradients,
             verify=options.safety.verify,
-            lacks_base=self._lacks_base if options.codecs.differences is not None else None,
+            lacks_base=self._lacks_base if delta is not None else None,
+            agreed=sizes.learn if sizes is not None else None,
         )
         plan = MemoryPlan.of(
             self.units,
@@ -126,7 +140,7 @@ class Engine:
             policy,
             look_ahead=options.look_ahead,
             partials_place=options.partials,
-            differences=options.codecs.differences is not None,
+            differences=delta is not None and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -154,13 +168,9 @@ class Engine:
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
-        self._sent: dict[Unit, Sent] = {}
-        if (delta := options.codecs.differences) is not None:
-            economy = Economy(delta.when)
-            self._sent = {
-                unit: Sent(entry, economy, topology.nodes) for unit, entry in self.entries.items()
-            }
         self._encoded: list[EncodedReduce] = []
+        #: What reductions know of their waits, if they are coded exactly.
+        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
@@ -176,6 +186,7 @@ class Engine:
                 self.ledger,
                 options.codecs.rounding,
                 self._sent.get(unit),
+                sizes,
                 self._world,
             )
             unit.module.set_custom_all_gather(gather)
@@ -197,6 +208,7 @@ class Engine:
             self.ledger,
             encoded,
             self._world,
+            ExactParts(unit.name, self._exact, self.ledger) if self._exact else None,
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction

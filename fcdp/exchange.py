@@ -49,6 +49,20 @@ def wait_all(works: Sequence[Pending]) -> None:
         work.wait()
 
 
+class Wire(Protocol):
+    """What parts are on the CPU while they cross nodes: messages, each of its own size."""
+
+    def write(self, part: torch.Tensor) -> torch.Tensor: ...
+
+    def room(self, part: torch.Tensor) -> torch.Tensor: ...
+
+    def read(
+        self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Wait, and fill the parts beside the messages."""
+        ...
+
+
 class Then:
     """What follows the exchanges before it, as one more to wait for."""
 
@@ -180,18 +194,20 @@ def reduce_scatter(
     buffers: Sequence[torch.Tensor],
     op: Op,
     group: dist.ProcessGroup,
+    wire: Wire | None = None,
 ) -> list[Pending]:
     """Reduce each buffer (g·s) over the group's g ranks; this rank's part (s) goes to its output.
 
-    By one collective. Each rank sends (g−1)·s elements per buffer. Raises ``ValueError`` on the CPU
-    for anything but a sum and an average.
+    By one collective. Each rank sends (g−1)·s elements per buffer, or, on the CPU, what ``wire``
+    makes of them. Raises ``ValueError`` on the CPU for anything but a sum and an average.
     """
     if _on_host(buffers[0]):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
-        return [_SwapAndAdd(outputs, buffers, group, average=op == dist.ReduceOp.AVG)]
+        return [_SwapAndAdd(outputs, buffers, group, wire, average=op == dist.ReduceOp.AVG)]
+    assert wire is None, "messages of unknown size, between accelerators"
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
         return []
@@ -329,6 +345,7 @@ class _SwapAndAdd:
         outputs: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
+        wire: Wire | None,
         *,
         average: bool,
     ) -> None:
@@ -341,14 +358,22 @@ class _SwapAndAdd:
             for row in parts
         ]
         others = _others(group)
-        self._works = swap(
-            [(peer, row[peer]) for row in self._summands for peer in others],
-            [(peer, row[peer]) for row in parts for peer in others],
-            group,
-        )
+        received = [(peer, row[peer]) for row in self._summands for peer in others]
+        sent = [(peer, row[peer]) for row in parts for peer in others]
+        self._wire, self._arriving = wire, [(part, part) for _, part in received]
+        if wire is not None:
+            sent = [(peer, wire.write(part)) for peer, part in sent]
+            self._arriving = [(wire.room(part), part) for _, part in received]
+            received = [
+                (peer, room) for (peer, _), (room, _) in zip(received, self._arriving, strict=True)
+            ]
+        self._works = swap(received, sent, group)
 
     def wait(self) -> None:
-        wait_all(self._works)
+        if self._wire is None:
+            wait_all(self._works)
+        else:
+            self._wire.read(self._works, self._arriving)
         for output, (first, second, *more) in zip(self._outputs, self._summands, strict=True):
             torch.add(first, second, out=output)
             for summand in more:

@@ -20,7 +20,7 @@ from fcdp.cache.policy import (
     Threshold,
 )
 from fcdp.checkpoint import load, save
-from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta
+from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta, Exact
 from fcdp.counts import Ledger
 from fcdp.exporting import export, save_adapters
 from fcdp.publication.publisher import Publication, publish
@@ -37,6 +37,7 @@ __all__ = [
     "Delta",
     "DeviceCache",
     "DiskCache",
+    "Exact",
     "HostCache",
     "Ledger",
     "NoCache",

@@ -17,6 +17,7 @@ from fcdp.exchange import (
     Op,
     Pending,
     Then,
+    Wire,
     reduce_scatter,
     reduce_scatter_parts,
     ring_bytes,
@@ -40,8 +41,8 @@ class HierarchicalReduceScatter(ReduceScatter):
     backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
-    last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` has it,
-    if given.
+    last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` or, bit
+    for bit, as ``wire`` has it, if given.
 
     With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
@@ -55,6 +56,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         ledger: Ledger,
         encoded: EncodedReduce | None,
         world: dist.ProcessGroup | None = None,
+        wire: Wire | None = None,
     ) -> None:
         self._unit = unit
         self._topology = topology
@@ -63,6 +65,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._ledger = ledger
         self._encoded = encoded
         self._world = world
+        self._wire = wire
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
         #: Contents of ``.grad`` after the last micro-batch.
@@ -260,7 +263,11 @@ class HierarchicalReduceScatter(ReduceScatter):
                 works = self._encoded.start(output, partial)
                 sent = self._encoded.sent_bytes(output.numel())
             else:
-                works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
+                works = reduce_scatter(
+                    [output], [partial], op, self._topology.reduce_inter, self._wire
+                )
+                if self._wire is not None:  # it has counted
+                    return works
                 sent = (self._topology.nodes - 1) * output.nbytes
         self._ledger.add("inter_node", "reduce", sent)
         return works

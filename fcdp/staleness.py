@@ -60,11 +60,13 @@ class Staleness:
         *,
         verify: bool = False,
         lacks_base: Callable[[Unit], bool] | None = None,
+        agreed: Callable[[], None] | None = None,
     ) -> None:
         """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
 
         ``without_gradients`` says whether the pass that has begun computes none.
         ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
+        ``agreed`` is called on all ranks when they have agreed, before the first gather.
         """
         self._watched = {entry.unit: _Watched(entry) for entry in entries}
         self._topology = topology
@@ -73,6 +75,7 @@ class Staleness:
         self._without_gradients = without_gradients
         self._verify = verify
         self._lacks_base = lacks_base
+        self._agreed = agreed
         self._compares = guard is not None and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
@@ -188,6 +191,8 @@ class Staleness:
             self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
         if self._verify:
             self._compare_generations()
+        if self._agreed is not None:
+            self._agreed()
 
     def _contents(self, unit: Unit, watched: _Watched) -> list[int] | None:
         if self._compares or watched.contents is not None:

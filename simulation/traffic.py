@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import add
 
 from baselines import registry
-from baselines.encoding import DIFFERENCES, encoded_bytes
+from baselines.encoding import DIFFERENCES, EXPONENTS, encoded_bytes
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware
 from simulation.units import Unit, shard_numel
@@ -29,6 +29,8 @@ MEASURED: Sequence[tuple[float, float]] = (
     (1e-4, 2.9),
     (1e-3, 5.1),
 )
+#: Bits of a bf16 gradient that is coded by its exponent, of a small model that has begun to learn.
+_BY_EXPONENT = 11.0
 #: Bits of a bf16 parameter; of wider ones all others are sent as they are.
 _TOLD = 16
 _FSDP2_BYTES = 4
@@ -239,9 +241,13 @@ class Exchanges:
 
     def _across(self, trained: int, codec: str) -> Traffic:
         """The inter-node half of a reduction."""
-        if codec == "none":
-            return inter_node(float(trained * self.workload.reduced_bytes), self._nodes)
-        return self._inter_node(trained, codec)
+        if codec not in ("none", *EXPONENTS):
+            return self._inter_node(trained, codec)
+        bits = 8.0 * self.workload.reduced_bytes
+        waits = not math.isinf(self.hardware.inter_bytes_per_s)  # as the rule judges it
+        if codec == EXPONENTS[1] or (codec == EXPONENTS[0] and waits):
+            bits += _BY_EXPONENT - _TOLD
+        return inter_node(trained * bits / 8, self._nodes)
 
     def _inter_node(self, parameters: int, codec: str) -> Traffic:
         return inter_node(self._sent_bytes(parameters, codec), self._nodes)

@@ -30,7 +30,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy(job),
         gather_codec=encoding.gather(settings.gather_codec),
-        reduce_codec=encoding.parse(settings.reduce_codec),
+        reduce_codec=encoding.reduction(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         exchanges="hierarchical" if job.schedule.hierarchical else "flat",
         adapters=settings.adapters,
@@ -52,13 +52,13 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
     once where no entry outlives a step. One that no tier has room for crosses for each gather of
     each micro-batch. Gradients cross once, or with each micro-batch if they are not deferred.
     Replicated adapters cross twice: out in parts and back as sums. Differences can be nothing at
-    all where a cache holds what they are from.
+    all where a cache holds what they are from, and so nearly can gradients that are coded exactly.
     Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
         encoding.gather(settings.gather_codec),
-        encoding.parse(settings.reduce_codec),
+        encoding.reduction(settings.reduce_codec),
     )
     reductions = 1 if job.schedule.accumulates_without_sync else job.accumulation
     count = 0.0
@@ -72,7 +72,8 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
             count += (not cached) * crossings * _crossing_bytes(unit, job, None)
         else:
             count += crossings * _crossing_bytes(unit, job, gather_codec)
-        count += reductions * unit.trainable * _crossing_bytes(unit, job, reduce_codec)
+        if not isinstance(reduce_codec, fcdp.Exact):
+            count += reductions * unit.trainable * _crossing_bytes(unit, job, reduce_codec)
     sharded = {id(param) for unit in engine.units for param in unit.params}
     replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]
     return count + reductions * 2 * crossing_bytes(numel(replicated), job)

@@ -297,7 +297,7 @@ class _Expansion:
                 from fcdp.cache import named
 
                 readers = {"policy": named.parse, "gather_codec": encoding.gather}
-                readers.get(setting, encoding.parse)(str(item))
+                readers.get(setting, encoding.reduction)(str(item))
         except ValueError as error:
             self._file.fail(path, str(error))
         return item

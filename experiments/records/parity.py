@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
-from baselines.encoding import DIFFERENCES
+from baselines.encoding import DIFFERENCES, EXPONENTS
 from baselines.settings import CacheSettings
 from experiments.records import settings
 from experiments.records.cell import Cell
@@ -157,7 +157,8 @@ def quantised(cell: Cell) -> bool:
     """Whether what crosses nodes is rounded, by its strategy or by a codec that it chooses."""
     bounded = registry.find(cell.strategy).numerics == "bounded"
     return bounded or any(
-        getattr(cell.settings, name, "none") not in ("none", *DIFFERENCES) for name in _CODECS
+        getattr(cell.settings, name, "none") not in ("none", *DIFFERENCES, *EXPONENTS)
+        for name in _CODECS
     )
 
 

@@ -44,7 +44,7 @@ class MemoryPlan:
         partials_place: PartialsPlace,
         differences: bool = False,
     ) -> MemoryPlan:
-        """``differences`` is whether own shards are kept as they were sent."""
+        """``differences`` is whether own shards are kept on the host as they were sent."""
         placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []

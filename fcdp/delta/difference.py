@@ -7,7 +7,8 @@ a small difference; one that changes its sign is large, and rare.
 Chunks are coded alone, each in the form that takes the least: nothing, codes of two bits without
 the words that are zero, codes of two, four or eight bits, or the new words as they are. What a
 code cannot hold follows as bytes, and what a byte cannot hold as words. Near its entropy a chunk
-takes a third to a half of that and several times as long (:mod:`fcdp.delta.gaps`).
+takes a third to a half of that and several times as long (:mod:`fcdp.delta.gaps`). Words of which
+nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.delta.exponents`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fcdp.delta import gaps
+from fcdp.delta import exponents, gaps
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, places, unpack_flags
 
 #: Words per chunk: what is worked on stays in a core's cache.
@@ -29,6 +30,8 @@ _SAMPLED = 16
 _NOTHING, _SPARSE, _RAW = 0, 1, 16
 #: Gaps between words that are not zero: as they stand, and by the old words' magnitude.
 _GAPS, _ORDERED = 3, 5
+#: New words by their exponents.
+_EXPONENTS = 6
 _CODES = {1: Codes(2), 2: Codes(2), 4: Codes(4), 8: Codes(8)}
 
 
@@ -37,7 +40,10 @@ Coding = Literal["packed", "entropy", "ordered"]
 
 
 class _Chunk(NamedTuple):
-    """One row of the table that a difference begins with: after the form, of gaps their sizes."""
+    """One row of the table that a difference begins with.
+
+    After the form the counts of what it has; of gaps and exponents those that they name.
+    """
 
     form: int
     #: Words that are not zero (``_SPARSE``); numbers that are escaped; and that no byte holds.
@@ -51,11 +57,16 @@ def capacity(numel: int) -> int:
     return _table_bytes(numel) + 2 * numel
 
 
-def encode(new: torch.Tensor, base: torch.Tensor, coding: Coding = "packed") -> torch.Tensor:
-    """What turns ``base`` (n, int16) to ``new`` (n, int16), as uint8; both are on the host."""
+def encode(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packed") -> torch.Tensor:
+    """What turns ``base`` (n, int16) to ``new`` (n, int16), as uint8; both are on the host.
+
+    Without ``base``, what makes ``new`` of whatever there is.
+    """
     rows, parts = [], []
-    for now, before in zip(new.split(CHUNK), base.split(CHUNK), strict=True):
-        row, body = _encode(now, before, coding)
+    chunks = new.split(CHUNK)
+    olds = [None] * len(chunks) if base is None else base.split(CHUNK)
+    for now, before in zip(chunks, olds, strict=True):
+        row, body = _alone(now) if before is None else _encode(now, before, coding)
         rows.append(row)
         parts += body
     table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint8).view(-1)
@@ -81,17 +92,31 @@ def _table_bytes(numel: int) -> int:
     return chunks * len(_Chunk._fields) * 4
 
 
+def _raw(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
+    return _Chunk(_RAW, 0, 0, 0), [new.contiguous().view(torch.uint8)]
+
+
+def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
+    """New words by their exponents, where that is less than they are."""
+    if not new.numel():
+        return _raw(new)
+    counts, body = exponents.write(new)
+    nbytes = sum(part.numel() for part in body)
+    fill = body[-1].new_zeros(nbytes % 2)  # words begin at even bytes
+    return (_Chunk(_EXPONENTS, *counts), [*body, fill]) if nbytes < 2 * new.numel() else _raw(new)
+
+
 def _encode(
     new: torch.Tensor, base: torch.Tensor, coding: Coding
 ) -> tuple[_Chunk, list[torch.Tensor]]:
     numbers = new - base
-    raw = _Chunk(_RAW, 0, 0, 0), [new.contiguous().view(torch.uint8)]
+    raw = _raw(new)
     numbers = F.pad(numbers, (0, -numbers.numel() % GRANULE))
     form = _choose(numbers)
     if form == _NOTHING:
         return _Chunk(form, 0, 0, 0), []
     if form == _RAW:
-        return raw
+        return raw if coding == "packed" else _alone(new)
     if coding != "packed":
         numbers = numbers[: new.numel()]
         if coding == "ordered":
@@ -160,6 +185,13 @@ class _Reader:
 def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
     if row.form == _RAW:
         base.copy_(reader.take(base.numel(), torch.int16))
+    elif row.form == _EXPONENTS:
+        counts = [*row[1:]]
+        _check(min(counts) >= 0)
+        sizes_of = exponents.sizes(base.numel(), counts)
+        parts = [reader.take(size, torch.uint8) for size in sizes_of]
+        _check(exponents.read(parts, counts, base))
+        reader.take(sum(sizes_of) % 2, torch.uint8)
     elif row.form in (_GAPS, _ORDERED):
         sizes = gaps.Sizes(*row[1:])
         numbers = torch.zeros_like(base)

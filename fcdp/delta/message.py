@@ -18,6 +18,8 @@ DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _PREAMBLE = torch.int64
 _PREAMBLE_BYTES = 2 * _PREAMBLE.itemsize
 _WHOLE = -1
+#: In place of a version where a shard is told without one, and yet in fewer bytes than it has.
+ALONE = -2
 
 
 def most_bytes(shard: torch.Tensor) -> int:
@@ -37,21 +39,27 @@ def is_whole(message: torch.Tensor) -> bool:
 
 
 def write(
-    new: torch.Tensor, base: torch.Tensor, version: int, coding: difference.Coding = "packed"
+    new: torch.Tensor,
+    base: torch.Tensor | None,
+    version: int,
+    coding: difference.Coding = "packed",
 ) -> torch.Tensor:
     """What leads from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
 
-    Both are contiguous, on the host, and of the same one of :data:`DTYPES`.
+    Both are contiguous, on the host, and of the same one of :data:`DTYPES`. Without ``base`` the
+    version is :data:`ALONE`.
     """
     preamble = torch.tensor([version, int(checksum(new))], dtype=_PREAMBLE, device="cpu")
     parts = [preamble.view(torch.uint8)]
-    now, before = new.view(torch.int16), base.view(torch.int16)
+    now = new.view(torch.int16)
+    before = None if base is None else base.view(torch.int16)
     if new.itemsize > 2:
-        low, now = _low_and_high(now, new.itemsize)
-        _, before = _low_and_high(before, new.itemsize)
-        parts.append(_packed(low).view(torch.uint8))
+        low, now = low_and_high(now, new.itemsize)
+        now = packed(now)
+        if before is not None:
+            before = packed(low_and_high(before, new.itemsize)[1])
+        parts.append(packed(low).view(torch.uint8))
         parts.append(preamble.view(torch.uint8)[: _low_bytes(new) - 2 * low.numel()])  # fills up
-        now, before = _packed(now), _packed(before)
     return torch.cat([*parts, difference.encode(now, before, coding)])
 
 
@@ -72,10 +80,10 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
         raise ValueError(f"a difference from version {base} of a shard, of which {version} is here")
     words, rest = row.view(torch.int16), message[_PREAMBLE_BYTES:]
     if row.itemsize > 2:
-        low, high = _low_and_high(words, row.itemsize)
+        low, high = low_and_high(words, row.itemsize)
         _check_length(message, _low_bytes(row))
         low.copy_(rest[: 2 * low.numel()].view(torch.int16).view(low.shape))
-        changed = _packed(high)
+        changed = packed(high)
         difference.apply(rest[_low_bytes(row) :], changed)
         high.copy_(changed)
     else:
@@ -95,14 +103,14 @@ def _check_length(message: torch.Tensor, nbytes: int) -> None:
         raise ValueError("a difference between versions of a shard: cut on its way")
 
 
-def _low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+def low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
     """All but the highest two bytes of each number (n, itemsize / 2 − 1), and these (n)."""
     assert sys.byteorder == "little"
     table = words.view(-1, itemsize // 2)
     return table[:, :-1], table[:, -1]
 
 
-def _packed(words: torch.Tensor) -> torch.Tensor:
+def packed(words: torch.Tensor) -> torch.Tensor:
     """The words one after the other; a single one of a view with gaps is not, for torch."""
     packed = words.new_empty(words.numel())
     packed.view(words.shape).copy_(words)

@@ -11,28 +11,21 @@ from fcdp.cache.entry import Entry
 from fcdp.delta import message
 from fcdp.delta.difference import Coding
 from fcdp.delta.economy import Economy, Watch
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 #: Messages that are no packed difference before one is again, to see what that takes.
 _MEASURED_AFTER = 16
 
 
-class Sent:
+class Kept:
     """The last version of one unit's own shard that every node has been given to keep.
 
-    Takes the shard's size in host memory, from the first gather on. The thread that trains alone
-    reads and writes it: all of this is on the CPU.
+    Takes the shard's size in the memory that the shard is in, from the first gather on. On an
+    accelerator the stream of gathers across nodes alone reads and writes it.
     """
 
-    def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
+    def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._economy = economy
-        self._others = nodes - 1
-        #: Bytes of the last difference per byte of the shard, packed and with entropy codes; and
-        #: messages since one was packed.
-        self._ratio = self._finer = 0.0
-        self._since = 0
         self._memory: torch.Tensor | None = None
         self._version = 0
 
@@ -43,10 +36,45 @@ class Sent:
         held = entry.tier is not None and entry.held == entry.offered
         return held and entry.offered > 0 and self._version == entry.offered
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shard (s) as it was sent."""
+        assert self._memory is not None, self._entry.unit.name
+        return self._memory
+
+    def forget(self) -> None:
+        """Note that what the other nodes hold is about to change, whether all of them get it."""
+        self._version = 0
+
+    def keep(self, own: torch.Tensor) -> None:
+        """Note that the other nodes keep ``own`` (s), if this one keeps theirs."""
+        if self._entry.tier is None:
+            return
+        if self._memory is None or (self._memory.shape, self._memory.dtype) != (
+            own.shape,
+            own.dtype,
+        ):
+            with torch.inference_mode(mode=False):  # it is written in training too
+                self._memory = torch.empty_like(own)
+        self._memory.copy_(own)
+        self._version = self._entry.offered
+
+
+class Sent(Kept):
+    """What differences lead from on the CPU, and what this rank knows of telling them."""
+
+    def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
+        super().__init__(entry)
+        self._economy = economy
+        self._others = nodes - 1
+        #: Bytes of the last difference per byte of the shard, packed and with entropy codes; and
+        #: messages since one was packed.
+        self._ratio = self._finer = 0.0
+        self._since = 0
+
     def write(self, own: torch.Tensor) -> torch.Tensor:
         """The message (uint8) that leads from what the other nodes hold to ``own`` (s)."""
         assert self.usable, self._entry.unit.name
-        assert self._memory is not None
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
         # What a difference takes changes with the learning rate: it is measured anew at times.
@@ -57,7 +85,7 @@ class Sent:
         finer = economy.finer_pays(ratio, self._finer, self._others)
         begun = time.perf_counter()
         coding: Coding = "entropy" if finer else "packed"
-        written = message.write(own, self._memory, self._entry.offered, coding)
+        written = message.write(own, self.memory, self._entry.offered, coding)
         size = max(1, own.nbytes)
         took = (time.perf_counter() - begun) / size
         if finer:
@@ -90,32 +118,9 @@ class Sent:
         """Note the end of an exchange in which every node sent as much as ``own``, whole."""
         self._economy.saw_whole(watch.waited, self._others * own.nbytes)
 
-    def forget(self) -> None:
-        """Note that what the other nodes hold is about to change, whether all of them get it."""
-        self._version = 0
 
-    def keep(self, own: torch.Tensor) -> None:
-        """Note that the other nodes keep ``own`` (s), if this one keeps theirs."""
-        if self._entry.tier is None:
-            return
-        if self._memory is None or (self._memory.shape, self._memory.dtype) != (
-            own.shape,
-            own.dtype,
-        ):
-            with torch.inference_mode(mode=False):  # it is written in training too
-                self._memory = torch.empty_like(own)
-        self._memory.copy_(own)
-        self._version = self._entry.offered
-
-
-def check_differences(units: Sequence[Unit], topology: Topology) -> None:
+def check_differences(units: Sequence[Unit]) -> None:
     """Raises ``ValueError`` for units of which no difference can be told."""
-    if topology.mesh.device_type != "cpu":
-        raise ValueError(
-            f"gather_codec = fcdp.Delta() on {topology.mesh.device_type}: only the CPU is allowed, "
-            "as sizes that the host does not know yet cannot be exchanged between accelerators; "
-            "leave it out, or use fcdp.BlockInt8(), which rounds"
-        )
     for unit in units:
         if len(unit.gather_dtypes) > 1 or not unit.gather_dtypes <= message.DTYPES:
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))

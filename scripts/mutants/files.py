@@ -21,6 +21,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
     "delta": ("delta",),
     "direct_io": ("cache/tiers", "test_streams.py"),
+    "encoded_reduce": ("test_encoded_reduce.py", "test_exact_reduce.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": (
         "test_exchange.py",

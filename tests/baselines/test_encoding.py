@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fcdp
-from baselines.encoding import encoded_bytes, gather, parse
+from baselines.encoding import encoded_bytes, gather, parse, reduction
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,16 @@ def test_gathers_may_tell_differences_and_reductions_not() -> None:
         gather("int2")
     with pytest.raises(ValueError, match="codec = 'delta': allowed are none, int8"):
         parse("delta")
+
+
+def test_reductions_may_be_coded_exactly_and_gathers_not() -> None:
+    assert reduction("exact") == fcdp.Exact()
+    assert reduction("exact(always)") == fcdp.Exact("always")
+    assert reduction("int4") == parse("int4")
+    with pytest.raises(ValueError, match="exact"):
+        reduction("int2")
+    with pytest.raises(ValueError, match="codec = 'exact': allowed are none, int8, int4.*delta"):
+        gather("exact")
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int8(128)", "int4(7)"])

@@ -30,6 +30,8 @@ LORA = Settings(adapter_rank=3, steps=3)
 SMALL = Settings(steps=2)
 
 
+THREE: dict[str, Any] = {"nodes": 3, "ranks_per_node": 1}
+
 #: Trainings, by name. Shapes are 2 × 2 unless said otherwise.
 TRAININGS: dict[str, Settings] = {
     "none": replace(SMALL, policy=fcdp.NoCache()),
@@ -44,6 +46,16 @@ TRAININGS: dict[str, Settings] = {
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
+    "differences": Settings(
+        steps=5, gather_codec=fcdp.Delta(), events={2: "eval", 3: "write"}, accumulation=2
+    ),
+    "differences, poisoned": Settings(
+        **THREE, steps=3, poison=True, look_ahead=0, verify=True, gather_codec=fcdp.Delta()
+    ),
+    "disk, differences": Settings(steps=3, gather_codec=fcdp.Delta()),
+    "device, differences": Settings(
+        steps=3, gather_codec=fcdp.Delta(), policy=fcdp.DeviceCache(), detect_writes=False
+    ),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16

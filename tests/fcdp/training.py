@@ -104,7 +104,7 @@ class Settings:
     poison: bool = False
     partial_gradients: PartialsPlace = "device"
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
-    reduce_codec: fcdp.Codec | None = None
+    reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
     adapters: Literal["sharded", "replicated"] = "sharded"

@@ -303,7 +303,7 @@ MISTAKES = [
     ("    - fcdp\n", "    - fcdp\n    - zeropp\n  gather_codec: [none, int8]\n", 13,
      "axes.gather_codec[1]: 'int8' is not allowed: allowed is none: the strategy has its own"),
     ("  tuning: full", "  tuning: full\n  error_feedback: true", 17, "workload.error_feedback: "
-     "True is not allowed: needs a reduce_codec, whose loss it feeds back"),
+     "True is not allowed: needs a reduce_codec that rounds, whose loss it feeds back"),
     ("  tuning: full", "  tuning: half", 16, "workload.tuning: 'half' is not allowed: input "
      "should be 'full' or 'lora'"),
     ("width: 16, heads: 2}\naxes", "width: 16, heads: 3}\naxes", 6, "models[1]: "),

@@ -197,15 +197,12 @@ def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
 
 
 def test_units_that_cannot_be_told_are_refused() -> None:
-    def check(device_type: str, *dtypes: torch.dtype) -> None:
+    def check(*dtypes: torch.dtype) -> None:
         unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes))
-        topology: Any = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type))
-        check_differences([unit], topology)
+        check_differences([unit])
 
-    check("cpu", torch.bfloat16)
-    with pytest.raises(ValueError, match=r"fcdp\.Delta\(\) on cuda: only the CPU is allowed"):
-        check("cuda", torch.bfloat16)
+    check(torch.bfloat16)
     for dtypes in ((torch.int8,), (torch.float32, torch.bfloat16)):
         with pytest.raises(ValueError, match="unit gathers parameters of torch"):
-            check("cpu", *dtypes)
+            check(*dtypes)
     assert fcdp.Delta().when == "pays"
