@@ -12,8 +12,9 @@ import torch.nn as nn
 from baselines.strategy import Trainable
 from experiments.records.cell import Cell
 
-#: Parts of an iteration: answers are generated, what is prepared is scored, and stepped on.
-Phase = Literal["generation", "scoring", "update"]
+#: Parts of an iteration: a rollout follows, answers are generated, what is prepared is scored, and
+#: stepped on.
+Phase = Literal["sync", "generation", "scoring", "update"]
 #: Told the name of a phase when it has ended.
 Ended = Callable[[Phase], None]
 #: Puts a model of these blocks under the cell's strategy.
