@@ -66,7 +66,7 @@ class Rollout:
         if self._follows:
             self._connection.send(self._version)
             if not self._behind:
-                self._connection.recv()
+                self._take()
         return published
 
     def answers(self, prompts: torch.Tensor) -> Answers:
@@ -75,10 +75,16 @@ class Rollout:
             self._connection.send(prompts.numpy(force=True))
             self._asked.append(self._version)
         self._asked.popleft()
-        while not isinstance(got := self._connection.recv(), tuple):
+        while not isinstance(got := self._take(), tuple):
             pass  # that it follows
         version, *parts = got
         return Answers(version, *(torch.from_numpy(part).to(prompts.device) for part in parts))
+
+    def _take(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError as error:  # its own says why
+            raise ConnectionError("the rollout has ended, with answers to be given") from error
 
 
 def _serve() -> tuple[str, str]:
@@ -132,8 +138,8 @@ def main() -> None:
                 while isinstance(asked := ranks[rank].recv(), int):
                     ranks[rank].send(generation.follow(asked))
                 ranks[rank].send(generation.answer(sampler, asked))
-    except EOFError:
-        return  # they have ended
+    except (EOFError, ConnectionError):
+        return  # they have ended, answers for later on their way
 
 
 class _Generation:
