@@ -26,9 +26,8 @@ from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
 from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
-from experiments.worker.memory import most_allocated
 from experiments.worker.objectives.grpo import GRPO
-from experiments.worker.phases import Phases
+from experiments.worker.phases import Phases, most_allocated
 from fcdp import Topology
 from fcdp.checkpoint.commit import COMMIT
 

@@ -75,7 +75,13 @@ class Reference:
             places = {module: name for name, module in model.named_modules()}
             copied = copy.deepcopy(model)
             its_blocks = [copied.get_submodule(places[block]) for block in blocks]
-            self._copy = Frozen(copied, its_blocks, shard)
+            try:
+                self._copy = Frozen(copied, its_blocks, shard)
+            except ValueError as error:
+                where = cell.origin.key("objective", "beta")
+                raise ValueError(
+                    f"{where}: the reference, a frozen copy of all that is trained: {error}"
+                ) from error
 
     def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """As of ``log_probabilities``, of the reference of ``model``."""
