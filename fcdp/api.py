@@ -331,6 +331,31 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     return engine_of(model).accumulating(last=last)
 
 
+def unchanged(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Run forwards between which nobody writes parameters, as those of generated tokens.
+
+    The ranks agree once which entries are stale, where each forward has them exchange two small
+    messages, one of them between nodes, and a GPU's host wait. Optimizer steps and loads in the
+    body are seen all the same.
+
+    Args:
+        model: A cached model.
+
+    Returns:
+        A context manager around the forwards, which all ranks enter.
+
+    Raises:
+        ValueError: For a model that FCDP is not set up on.
+        RuntimeError: In the body for a write in place; in the next forward after it on all ranks,
+            for one where nothing shows it.
+
+    Example:
+        >>> with fcdp.unchanged(model), torch.no_grad():
+        ...     tokens = [model(torch.ones(1, 8)) for _ in range(3)]
+    """
+    return engine_of(model).staleness.unchanged()
+
+
 def discard(model: nn.Module) -> None:
     """Give up the step whose micro-batches ``accumulate`` has run so far.
 

@@ -310,7 +310,7 @@ class Engine:
         self._replicas.check_in_place()
         drop_prefetched(self.units)
         reshard(self._kept)  # a forward that raised, or whose backward never came, has left them
-        self.staleness.ask()
+        self.staleness.begin()
         self.cache.begin_pass()
 
     def _end_forward(self) -> None:

@@ -8,6 +8,7 @@ from fcdp.api import (
     is_cached,
     ledger,
     shard,
+    unchanged,
 )
 from fcdp.cache.policy import (
     Auto,
@@ -57,4 +58,5 @@ __all__ = [
     "save",
     "save_adapters",
     "shard",
+    "unchanged",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -80,12 +81,29 @@ class Staleness:
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
+        #: Whether somebody promises that passes find parameters as the first of them did.
+        self._unchanged = False
         #: Optimizers inside of ``step``, whose closures may gather what is half updated.
         self._stepping: WeakSet[Optimizer] = WeakSet()
 
     def ask(self) -> None:
         """Have the ranks agree again at the next gather. Every rank must call it."""
         self._asked = True
+
+    def begin(self) -> None:
+        """A pass begins: have the ranks agree again, unless nothing is written. Every rank."""
+        self._asked = self._asked or not self._unchanged
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Agree before the first pass of the body, and no more: nothing is written. Every rank."""
+        self.ask()
+        self._unchanged = True
+        try:
+            yield
+        finally:
+            self._unchanged = False
+            self.ask()
 
     def invalidate(self) -> None:
         """Declare all units written on this rank."""
@@ -137,7 +155,9 @@ class Staleness:
         begins = self._begins_pass(unit)
         if self._topology.nodes == 1 and not self._verify:
             return  # nothing is kept
-        if begins or self._asked:
+        if begins:
+            self.begin()
+        if self._asked:
             self._agree()
         elif unit.stamp() != self._watched[unit].stamp:
             raise RuntimeError(

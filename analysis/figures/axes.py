@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pandas as pd
@@ -226,6 +227,37 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     if longest > 0:  # on one node nothing is sent
         ax.set_xlim(0, longest * 1.28)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))
+
+
+def draw_phases(
+    ax: Axes, panel: pd.DataFrame, looks: Looks, colours: Mapping[str, str], unit: float = 1.0
+) -> None:
+    """A bar per strategy of these columns, one after the other, and their sum beside it."""
+    for place, strategy in enumerate(looks):
+        cells = panel[panel["strategy"] == strategy]
+        end = 0.0 if len(cells) else math.nan
+        for column, colour in colours.items():
+            part = float(cells[column].fillna(0).median()) / unit if len(cells) else 0.0
+            ax.barh(place, part, BAR, left=end, color=colour)
+            end += part
+        _label_bar(ax, place, end, text.number(end))
+    ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
+    for name, look in zip(ax.get_yticklabels(), looks.values(), strict=True):
+        name.set_color(look.colour)
+    ax.set_ylim(len(looks) - 0.5, -0.5)
+    ax.set_xlim(0, ax.get_xlim()[1] * 1.2)
+    ax.grid(False, axis="y")
+
+
+def draw_rewards(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    """A line per cell: the reward of each iteration when it has ended; nothing without rewards."""
+    for _, cell in panel[panel["reward"].notna()].iterrows():
+        seconds = [*accumulate(cell["step_seconds"])]
+        rewards = cell["rewards"][-len(seconds) :]
+        ax.plot(seconds, rewards, color=looks[cell["strategy"]].colour, linewidth=1.4)
+    if not ax.lines:
+        ax.set_axis_off()
+    ax.set(xscale="log", xlabel="seconds", ylabel="reward")
 
 
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:

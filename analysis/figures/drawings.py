@@ -211,6 +211,16 @@ def caption_of_slots(cells: pd.DataFrame) -> str:
     )
 
 
+def caption_of_phases(cells: pd.DataFrame) -> str:
+    """How to read phases of an iteration, and how its numbers were obtained."""
+    return _joined(
+        "Means per iteration: seconds of the slowest rank, and 10⁶ bytes that leave the busiest "
+        "node; beside a bar all phases together. Right: the mean reward of each iteration by the "
+        "time at which it had ended, in the colour of its strategy's name.",
+        provenance(cells),
+    )
+
+
 def caption_of_intervals(cells: pd.DataFrame) -> str:
     """How to read held-out losses over the interval."""
     seeds = cells["seed"].nunique()

@@ -44,6 +44,7 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
         present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
         drawings += _draw(cells, present, setting)
         drawings += _draw_slots(cells, present, setting)
+        drawings += _draw_phases(cells, present, setting)
     return drawings
 
 
@@ -389,3 +390,37 @@ def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks)
     ax.set_xlabel(panel.slots)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
+
+
+#: Phases of an iteration as fields of a measurement begin with them, in their order, and colours.
+_PHASES = {"sync": "#666666", "generation": "#0072B2", "scoring": "#56B4E9", "update": "#D55E00"}
+_PHASE_NAMES = {"sync": "weight sync", "scoring": "log-probabilities"}
+
+
+def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
+    """A row per panel: seconds and bytes of an iteration by phase, and rewards over time."""
+    cells = cells[(cells["state"] == "ok") & cells["update_seconds"].notna()]
+    if cells.empty:
+        return []
+    panels = drawings.panels_of(cells)
+    size = (11.0 + drawings.label_width(looks), len(panels) * (PITCH * len(looks) + 0.9) + 0.8)
+    with drawings.style():
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(panels), 3, squeeze=False)
+        for (title, panel), (seconds, sent, reward) in zip(panels, grid, strict=True):
+            axes.draw_phases(seconds, panel, looks, {f"{p}_seconds": c for p, c in _PHASES.items()})
+            axes.draw_phases(sent, panel, looks, {f"{p}_bytes": c for p, c in _PHASES.items()}, 1e6)
+            axes.draw_rewards(reward, panel, looks)
+            seconds.set(title=title, xlabel="seconds per iteration")
+            sent.set(xlabel="MB per iteration, busiest node", yticklabels=[])
+        colours = {_PHASE_NAMES.get(name, name): colour for name, colour in _PHASES.items()}
+        handles = [
+            drawings.handle(color=colour, linewidth=5, label=name)
+            for name, colour in colours.items()
+        ]
+        drawings.put_legend(figure, handles)
+        drawings.put_source(figure, cells, setting)
+    caption = drawings.caption_of_phases(cells)
+    return [
+        drawings.drawing(figure, cells, "phases", "Phases of an iteration", setting, caption),
+    ]

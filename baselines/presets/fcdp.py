@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -148,6 +149,11 @@ class FCDP(FSDP2):
         deferred = self.job.schedule.accumulates_without_sync
         with fcdp.accumulate(self.model, last=last or not deferred):
             return super().backward(batch, last=last)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        with fcdp.unchanged(self.model):
+            yield
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(fcdp.ledger(self.model), self.job.topology)

@@ -356,7 +356,7 @@ def _why_not_there(cell: Cell) -> str | None:
     """Why the cell's cluster cannot run it, or none can; ``None`` if it can."""
     if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
         return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
-    extra = [each.name for each in registry.find(cell.strategy).extra]
+    extra = [each.name for each in cell.extra]
     if extra and not cell.cluster.can.start_extra:
         return (
             f"needs machines for its {' and '.join(extra)}, and clusters of kind "

@@ -14,6 +14,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from pydantic_core import PydanticCustomError, to_json
 
 from baselines import registry
+from baselines.description import ExtraProcess
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
@@ -291,6 +292,12 @@ class Cell(Strict):
         return self.inter_bandwidth_bits_per_s, self.inter_group_bandwidth_bits_per_s
 
     @property
+    def extra(self) -> tuple[ExtraProcess, ...]:
+        """Processes that its strategy and its objective need beside the ranks."""
+        own = self.objective.extra if isinstance(self.objective, GRPO) else ()
+        return (*registry.find(self.strategy).extra, *own)
+
+    @property
     def deepspeed(self) -> Pin:
         """The pin of DeepSpeed, for strategies that are its own."""
         settings = self.settings
@@ -400,6 +407,9 @@ def _of_objective(cell: Cell) -> Iterator[tuple[str, str]]:
     if isinstance(spec, GRPO) and spec.new_tokens > cell.sequence_length:
         why = f"{spec.new_tokens} new tokens leave no prompt in sequences of {cell.sequence_length}"
         yield "objective", f"{why}; allowed are up to {cell.sequence_length} (sequence_length)"
+    if isinstance(spec, GRPO) and spec.extra and not registry.find(cell.strategy).is_saved:
+        why = f"a rollout by a process follows what fcdp.publish writes, and not {cell.strategy}"
+        yield "objective", f"{why}; allowed is rollout: trainer"
     if isinstance(spec, GRPO) and cell.micro_batch % spec.group:
         why = f"{cell.micro_batch} sequences are not whole groups of {spec.group} answers"
         yield "micro_batch", f"{why} (group of objective); allowed are its multiples"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from baselines.description import ExtraProcess
 from experiments.records.workload import ConfiguredModel, Function
 from simulation.files import Strict
 from simulation.transformer import ModelSpec
@@ -66,10 +67,21 @@ class GRPO(Strict):
     reward: Literal["digits", "copy"] | Function = "digits"
     #: After it nothing counts.
     end_token: Annotated[int, Field(ge=0)] | None = None
+    #: Who generates: the trainer; a process on a machine of its own, with what ``fcdp.publish``
+    #: writes; or such a one that is a version behind, while the trainer updates.
+    rollout: Literal["trainer", "process", "behind"] = "trainer"
 
     @property
     def name(self) -> str:
-        return f"GRPO, {self.new_tokens} new tokens"
+        where = {"trainer": "", "process": " of a process", "behind": " of a version before"}
+        return f"GRPO, {self.new_tokens} new tokens{where[self.rollout]}"
+
+    @property
+    def extra(self) -> tuple[ExtraProcess, ...]:
+        """Processes that it needs beside the ranks."""
+        if self.rollout == "trainer":
+            return ()
+        return (ExtraProcess("rollout", "experiments.worker.objectives.rollout:main"),)
 
 
 class Distillation(Strict):

@@ -155,14 +155,24 @@ class Measurement(Strict):
     #: Of objectives that prepare before they update, means per iteration by phase: bytes of the
     #: busiest node by the kernel's counters, and seconds of the slowest rank; and the mean reward
     #: of each iteration, warm-up included, and over those that are measured.
+    sync_bytes: Annotated[float | None, Metric("weight sync MB", 1e-6)] = None
     generation_bytes: Annotated[float | None, Metric("generation MB", 1e-6)] = None
     scoring_bytes: Annotated[float | None, Metric("log-probabilities MB", 1e-6)] = None
     update_bytes: Annotated[float | None, Metric("update MB", 1e-6)] = None
+    sync_seconds: Annotated[float | None, Metric("weight sync s")] = None
     generation_seconds: Annotated[float | None, Metric("generation s")] = None
     scoring_seconds: Annotated[float | None, Metric("log-probabilities s")] = None
     update_seconds: Annotated[float | None, Metric("update s")] = None
     rewards: list[float] | None = None
     reward: Annotated[float | None, Metric("reward", form=".4f", brief=("mean", "reward"))] = None
+    #: The most bytes that an iteration takes on a rank beside its shards, optimizer states among
+    #: them, where the device is the CPU: found in the first stretch of warm-up.
+    iteration_device_bytes: Annotated[int | None, Metric("device memory MB", 1e-6)] = None
+    #: Where a rollout generates, means per iteration: versions that its answers are behind, the
+    #: share of the followed words that a version changes, and bits that tell it, per word.
+    versions_behind: Annotated[float | None, Metric("versions behind")] = None
+    changed_share: Annotated[float | None, Metric("words changed", 100, ".3g", " %")] = None
+    bits_per_parameter: Annotated[float | None, Metric("bits per parameter", form=".3f")] = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
 

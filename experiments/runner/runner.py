@@ -181,7 +181,7 @@ class _Runner:
                     logs=directory / "logs",
                     environment=pins.variables(cell.deepspeed),
                     timeout_s=cell.timeout_s,
-                    extra=registry.find(cell.strategy).extra,
+                    extra=cell.extra,
                 )
             fruitless = fruitless + 1 if _commit(directory) == before else 0
             again = cell.checkpoint_every and outcome.state == "failed" and fruitless < _FRUITLESS

@@ -26,7 +26,8 @@ from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
 from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
-from experiments.worker.phases import Phases
+from experiments.worker.objectives.grpo import GRPO
+from experiments.worker.phases import Phases, most_allocated
 from fcdp import Topology
 from fcdp.checkpoint.commit import COMMIT
 
@@ -101,6 +102,8 @@ class _Training:
         self.resumed_at: list[int] = []
         #: Losses of the held-out examples, by the steps before.
         self.held_out: dict[int, float] = {}
+        #: The most bytes that the first iterations took, where that is counted.
+        self.allocated: list[int] = []
 
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps, counting what crosses in them.
@@ -119,7 +122,7 @@ class _Training:
             due = every and (done // every + 1) * every
             told = cell.held_out_every and (done // cell.held_out_every + 1) * cell.held_out_every
             stop = min(step for step in (cell.warmup_steps, due, told, end) if step > done)
-            counts = self._stretch(stop - done)
+            counts = self._first_stretch(stop - done) if done == 0 else self._stretch(stop - done)
             if stop > cell.warmup_steps:
                 self.counts = counts if self.counts is None else self.counts + counts
             else:
@@ -135,6 +138,16 @@ class _Training:
         if cell.held_out_every:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
+
+    def _first_stretch(self, steps: int) -> _Counts:
+        """``_stretch``; of iterations that no time is measured of, also the memory that they take.
+
+        What counts it takes time.
+        """
+        if self.objective is None or not self.cell.warmup_steps:
+            return self._stretch(steps)
+        with most_allocated(self._device) as self.allocated:
+            return self._stretch(steps)
 
     def _stretch(self, steps: int) -> _Counts:
         """Train so many steps, between two readings of the kernel's counters."""
@@ -269,6 +282,8 @@ class _Training:
             "counts": counts,
             "by_phase": self.phases.per_step(cell.steps),
             "rewards": self.objective.rewards if self.objective else (),
+            "told": self.objective.told if isinstance(self.objective, GRPO) else (),
+            "allocated": max(self.allocated, default=None),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
@@ -303,8 +318,16 @@ class _Training:
 
 
 def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
-    """The busiest node's bytes and the slowest rank's seconds by phase, and the mean rewards."""
+    """What is said of iterations, by field of a measurement.
+
+    Of phases the busiest node's bytes and the slowest rank's seconds; the most memory; means of
+    what a rollout's publications were, which ranks tell alike, and of rewards.
+    """
     found = {name: max(r["by_phase"][name] for r in ranks) for name in ranks[0]["by_phase"]}
+    if told := ranks[0]["told"][warmup_steps:]:
+        found |= {name: sum(each[name] for each in told) / len(told) for name in told[0]}
+    if ranks[0]["allocated"] is not None:
+        found["iteration_device_bytes"] = max(r["allocated"] for r in ranks)
     rewards = [sum(each) / len(each) for each in zip(*(r["rewards"] for r in ranks), strict=True)]
     if not rewards:
         return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from baselines import pins, registry
+from baselines import pins
 from experiments.clusters.interface import Cluster, Outcome
 from experiments.clusters.start_barrier import StartBarrier
 from experiments.records.cell import Cell, ClusterSpec
@@ -91,7 +91,7 @@ def run(
             logs=directory / "logs",
             environment=pins.variables(cell.deepspeed),
             timeout_s=cell.timeout_s,
-            extra=registry.find(cell.strategy).extra,
+            extra=cell.extra,
         )
     return CellResult(cell, directory, outcome, time.monotonic() - started)
 

@@ -11,6 +11,8 @@ from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker import configured
 from experiments.worker.objectives.objective import Ended, Reference, Shard, log_probabilities
+from experiments.worker.objectives.rollout import Rollout
+from experiments.worker.objectives.sampling import Sampler
 
 #: Of prompts, answers and which tokens of these count, each (sequences, tokens): one number each.
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,8 +60,10 @@ class GRPO:
         self._reward = _REWARDS.get(spec.reward) or configured.find_function(
             spec.reward, self._where
         )
-        self._seed = cell.seed * 100_003 + rank
-        self._generator: torch.Generator | None = None
+        self._sampler = Sampler(cell, rank)
+        self._rollout = Rollout(cell, rank) if spec.rollout != "trainer" else None
+        #: Of each iteration's publication, by field of a measurement.
+        self.told: list[dict[str, float]] = []
 
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
@@ -67,21 +71,40 @@ class GRPO:
         """Answers of all micro-batches at once, then what their old probabilities are."""
         group = self._spec.group
         prompts = torch.cat([batch[::group].repeat_interleave(group, 0) for batch in batches])
-        tokens = self._generate(model, prompts[:, : self._prompt])
-        ended("generation")
+        tokens, old = self._answers(model, prompts[:, : self._prompt], ended)
         counts = self._counts(tokens[:, self._prompt :])
         advantages = self._advantages(tokens, counts)
         prepared = []
         for part in torch.arange(len(tokens), device=tokens.device).split(self._micro_batch):
-            old = self._of_answers(log_probabilities(model, tokens[part]))
-            reference = old
+            reference = old[part]
             if self._reference is not None:
                 reference = self._of_answers(self._reference.log_probabilities(model, tokens[part]))
             # Exact: float32 has all whole numbers up to 2^24.
-            columns = (tokens[part], advantages[part, None], counts[part], old, reference)
+            columns = (tokens[part], advantages[part, None], counts[part], old[part], reference)
             prepared.append(torch.cat([each.float() for each in columns], dim=1))
         ended("scoring")
         return prepared
+
+    def _answers(
+        self, model: nn.Module, prompts: torch.Tensor, ended: Ended
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts with their answers, and the answers' log-probabilities as they were drawn."""
+        if self._rollout is None:
+            tokens = self._sampler.generate(model, prompts)
+            ended("generation")
+            return tokens, self._sampler.scores(model, tokens)
+        published = self._rollout.publish(model)
+        ended("sync")
+        got = self._rollout.answers(prompts)
+        ended("generation")
+        self.told.append(
+            {
+                "versions_behind": published.version - got.version,
+                "changed_share": published.changed / published.words,
+                "bits_per_parameter": published.bits_per_parameter,
+            }
+        )
+        return got.tokens, got.old
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         new, clip = self._spec.new_tokens, self._spec.clip
@@ -98,24 +121,6 @@ class GRPO:
 
     def _of_answers(self, found: torch.Tensor) -> torch.Tensor:
         return found[:, self._prompt - 1 :]
-
-    def _generate(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Prompts and answers: always as many tokens, so that no rank waits for another's."""
-        if self._generator is None:
-            self._generator = torch.Generator(tokens.device).manual_seed(self._seed)
-        given, past = tokens, None
-        for _ in range(self._spec.new_tokens):
-            found = model(input_ids=given, past_key_values=past, use_cache=True)
-            past = found.past_key_values
-            if past is None:
-                raise ValueError(
-                    "objective = grpo: the model keeps no keys and values of earlier tokens "
-                    "(past_key_values), without which nothing is generated"
-                )
-            chances = (found.logits[:, -1].float() / self._spec.temperature).softmax(-1)
-            given = torch.multinomial(chances, 1, generator=self._generator)
-            tokens = torch.cat([tokens, given], dim=1)
-        return tokens
 
     def _counts(self, answers: torch.Tensor) -> torch.Tensor:
         """Which tokens count: up to an answer's end, with it."""

@@ -12,8 +12,9 @@ import torch.nn as nn
 from baselines.strategy import Trainable
 from experiments.records.cell import Cell
 
-#: Parts of an iteration: answers are generated, what is prepared is scored, and stepped on.
-Phase = Literal["generation", "scoring", "update"]
+#: Parts of an iteration: a rollout follows, answers are generated, what is prepared is scored, and
+#: stepped on.
+Phase = Literal["sync", "generation", "scoring", "update"]
 #: Told the name of a phase when it has ended.
 Ended = Callable[[Phase], None]
 #: Puts a model of these blocks under the cell's strategy.
@@ -74,7 +75,13 @@ class Reference:
             places = {module: name for name, module in model.named_modules()}
             copied = copy.deepcopy(model)
             its_blocks = [copied.get_submodule(places[block]) for block in blocks]
-            self._copy = Frozen(copied, its_blocks, shard)
+            try:
+                self._copy = Frozen(copied, its_blocks, shard)
+            except ValueError as error:
+                where = cell.origin.key("objective", "beta")
+                raise ValueError(
+                    f"{where}: the reference, a frozen copy of all that is trained: {error}"
+                ) from error
 
     def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """As of ``log_probabilities``, of the reference of ``model``."""

@@ -123,6 +123,27 @@ def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Draw
     assert sorted(list(line.get_ydata()) for line in lines) == sorted(cells)
 
 
+def test_phases_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
+    """A bar per strategy, its phases one after the other; rewards by the time that has passed."""
+    assert not [one for one in drawings if one.name.endswith("phases")]
+    found = next(one for one in records if one.measurement and one.cell.strategy == "fcdp")
+    assert found.measurement is not None
+    seconds = {"generation_seconds": 3.0, "scoring_seconds": 1.0, "update_seconds": 2.0}
+    sent = {"generation_bytes": 5e6, "scoring_bytes": 0.0, "update_bytes": 4e6}
+    rewards = [0.1, *(0.2 for _ in found.measurement.step_seconds)]
+    told = {**seconds, **sent, "rewards": rewards, "reward": 0.2}
+    with_phases = found.model_copy(
+        update={"measurement": found.measurement.model_copy(update=told)}
+    )
+    (drawn,) = (one for one in matrix.draw(compare([with_phases])) if one.name.endswith("phases"))
+    in_seconds, in_megabytes, reward = drawn.figure.axes
+    assert widths(in_seconds) == [0, 3, 1, 2]
+    assert widths(in_megabytes) == [0, 5, 0, 4]
+    (line,) = reward.lines
+    assert list(line.get_xdata()) == [*itertools.accumulate(found.measurement.step_seconds)]
+    assert list(line.get_ydata()) == rewards[1:]
+
+
 def test_long_lines_of_losses_are_thinned_and_say_so(records: list[Record]) -> None:
     long = records[0]
     assert long.measurement is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo-lora": {"objective": DPO(kind="dpo"), "tuning": "lora"},
     "grpo": {"objective": ANSWERS, "accumulation": 2},
     "grpo-lora": {"objective": ANSWERS, "tuning": "lora"},
+    "grpo-replicated": {"objective": ANSWERS, "tuning": "lora", "adapters": "replicated"},
+    "dpo-replicated": {
+        "objective": DPO(kind="dpo"),
+        "tuning": "lora",
+        "adapters": "replicated",
+    },
     "grpo-epochs": {
         "objective": ANSWERS.model_copy(update={"epochs": 2, "end_token": 10, "reward": "copy"})
     },
@@ -161,9 +168,29 @@ def test_generation_sends_one_gather_however_long_answers_are(ranks: Pools) -> N
             assert sent == {"forward": half, "reduce": half}
 
 
+def without_room() -> str:
+    """What is said where the host's memory has no room for the reference."""
+    with mock.patch("fcdp.cache.memory.available_host_memory", return_value=1000):
+        try:
+            trained(wanted("fcdp", **OBJECTIVES["dpo"]), 2, 1, 1)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_reference_that_does_not_fit_is_refused_on_every_rank(apart: Pools) -> None:
+    for said in apart.run(2, without_room):
+        assert "beta: the reference, a frozen copy of all that is trained: " in said
+        assert "host memory are free" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        (
+            {"objective": ANSWERS.model_copy(update={"rollout": "process"}), "strategy": "fsdp2"},
+            "follows what fcdp.publish writes, and not fsdp2; allowed is rollout: trainer",
+        ),
         ({"objective": ANSWERS, "micro_batch": 6}, "6 sequences are not whole groups of 4 answers"),
         ({"objective": ANSWERS, "sequence_length": 5}, "6 new tokens leave no prompt in sequences"),
         ({"objective": ANSWERS, "strategy": "luwu"}, "luwu trains by a loop of its own"),

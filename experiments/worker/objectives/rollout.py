@@ -1,0 +1,170 @@
+"""A rollout: a process on a machine of its own, which generates for all ranks.
+
+It has a plain model, and follows over the link what the ranks publish, which the first rank's node
+serves. Each rank sends its prompts, and gets answers with their log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
+from multiprocessing.connection import Client, Connection, Listener
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import fcdp
+from experiments.records.cell import Cell
+from experiments.records.objective import GRPO
+from experiments.worker import models
+from experiments.worker.objectives.sampling import Sampler
+
+#: Seconds that the rollout has to be there.
+_PATIENCE_S = 300.0
+
+
+class Answers(NamedTuple):
+    """Answers to prompts: what generated them, and how likely they were."""
+
+    version: int
+    #: Prompts and answers, and of the answers' tokens the log-probability.
+    tokens: torch.Tensor
+    old: torch.Tensor
+
+
+class Rollout:
+    """A rank's side of the process that generates for it."""
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        """Raises ``ConnectionRefusedError`` where no rollout comes."""
+        assert isinstance(cell.objective, GRPO)
+        #: Versions that answers are older than what is trained.
+        self._behind = int(cell.objective.rollout == "behind")
+        self._asked: deque[int] = deque()
+        #: Whether the rollout has not said yet that it follows.
+        self._follows = rank == 0
+        place: list[Any] = [_serve() if rank == 0 else None]
+        dist.broadcast_object_list(place)
+        self._place, url = place[0]
+        self._version = 0
+        self._connection = _connect()
+        self._connection.send((rank, cell.model_dump_json(), url))
+
+    def publish(self, model: nn.Module) -> fcdp.Publication:
+        """Write what has changed; the rollout has it, unless it may be behind. Collective."""
+        published = fcdp.publish(model, self._place, compressed=True)
+        self._version = published.version
+        if self._follows:
+            self._connection.send(self._version)
+            if not self._behind:
+                self._take()
+        return published
+
+    def answers(self, prompts: torch.Tensor) -> Answers:
+        """Answers of this version; of the one before where they are behind, but for the first."""
+        while len(self._asked) <= self._behind:
+            self._connection.send(prompts.numpy(force=True))
+            self._asked.append(self._version)
+        self._asked.popleft()
+        while not isinstance(got := self._take(), tuple):
+            pass  # that it follows
+        version, *parts = got
+        return Answers(version, *(torch.from_numpy(part).to(prompts.device) for part in parts))
+
+    def _take(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError as error:  # its own says why
+            raise ConnectionError("the rollout has ended, with answers to be given") from error
+
+
+def _serve() -> tuple[str, str]:
+    """A folder for publications, and the address at which this node's link has it."""
+    folder = tempfile.mkdtemp()
+    handler = partial(_Handler, directory=folder)
+    server = ThreadingHTTPServer((os.environ["MASTER_ADDR"], 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    host, port = server.server_address[:2]
+    return folder, f"http://{host!s}:{port}"
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of each request."""
+
+
+def _address() -> tuple[str, int]:
+    host, _, port = os.environ["FCDP_ROLLOUT"].rpartition(":")
+    return host, int(port)
+
+
+def _connect() -> Connection:
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return Client(_address(), authkey=bytes.fromhex(os.environ["FCDP_RUN_SECRET"]))
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Answer the ranks, in their order, until they end."""
+    secret = bytes.fromhex(os.environ["FCDP_RUN_SECRET"])
+    ranks: dict[int, Connection] = {}
+    with Listener(_address(), backlog=128, authkey=secret) as listener:
+        while len(ranks) < int(os.environ["WORLD_SIZE"]):
+            connection = listener.accept()
+            rank, told, url = connection.recv()
+            ranks[rank] = connection
+    cell = Cell.model_validate_json(told)
+    generation = _Generation(cell, url)
+    samplers = {rank: Sampler(cell, rank) for rank in sorted(ranks)}
+    try:
+        while True:
+            for rank, sampler in samplers.items():
+                while isinstance(asked := ranks[rank].recv(), int):
+                    ranks[rank].send(generation.follow(asked))
+                ranks[rank].send(generation.answer(sampler, asked))
+    except (EOFError, ConnectionError):
+        return  # they have ended, answers for later on their way
+
+
+class _Generation:
+    """The plain model, of the version that it follows."""
+
+    def __init__(self, cell: Cell, url: str) -> None:
+        self._model, _ = models.build(cell)
+        self._model.eval()
+        self._reader = fcdp.Subscriber(url)
+
+    def follow(self, version: int) -> int:
+        """Have this version, or a later one; returns which."""
+        first = self._reader.version is None
+        held = self._reader.update()
+        assert held is not None
+        assert held >= version, "it is published"
+        if first:
+            # As they are published; what is followed is written there.
+            for name, each in chain(self._model.named_parameters(), self._model.named_buffers()):
+                if name in self._reader.state:
+                    each.data = self._reader.state[name]
+        return held
+
+    @torch.no_grad()
+    def answer(self, sampler: Sampler, prompts: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+        tokens = sampler.generate(self._model, torch.from_numpy(prompts))
+        old = sampler.scores(self._model, tokens)
+        return self._reader.version, tokens.numpy(), old.numpy()
