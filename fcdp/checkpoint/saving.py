@@ -129,6 +129,10 @@ class _Writer(FileSystemWriter):
                 files[result.index.fqn] = result.storage_data
             else:
                 chunks.append(result)
+        for name in files:
+            if not (self.shards / name).exists():
+                where = "must be on a file system that all nodes share"
+                raise FileNotFoundError(f"{self.shards / name}: is not there for rank 0; {where}")
         super().finish(metadata, [chunks])
         files[_METADATA] = self.fs.sums[_METADATA]
         commit = Commit(self.shards.name, Layout(files, metadata), **self._state)

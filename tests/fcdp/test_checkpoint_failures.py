@@ -109,6 +109,23 @@ def save_where_nothing_can_be(directory: Path) -> dict[str, str]:
     return {case: errors_of(run.save, place) for case, place in places.items()}
 
 
+def save_where_others_do_not_look(directory: Path) -> str:
+    """A save, by each rank into a folder of its own. Returns the error."""
+    run = Run()
+    with pytest.raises(RuntimeError) as error:
+        run.save(directory / f"node{run.topology.rank}")
+    return str(error.value)
+
+
+def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """Not from the load that could not find the others' files, when the run is lost."""
+    for message in ranks.run(2, save_where_others_do_not_look, tmp_path):
+        assert "is not there for rank 0; must be on a file system that all nodes share" in message
+    assert not (tmp_path / "node0/state.pt").exists()
+
+
 def test_a_directory_that_cannot_be_written_is_named(ranks: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for messages in ranks.run(2, save_where_nothing_can_be, tmp_path):

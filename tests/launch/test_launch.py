@@ -110,6 +110,30 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
     assert check_calls(tmp_path)["FCDP_HOSTS"] == "10.0.0.1 10.0.0.2"
 
 
+def test_skypilots_managed_job_starts_torchrun_on_each_node(tmp_path: Path) -> None:
+    task = yaml.safe_load((ROOT / "launch/train-skypilot.yaml").read_text())
+    file = str(tmp_path / "torchrun.jsonl")
+    _program(tmp_path / "torchrun", _TELL.format(python=sys.executable, name="torchrun", file=file))
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+    ranks = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    done = start(["bash", "-c", task["run"]], tmp_path, **nodes, **ranks)
+    assert done.returncode == 0, done.stderr
+    (call,) = told(tmp_path / "torchrun.jsonl")
+    launcher = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 10.0.0.1 --master-port "
+    assert " ".join(call["arguments"]).startswith(f"{launcher}29400 examples/train.py --model ")
+
+
+def test_kubeflow_reads_all_of_the_manifest() -> None:
+    """Each key is one of its schema's, with a value as that has it; others would be lost."""
+    from kubeflow_trainer_api import models
+
+    documents = [*yaml.safe_load_all((ROOT / "launch/train-kubernetes.yaml").read_text())]
+    assert [each["kind"] for each in documents] == ["TrainingRuntime", "TrainJob"]
+    for each in documents:
+        kind = getattr(models, f"TrainerV1alpha1{each['kind']}")
+        assert kind.from_dict(each).to_dict() == each
+
+
 @pytest.mark.parametrize("gpus", ["all", "none"])
 def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: str) -> None:
     call = call_of_docker(
@@ -196,6 +220,30 @@ def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "second" in done.stdout
     assert "third" not in done.stdout
+
+
+@pytest.mark.parametrize("status", [75, 137])
+def test_a_command_that_can_go_on_is_given_again(tmp_path: Path, status: int) -> None:
+    """Where a node is lost or the command is killed, if it has ``--resume``."""
+    (tmp_path / "bin").mkdir()
+    _program(
+        tmp_path / "bin/python",
+        f"""\
+        #!/usr/bin/env bash
+        echo "$@" >> {tmp_path}/calls
+        [[ $(wc -l < {tmp_path}/calls) -gt 3 ]] || exit {status}
+        """,
+    )
+    _program(tmp_path / "bin/sleep", "#!/bin/sh\n")
+    settings = {"VENV": str(tmp_path), "FCDP_HOSTS": "node0"}
+    command = [ROOT / "launch/commands.sh", "run small --resume", "next"]
+    done = start(command, tmp_path / "bin", **settings)
+    words = ["run small --resume"] * 4 + ["next"]
+    calls = [f"-m experiments {each} --cluster rented" for each in words]
+    assert (done.returncode, (tmp_path / "calls").read_text().splitlines()) == (0, calls)
+    assert done.stderr.count(f"ended with status {status}, and is given again") == 3
+    (tmp_path / "calls").unlink()
+    assert start([command[0], "run small", "next"], **settings).returncode == status
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
