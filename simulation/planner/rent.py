@@ -28,7 +28,6 @@ from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
 from simulation.planner.search import tokens_range
 from simulation.workload import token_work
-from simulation.yaml_lines import load
 
 TABLE = Path(__file__).parents[2] / "results" / "instances" / "instances.csv"
 #: The table of public clouds, in place of a file.
@@ -153,6 +152,8 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
+    from simulation.yaml_lines import load
+
     document = load(path)
     if not isinstance(document.values, list):
         document.fail((), "must be a list of instances")

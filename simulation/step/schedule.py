@@ -282,12 +282,12 @@ class Step:
 
     def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
         exchanges = self._exchanges.gather(unit)
-        shard = self._exchanges.shard_bytes(unit)
         start = after
-        if self._schedule.parameters == "disk":
-            node_shards = shard * self._hardware.ranks_per_node
-            start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
         if self._schedule.parameters != "device":
+            shard = self._exchanges.shard_bytes(unit)
+            if self._schedule.parameters == "disk":
+                node_shards = shard * self._hardware.ranks_per_node
+                start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
             start = (self._copy_in(f"{name} copy in", shard, phase, start, shard=True),)
         at = None
         for number, traffic in enumerate(exchanges):

@@ -51,7 +51,7 @@ class Timeline:
     #: The tasks that each has waited for.
     before: tuple[frozenset[int], ...]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 

@@ -20,6 +20,8 @@ class Shown:
 
     page: str
     text: str
+    #: What the page says that it prints, without line breaks, in parts between what is left out.
+    prints: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
@@ -53,14 +55,17 @@ def shown(page: Path) -> list[Shown]:
     """The page's commands, in order; continued lines are one, comments are none."""
     found = []
     for language, text in fences(page):
-        if language not in ("bash", "console"):
-            continue
-        for line in text.replace("\\\n", " ").splitlines():
-            if language == "console":
-                if not line.startswith("$ "):
-                    continue  # what the command prints
-                line = line[2:]
-            without = re.sub(r"(^|\s)#.*", "", line).strip()
-            if without:
-                found.append(Shown(page.name, " ".join(without.split())))
+        text = text.replace("\\\n", " ")
+        if language == "console":
+            for each in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+                command, _, printed = each.partition("\n")
+                parts = tuple(_joined(part) for part in printed.split("\n…\n"))
+                found.append(Shown(page.name, _joined(command), parts))
+        elif language == "bash":
+            lines = (_joined(re.sub(r"(^|\s)#.*", "", line)) for line in text.splitlines())
+            found += [Shown(page.name, line) for line in lines if line]
     return found
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())

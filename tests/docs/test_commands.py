@@ -26,9 +26,10 @@ from typer.main import get_group
 import analysis.__main__
 import experiments.__main__
 from examples import train
-from tests.docs import ROOT
+from tests.docs import DOCS, ROOT, block
 from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
 
+EXTEND = DOCS / "extend.md"
 _GROUPS = {
     "experiments": get_group(experiments.__main__.app),
     "analysis": get_group(analysis.__main__.app),
@@ -110,16 +111,48 @@ def test_every_reason_is_some_commands() -> None:
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_run_as_written(page: str, checkout: Path) -> None:
-    """In the page's order; those that are not run are held to what there is."""
+    """In the page's order, with what it shows; those that are not run are held to what there is."""
     for command in COMMANDS[page]:
         if reason(command) is None:
-            run(command.text, checkout)
+            printed = run(command.text, checkout)
+            for part in command.prints:
+                before, found, printed = printed.partition(part)
+                assert found, f"{command.text}: {part}\n{before}"
         else:
             check(command, checkout)
 
 
-def run(text: str, folder: Path) -> None:
-    """Run a command as a shell would, by this interpreter."""
+def test_the_papers_traffic_is_judged_from_a_run_of_ones_own(checkout: Path) -> None:
+    """The second door of the site's front: each comparison passes."""
+    run("python -m experiments run paper/volume", checkout)
+    printed = run("python -m analysis check runs/paper/volume", checkout)
+    (shown_there,) = (c for c in COMMANDS["docs/README.md"] if "analysis check" in c.text)
+    assert all(part in printed for part in shown_there.prints)
+    assert "FAIL" not in printed
+
+
+def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
+    """What docs/extend.md has, in a copy of the tree; simulated, so that it takes no namespaces."""
+    for part in ("fcdp", "baselines", "simulation", "experiments", "analysis", "results/compute"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    policy = block("extend.md", "policy").replace("import fcdp\n", "").replace("fcdp.T", "T")
+    policy = policy.replace("from fcdp.cache.policy import Fixed, Placement\n", "")
+    written, named = (tmp_path / "fcdp/cache" / f"{name}.py" for name in ("policy", "named"))
+    written.write_text(f"{written.read_text()}\n\n{policy}")
+    (line,) = re.findall(r'`("frozen_only": .*?,)` into `_POLICIES`', EXTEND.read_text())
+    text, count = re.subn(r"(_POLICIES.* = \{\n)", rf"\1    {line}\n", named.read_text())
+    assert count == 1
+    named.write_text(text.replace("import (\n", "import (\n    FrozenOnly,\n", 1))
+    train, show = [c.text for c in COMMANDS["docs/extend.md"] if "runs/mine" in c.text]
+    added = train.replace("host]", "host, frozen_only]")
+    assert added != train
+    run(f"{added} --cluster simulated", tmp_path)
+    printed = run(show, tmp_path)
+    assert "frozen_only" in printed
+
+
+def run(text: str, folder: Path) -> str:
+    """Run a command as a shell would, by this interpreter; what it prints, without line breaks."""
     bin_ = folder / ".bin"
     bin_.mkdir(exist_ok=True)
     if not (bin_ / "python").exists():
@@ -136,6 +169,7 @@ def run(text: str, folder: Path) -> None:
     )
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     assert "Traceback" not in done.stderr
+    return " ".join(done.stdout.split())
 
 
 def check(command: Shown, folder: Path) -> None:

@@ -10,7 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from simulation.planner.request import planned
-from simulation.planner.search import _divisors, most_tokens_per_s, search, shortfalls, simulated
+from simulation.planner.search import (
+    _divisors,
+    most_crossing_per_s,
+    most_tokens_per_s,
+    search,
+    shortfalls,
+    simulated,
+)
 from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
@@ -162,3 +169,17 @@ def test_shortfalls_are_of_every_point() -> None:
     lacks = shortfalls(asked)
     assert [strategy for strategy, _ in lacks] == 4 * ["fcdp"] + 2 * ["ddp"]
     assert {strategy for strategy, lack in lacks if not lack.fits} == {"ddp"}
+
+
+@SLOW
+@given(st.sampled_from(STRATEGIES), TUNING)
+def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
+    strategy: str, lora_rank: int | None
+) -> None:
+    point, hardware = workload(strategy, lora_rank), paper_cluster()
+    every = (0.0, 0.5, 1.0)
+    sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in every}
+    sent.add(predict(replace(point, micro_batch=1), hardware).inter_node_bytes)
+    assert max(sent) == pytest.approx(min(sent))
+    built = build(point, hardware)
+    assert most_tokens_per_s(built) <= most_crossing_per_s(built) * (1 + 1e-9)
