@@ -114,6 +114,28 @@ def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(
     assert rank.asked[-1] == [False] * 4
 
 
+def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+
+    def agreements(*, begin: bool = True) -> int:
+        before = len(rank.asked)
+        for _ in range(2):
+            if begin:
+                rank.staleness.begin()
+            rank.gather(begins=False)
+        return len(rank.asked) - before
+
+    assert agreements() == 2
+    with rank.staleness.unchanged():
+        assert agreements() == 1
+        rank.staleness.ask()
+        assert agreements() == 1
+    assert agreements(begin=False) == 1
+    assert agreements() == 2
+
+
 @pytest.mark.parametrize(("nodes", "verify"), [(1, False), (1, True), (2, False)])
 def test_one_node_keeps_nothing_and_agrees_only_to_verify(
     nodes: int, verify: bool, monkeypatch: pytest.MonkeyPatch
