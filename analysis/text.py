@@ -56,16 +56,16 @@ def times(value: float | None) -> str:
     return text if text == ABSENT else f"{text}×"
 
 
-def gain(speed: Sequence[float], none: str = "none") -> str:
+def gain(speed: Sequence[float]) -> str:
     """A speed-up, of it and its interval's ends, or that there is none: 1 is between them."""
     of, low, high = speed
-    return none if low <= 1 <= high else times(of)
+    return "not significant" if low <= 1 <= high else times(of)
 
 
 def speed_up(*speed: float) -> str:
     """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
     ends = (times(end).removesuffix("×") for end in speed[1:])
-    return gain(speed, "not significant") + _ends(ends)
+    return gain(speed) + _ends(ends)
 
 
 def compared(speed: Comparison) -> str:

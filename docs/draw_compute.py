@@ -48,7 +48,8 @@ def draw() -> Figure:
                 ylim=(_LEAST, _MOST),
             )
         figure.axes[0].set_ylabel("predicted / measured tokens/s")
-        figure.axes[1].legend(loc="upper right")
+        names = figure.axes[1].get_legend_handles_labels()
+        figure.legend(*names, loc="outside lower center", ncols=len(_LOOKS), frameon=False)
     return figure
 
 

@@ -29,6 +29,8 @@ BAR = 0.62
 MOST_STEPS = 100
 INK = "#333333"
 SOFT = "#888888"
+#: Bars of one axis that are further apart than so many times cannot be read on a linear one.
+SEEN = 30
 
 
 def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
@@ -156,7 +158,7 @@ def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
         if math.isnan(speed_up[0]):
             continue
         ax.annotate(
-            text.gain(speed_up),
+            text.gain(speed_up).replace(" ", "\n"),
             (place, cells["tokens_per_s"].max()),
             # Left of the middle, so that a rising line passes by; the halo is for the grid.
             xytext=(-4, 6),
@@ -203,7 +205,7 @@ def _gain(cells: pd.DataFrame) -> str:
     if shown.empty:
         return ""
     speed_up = [float(shown[name].median()) for name in SPEED]
-    return f"  {text.gain(speed_up, none='no difference')}"
+    return f"  {text.gain(speed_up)}"
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
@@ -223,7 +225,15 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             ax.plot([least] * 2, ends, color=INK, linewidth=1.6, path_effects=halo)
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
+    every = drawn[["sent", "least"]].to_numpy()
     longest = float(drawn[["sent", "least"]].max().max())
+    shortest = min(every[every > 0], default=math.inf)
+    if longest > SEEN * shortest:
+        ax.set(xscale="log", xlim=(shortest / 2, longest * (longest / shortest) ** 0.35))
+        ax.xaxis.set_major_locator(LogLocator(numticks=5))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        ax.minorticks_off()
+        return
     if longest > 0:  # on one node nothing is sent
         ax.set_xlim(0, longest * 1.28)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))

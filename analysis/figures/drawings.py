@@ -243,7 +243,8 @@ def _bytes(cells: pd.DataFrame) -> str:
     if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) > 1:
         over = f", median over the links (which differ by up to {text.percent(_spread(cells))})"
     return (
-        f"10⁶ bytes that leave the busiest node in a step{over}; the tick "
+        f"10⁶ bytes that leave the busiest node in a step{over} (a logarithmic axis where the "
+        f"longest bar is {axes.SEEN} times the shortest); the tick "
         "marks, where it is known, the least that the strategy's schedule must send."
     )
 
@@ -263,7 +264,7 @@ def _throughput(cells: pd.DataFrame) -> str:
         gains = True
         over = (
             f"the speed-up over {strategies.styles(cells['strategy'])[references[0]].label}; "
-            "no difference: its interval has 1 in it."
+            "not significant: its interval has 1 in it."
         )
     if links.nunique(dropna=False) == 1:
         return _joined(

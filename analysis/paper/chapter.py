@@ -49,7 +49,7 @@ class Chapter:
     parts: tuple[Part, ...]
     #: At which point the paper's numbers hold together, in words; nothing of papers without one.
     together: str = ""
-    #: Each of them there and over its range.
+    #: Each of them there, and that point.
     tables: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
 
@@ -102,7 +102,7 @@ def chapter(
         for section, (own, earlier) in zip(holds.sections, notes, strict=True)
     )
     opening = tuple(
-        (short, *shown.row(name, briefly=True)[1:], shown.why(name), section.id)
+        (short, *shown.row(name, briefly=True)[1:], shown.why(section, name), section.id)
         for section in holds.sections
         for name, short in section.first.items()
     )
@@ -115,7 +115,7 @@ def chapter(
         opening,
         parts,
         in_words(of.holds, of.found, of.paper),
-        (_together(numbers, first, of),),
+        (_together(numbers, first, of), _point(of)),
         (figures.ranges("paper-region", "All numbers", numbers, of, first),),
     )
 
@@ -130,12 +130,18 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
                 first.get(claim.id, claim.claim),
                 f"{quoted(claim.number, claim.unit)} [{claim.label}]",
                 f"{rounded(found.best, claim.unit)}{near}",
-                found.span(claim.unit),
-                f"{text.number(100 * found.share)} %",
             )
         )
-    columns = ("Number", "Paper", "At the best point", "Over the range", "Agrees at")
+    columns = ("Number", "Paper", "At the best point")
     return Table("together", "The paper's numbers together", columns, tuple(rows))
+
+
+def _point(of: Region) -> Table:
+    """What the paper does not say: where its numbers hold together, and what it may be."""
+    best, every = of.found.best.point, of.holds.unknowns.items()
+    rows = tuple((one.words, one.written(best[name]), one.range) for name, one in every)
+    columns = ("What the paper does not say", "At the best point", "May be")
+    return Table("point", "The best point", columns, rows)
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
@@ -230,20 +236,23 @@ class _Shown:
         said += ["undecided"] if found[0].verdict == "undecided" else []
         return f"{ours} ({'; '.join(said)})" if said else ours
 
-    def why(self, name: str) -> str:
-        """A clause on the verdict: over the range, the reason found, or its cells."""
+    def why(self, section: Section, name: str) -> str:
+        """A clause on the verdict: over the range, the reason found, or the section's."""
         claim, ranged = self.of(name), self.region.ranges.get(name) if self.region else None
         if ranged is not None:
+            how = f"by what is not said; {100 * ranged.share:.0f} of 100 cases agree"
+            if ranged.share == 1:
+                how = "whatever is not said"
             if ranged.fitted:
-                return f"{ranged.span(claim.unit)}; the system was read from it"
-            share = f"{text.number(100 * ranged.share)} % of settings agree"
-            return f"{ranged.span(claim.unit)}; {share}"
+                how = "which was read from it"
+            return f"{ranged.span(claim.unit)} by the paper's system, {how}"
         every = [f for f in self.findings if f.claim.id == name]
         finding = next((f for f in every if f.decides), every[0])
         because = finding.check.because if finding.check else None
         if because and finding.verdict == "not reproduced":
             return because.split(". ")[0].rstrip(".")
-        return finding.cells
+        agrees = finding.verdict in ("reproduced", "as stated", "consistent")
+        return section.because.get(name, finding.cells) if agrees else finding.cells
 
     def notes(self, section: Section) -> list[str]:
         """The reasons of what decides the section's claims; of all else where nothing does."""
@@ -308,7 +317,7 @@ def _drawing(
 ) -> Drawing | None:
     """The section's figure; ``None`` without its records."""
     if section.figure == "ranges":
-        drawn = [shown.of(name) for name in section.claims]
+        drawn = [shown.of(name) for name in section.first]
         if shown.region is None:
             return None
         return figures.ranges(

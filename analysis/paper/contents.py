@@ -34,6 +34,7 @@ Figure = Literal[
     "policies",
     "memory",
     "losses",
+    "apart",
     "throughput",
     "traffic",
     "intervals",
@@ -77,6 +78,8 @@ class Section(Strict):
     claims: tuple[Name, ...] = Field(min_length=1)
     #: Those of its claims that the chapter opens with, in a few words.
     first: dict[Name, str] = Field(default_factory=dict)
+    #: Why these are so, in a clause, where no range or reason of a claim's check says it.
+    because: dict[Name, str] = Field(default_factory=dict)
     #: What of the paper's is not known.
     unknown: str | None = None
     #: What every system's cells are, where the paper's own values are not known.
@@ -85,8 +88,8 @@ class Section(Strict):
 
     @model_validator(mode="after")
     def _opens_with_its_own(self) -> Section:
-        if others := [name for name in self.first if name not in self.claims]:
-            raise ValueError(f"first: {others} are not among the section's claims")
+        if others := [name for name in (*self.first, *self.because) if name not in self.claims]:
+            raise ValueError(f"first, because: {others} are not among the section's claims")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -145,29 +145,27 @@ def _kept(claims: Sequence[Claim]) -> list[tuple[float, float]]:
 
 
 def policies(run: Run) -> Drawing:
-    """Throughput and device memory over τ, beside policies that have none."""
+    """Device memory over τ; throughput, which hardly moves, as a sentence."""
     rows = [row for row in run.rows if row.quantities and row.settings["model"] == LARGEST]
     kinds = sorted({(str(r.settings["tuning"]), int(str(r.settings["micro_batch"]))) for r in rows})
     with style():
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-        speed, memory = figure.subplots(1, 2)
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        ax, moves = figure.subplots(), list[float]()
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
-            look = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 3.5}
+            look: dict[str, Any] = {"color": colour, "linestyle": dash, "marker": "o"}
             found = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
-            for ax, quantity, unit in (
-                (speed, "tokens_per_s", 1.0),
-                (memory, "peak_device_bytes", 1e9),
-            ):
-                taus, values = _points(found, of, "policy", quantity, _tau)
-                label = f"{tuning}, micro-batch {batch}"
-                ax.plot(taus, [value / unit for value in values], label=label, **look)
-        speed.set(xlabel="threshold τ", ylabel="tokens/s", ylim=(0, None))
-        memory.set(xlabel="threshold τ", ylabel="device memory, GB", ylim=(0, None))
-        handles, _ = speed.get_legend_handles_labels()
-        put_legend(figure, [h for h in handles if isinstance(h, Line2D)], columns=len(kinds))
-    caption = f"FCDP's threshold policy, {LARGEST}."
-    return Drawing("paper-policies", "Throughput and memory over τ", caption, figure)
+            taus, used = _points(found, of, "policy", "peak_device_bytes", _tau)
+            label = f"{tuning}, micro-batch {batch}"
+            ax.plot(taus, [value / 1e9 for value in used], label=label, markersize=3.5, **look)
+            _, speeds = _points(found, of, "policy", "tokens_per_s", _tau)
+            moves.append(max(speeds) / min(speeds) - 1)
+        ax.set(xlabel="threshold τ", ylabel="device memory, GB", ylim=(0, None))
+        handles, _ = ax.get_legend_handles_labels()
+        put_legend(figure, [h for h in handles if isinstance(h, Line2D)])
+    most = text.percent(max(moves))
+    caption = f"FCDP's threshold policy, {LARGEST}; over τ throughput moves by at most {most}."
+    return Drawing("paper-policies", "Memory over τ", caption, figure)
 
 
 def memory(run: Run) -> Drawing:
@@ -178,7 +176,8 @@ def memory(run: Run) -> Drawing:
         figure = Figure(figsize=(6.0, 3.6), layout="constrained")
         ax = figure.subplots()
         for at, (name, look) in enumerate(looks.items()):
-            _memory_bar(ax, at, rows[name], look.colour)
+            used = rows[name].quantities.get("peak_device_bytes", 0.0) / 1e9
+            _bar(ax, at, used, look.colour, f"{used:.3g}" if used else f"  {rows[name].state}")
         ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
         ax.set(xlabel="GB of device memory", ylim=(len(looks) - 0.5, -0.5))
         ax.margins(x=0.2)
@@ -187,13 +186,34 @@ def memory(run: Run) -> Drawing:
     return Drawing("paper-memory", "Device memory", caption, figure)
 
 
-def _memory_bar(ax: Axes, at: int, row: Row, colour: str) -> None:
-    used = row.quantities.get("peak_device_bytes", 0.0) / 1e9
-    ax.barh(at, used, axes.BAR, color=colour)
-    said = f"{used:.3g}" if used else f"  {row.state}"
+def _bar(ax: Axes, at: int, value: float, colour: str, said: str) -> None:
+    ax.barh(at, value, axes.BAR, color=colour)
     ax.annotate(
-        said, (used, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
+        said, (value, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
     )
+
+
+def apart(run: Run) -> Drawing:
+    """How far each system's losses are from those of the baseline, at most."""
+    cells = compare(run.records)
+    most = cells.groupby("strategy", observed=True)["loss_difference_max"].max().dropna()
+    looks = strategies.styles(most.index)
+    with style():
+        figure = Figure(figsize=(6.0, 0.24 * len(looks) + 0.8), layout="constrained")
+        ax = figure.subplots()
+        for at, (name, look) in enumerate(looks.items()):
+            _bar(ax, at, max(most[name], _SAME_LOSS), look.colour, f"{most[name]:.2g}")
+        ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
+        ax.set(xscale="log", ylim=(len(looks) - 0.5, -0.5))
+        ax.set_xlim(_SAME_LOSS / 2, 10 * most.max())
+        ax.set_xlabel("largest difference of the training loss, logarithmic")
+        ax.grid(False, axis="y")
+    caption = (
+        f"Losses of {run.matrix}, each system's farthest from the baseline's at any step. Those at "
+        "1e-6 and below differ in the order of sums; offloading has another optimizer, on CPUs, "
+        "and the others round what they send."
+    )
+    return Drawing("paper-losses", "Losses apart", caption, figure)
 
 
 def losses(run: Run) -> Drawing:
@@ -355,6 +375,7 @@ def ranges(
         ax.axvline(1, color=PAPER, lw=1)
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
+        ax.minorticks_off()
         ax.set_xlabel("ours over the paper's number")
         names = [f"{said.get(c.id, c.claim)}: {quoted(c.number, c.unit)}" for c in numbers]
         ax.set_yticks(range(len(numbers)), names)
@@ -367,12 +388,13 @@ def ranges(
         ]
         put_legend(figure, handles)
     caption = (
-        f"{title}, by the paper's system, simulated: each number over what the paper does not "
-        "say, as a share of the paper's own (a line), and where its numbers hold together best "
-        "(a point)."
+        "The paper's system, simulated: each number over what the paper does not say, as a share "
+        "of the paper's own (a line), and where its numbers hold together best (a point)."
     )
     return Drawing(name, title, caption, figure)
 
 
+#: Differences below it are drawn at it, on a logarithmic axis.
+_SAME_LOSS = 1e-8
 #: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
 _LEAST = 0.05

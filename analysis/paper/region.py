@@ -79,7 +79,13 @@ class Unknown(Strict):
     def written(self, value: float) -> str:
         """The value; shares in per cent."""
         share = max(self.between or self.values) <= 1
-        return f"{100 * value:.3g} %" if share else f"{value:g}"
+        return f"{100 * value:.3g} %" if share else f"{value:,g}"
+
+    @property
+    def range(self) -> str:
+        """All that it may be."""
+        least, most = self.between or (min(self.values), max(self.values))
+        return f"{self.written(least).removesuffix(' %')}–{self.written(most)}"
 
     def near(self, value: float, width: float) -> list[float]:
         """What it may be within this share of its range around a value."""
@@ -98,6 +104,8 @@ class Unknowns(Strict):
     #: Points over which verdicts are given.
     drawn: int = Field(ge=1)
     unknowns: dict[Name, Unknown]
+    #: Where the numbers hold together, by those of the unknowns without which fewest do.
+    opening: str
     #: Claims that the search brings together.
     numbers: tuple[Name, ...] = Field(min_length=1)
     #: Claims from which the paper's system was read.
@@ -328,12 +336,11 @@ def _part(holds: Unknowns, near: Sequence[Point]) -> str:
 
 
 def in_words(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> str:
-    """The best point, and how many of the numbers hold together there."""
+    """How many of the numbers hold together at the best point, and what matters most of it."""
     near = sum(paper[name].away(_or_nan(of.best.numbers[name])) <= 1 for name in holds.numbers)
-    at = "; ".join(
-        f"{one.words} {one.written(of.best.point[name])}" for name, one in holds.unknowns.items()
-    )
-    return f"{near} of {len(holds.numbers)} numbers hold together with {at}"
+    at = {name: one.written(of.best.point[name]) for name, one in holds.unknowns.items()}
+    of_all = f"{near} of {len(holds.numbers)} of the paper's numbers"
+    return f"{of_all} hold together {holds.opening.format(**at)}"
 
 
 def _or_nan(value: float | None) -> float:

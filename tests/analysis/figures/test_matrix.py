@@ -17,6 +17,7 @@ from matplotlib.colors import to_hex, to_rgb
 from analysis import strategies
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
+from analysis.figures.axes import SEEN
 from analysis.figures.drawings import Drawing, save
 from baselines.registry import STRATEGY_NAMES
 from experiments.records.record import Record
@@ -94,6 +95,9 @@ def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawi
             assert widths(lower, look.colour) == pytest.approx([sent / 1e6])
             marks: list[Any] = list(lower.lines)
             assert any(mark.get_xdata()[0] == pytest.approx(least / 1e6) for mark in marks)
+        looks = strategies.styles(made_up.TRAFFIC).values()
+        seen = [widths(lower, look.colour)[0] for look in looks]
+        assert (lower.get_xscale() == "log") == (max(seen) > SEEN * min(seen))
 
 
 def test_speed_ups_drawn_are_the_comparisons(
@@ -275,8 +279,9 @@ def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> N
         found[policy] = made_up.record(of, measurement=measured)
     (traffic, *_) = matrix.draw(compare(list(found.values())))
     texts = [text.get_text() for text in traffic.figure.axes[0].texts]
-    assert [" ".join(text.split()[1:]) for text in texts] == ["2.0×", "no difference", "reference"]
-    assert "no difference: its interval has 1 in it" in traffic.caption
+    beside = [text.partition("  ")[2] for text in texts]
+    assert beside == ["2.0×", "not significant", "reference"]
+    assert "not significant: its interval has 1 in it" in traffic.caption
 
 
 def test_looks_differ() -> None:

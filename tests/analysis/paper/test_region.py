@@ -74,3 +74,15 @@ def test_an_unknown_without_a_range_is_refused() -> None:
 
 def test_what_the_system_was_read_from_counts_for_nothing() -> None:
     assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
+
+
+def test_the_sentence_names_the_unknowns_that_matter() -> None:
+    def lost(name: str, unknown: Unknown) -> int:
+        ends = unknown.between or (min(unknown.values), max(unknown.values))
+        there = [region.numbers({**BEST.point, name: end}) for end in ends]
+        return max(
+            sum(KNOWN.paper[of].away(ours[of]) > 1 for of in KNOWN.holds.numbers) for ours in there
+        )
+
+    matter = {name for name, one in KNOWN.holds.unknowns.items() if lost(name, one) >= 3}
+    assert matter == {name for name in KNOWN.holds.unknowns if f"{{{name}}}" in KNOWN.holds.opening}
