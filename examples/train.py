@@ -180,18 +180,26 @@ def rate(step: int, steps: int, options: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def evaluate(
-    model: Any, data: torch.Tensor, topology: fcdp.Topology, options: argparse.Namespace
-) -> float:
-    """The mean loss of the held-out sequences."""
+    model: Any,
+    data: torch.Tensor,
+    topology: fcdp.Topology,
+    options: argparse.Namespace,
+    leaving: threading.Event,
+) -> float | None:
+    """The mean loss of the held-out sequences; ``None`` where a rank is to leave meanwhile."""
     device = topology.mesh.device_type
-    total = torch.zeros((), device=device)
+    sums = torch.zeros(2, device=device)
     model.eval()
     for rows, weight in share(torch.arange(len(data)), topology, options.micro_batch):
         tokens = data[rows].long().to(device)
-        total += model(input_ids=tokens, labels=tokens, use_cache=False).loss * weight
+        sums[0] += model(input_ids=tokens, labels=tokens, use_cache=False).loss * weight
+        sums[1] = leaving.is_set()
+        dist.all_reduce(sums[1])
+        if sums[1]:
+            break
     model.train()
-    dist.all_reduce(total)
-    return total.item() / topology.world_size
+    dist.all_reduce(sums[0])
+    return None if sums[1] else sums[0].item() / topology.world_size
 
 
 def train(options: argparse.Namespace, leaving: threading.Event) -> None:
@@ -236,6 +244,14 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
             model, optimizer, checkpoint, extra={**saved, "step": step}, asynchronous=asynchronous
         )
 
+    def written(saving: Any) -> None:
+        """Wait for a save; where the disk was full, say so, and train on until the next one."""
+        try:
+            saving.result()
+        except RuntimeError as error:
+            if first:
+                print(f"not saved, the checkpoint before counts: {error}", flush=True)
+
     saving = None
     for step in range(start, steps):
         begin = time.perf_counter()
@@ -263,12 +279,14 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
 
         if not leave and (step + 1) % options.save_every == 0 and step + 1 < steps:
             if saving is not None:
-                saving.result()  # the one before: what went wrong, if something did
+                written(saving)
             saving = save(step + 1, asynchronous=True)
         told_step = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
         told_step |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
         if not leave and (step + 1) % options.evaluate_every == 0:
-            told_step["held_out_loss"] = evaluate(model, held_out, topology, options)
+            held_out_loss = evaluate(model, held_out, topology, options, leaving)
+            leave = held_out_loss is None
+            told_step |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         if first:
             assert log is not None
             line = {"step": step, "ranks": topology.world_size, "time": time.time(), **told_step}
@@ -278,13 +296,13 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
                 run.log(told_step, step=step)
         if leave:
             if saving is not None:
-                saving.result()
+                written(saving)
             save(step + 1, asynchronous=False)
             # Ranks of nodes that stay end as well, and their torchrun starts them again, fewer.
             sys.exit(128 + signal.SIGTERM)
 
     if saving is not None:
-        saving.result()
+        written(saving)
     if start < steps:
         save(steps, asynchronous=False)
     if options.lora_rank:

@@ -8,7 +8,7 @@
 #
 # The addresses are those of the network between nodes. Where another machine is lost, the rest go
 # on, and it takes part again when ssh reaches it. Where the first one was it: the same call again.
-# SIGTERM and Ctrl-C have all ranks save. NCCL_*, GLOO_* and FCDP_* reach all of them.
+# SIGTERM and Ctrl-C have all ranks save. NCCL_* and GLOO_* reach all of them.
 #
 # FCDP_RANKS_PER_NODE   ranks per machine (as many as it has GPUs)
 # FCDP_PORT             where the machines meet, on the first (29400)
@@ -19,7 +19,7 @@ read -r -a hosts <<<"${1//,/ }"
 first=${hosts[0]}
 run=fcdp-$(date +%s)-$$
 settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) # pytorch/pytorch#135712
-for name in "${!NCCL_@}" "${!GLOO_@}" "${!FCDP_@}"; do
+for name in "${!NCCL_@}" "${!GLOO_@}"; do # on command lines: nothing that may be secret
     settings+=("$name=${!name}")
 done
 

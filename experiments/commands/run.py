@@ -93,7 +93,7 @@ def run(
     Without --resume the matrix starts afresh, and what an earlier run left in DIR moves to
     DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out, if its losses are not those
     of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
-    on; 130 if interrupted (go on with --resume).
+    on; 75 if a node is lost and 130 if interrupted (go on with --resume).
     """
     try:
         given = parse(changes or ())

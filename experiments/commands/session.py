@@ -12,7 +12,7 @@ from rich.console import Console
 
 from experiments import terminal
 from experiments.clusters import lifetimes
-from experiments.clusters.interface import ClusterError
+from experiments.clusters.interface import ClusterError, LostNodeError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
 from experiments.matrix.matrix import Matrix, MatrixCell
@@ -98,7 +98,8 @@ def run_cells(
             )
             return runner.run(cells, finished, built, directory, *observers)
     except (ClusterError, runner.RunError) as error:
-        terminal.stop(error)
+        lost = isinstance(error.__cause__ or error, LostNodeError)
+        terminal.stop(error, terminal.LOST if lost else terminal.UNUSABLE)
 
 
 def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -> bool:

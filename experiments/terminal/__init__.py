@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: Exit status: some cells failed; the user or the machine has to change something.
+#: Exit status: some cells failed; the user or the machine has to change something; a node is lost,
+#: and the same command may go on without a change (``EX_TEMPFAIL`` of sysexits.h).
 FAILED = 1
 UNUSABLE = 2
+LOST = 75
 
 
 def console() -> Console:
@@ -59,12 +61,12 @@ def say_error(message: str) -> None:
     typer.secho(message, fg="red", err=True)
 
 
-def stop(problem: str | Exception) -> NoReturn:
-    """End the command with exit status 2: it cannot start or go on."""
+def stop(problem: str | Exception, status: int = UNUSABLE) -> NoReturn:
+    """End the command, with exit status 2: it cannot start or go on."""
     if isinstance(problem, OSError) and problem.filename is not None and problem.strerror:
         problem = f"{problem.filename}: {problem.strerror.lower()}"
     say_error(f"error: {problem}")
-    raise typer.Exit(UNUSABLE)
+    raise typer.Exit(status)
 
 
 def why_unusable(path: Path, error: OSError) -> str:

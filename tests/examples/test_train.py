@@ -47,6 +47,29 @@ def load(model, optimizer, directory):
 fcdp.load = load
 runpy.run_path("train.py", run_name="__main__")
 """
+#: Has no room for the first checkpoint, and a notice while it evaluates for the first time.
+HARD = """
+import os, signal, sys
+from concurrent.futures import Future
+import fcdp, train
+
+save, evaluate = fcdp.save, train.evaluate
+
+def full(*given, extra, asynchronous, **options):
+    if not asynchronous or extra["step"] > 4:
+        return save(*given, extra=extra, asynchronous=asynchronous, **options)
+    failed = Future()
+    failed.set_exception(RuntimeError("No space left on device"))
+    return failed
+
+def told(*given):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*given)
+
+fcdp.save, train.evaluate = full, told
+train.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheels.environment(wheel, folder, "torch", "transformers")
     shutil.copy(ROOT / "examples/train.py", folder)
     (folder / "keep.py").write_text(KEEP)
+    (folder / "hard.py").write_text(HARD)
     (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
     make_model(folder / "model")
     return folder
@@ -175,6 +199,20 @@ def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     assert (begun, after_kill % SAVE_EVERY, after_notice) == (0, 0, noticed + 1)
     assert run.trained() == undisturbed.trained()
     assert [*run.trained()] == [*range(STEPS)]
+    assert run.exported() == undisturbed.exported()
+
+
+@pytest.mark.ranks
+def test_a_full_disk_and_a_notice_in_an_evaluation_lose_no_step(
+    place: Path, undisturbed: Run
+) -> None:
+    run = Run(place, "hard", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    assert run.start(*ON_ONE_NODE, script="hard.py").wait(timeout=120) != 0
+    assert "not saved, the checkpoint before counts: No space left" in run.printed.read_text()
+    assert [line["step"] for line in run.lines()] == [*range(5)]
+    assert "held_out_loss" not in run.lines()[-1]
+    run.ends(run.start(*ON_ONE_NODE))
+    assert run.starts() == [0, 5]
     assert run.exported() == undisturbed.exported()
 
 

@@ -15,6 +15,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, require, sshd
+from tests.experiments.clusters.lasting_cell import LastingCell
 from tests.experiments.clusters.own_program import Training, agents, programs, ranks
 from tests.experiments.clusters.two_nodes import (
     Run,
@@ -59,6 +60,7 @@ def test_a_killed_ssh_is_a_lost_node(run: Run, network: Network) -> None:
     check_that_it_goes_on(run)
 
 
+@pytest.mark.timeout(3600)
 def test_a_program_of_ones_own_outlives_its_nodes(
     network: Network, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -94,7 +96,8 @@ def test_a_program_of_ones_own_outlives_its_nodes(
         wait_until(lambda: programs() == [], 60)
 
     kinds, draw = ["connection", "rank", "notice"], random.Random(0)
-    if request.config.getoption("--exhaustive"):
+    exhaustive = request.config.getoption("--exhaustive")
+    if exhaustive:
         kinds = draw.sample([*kinds, "agent"] * 3, 10)
     with sshd(network, tmp_path, hidden=tmp_path / "hidden") as client:
         started = start(client)
@@ -110,3 +113,58 @@ def test_a_program_of_ones_own_outlives_its_nodes(
                 draw.choice(agents()[1:] if kind == "agent" else ranks()).kill()
             training.check_that_it_goes_on(kind)
         ends(started)
+    if exhaustive:
+        training.check_losses()
+
+
+@pytest.mark.timeout(3600)
+def test_a_cell_outlives_its_nodes(
+    network: Network, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """By ``launch/ssh.sh``; nobody gives the command again but after SIGTERM."""
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("trains for minutes: runs with --exhaustive")
+    require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
+    kinds = ["connection", "rank", "runner", "node", "notice"] * 2
+    random.Random(1).shuffle(kinds)
+    calm, cell = (LastingCell(tmp_path / name, network, len(kinds)) for name in ("calm", "cell"))
+    (tmp_path / "hidden").mkdir()
+    with sshd(network, tmp_path, hidden=tmp_path / "hidden") as client:
+
+        def start(cell: LastingCell) -> subprocess.Popen[bytes]:
+            path = f"{client}:{os.environ['PATH']}"
+            script, hosts = str(ROOT / "launch/ssh.sh"), " ".join(network.addresses)
+            with (tmp_path / "log.txt").open("ab") as log:
+                return subprocess.Popen(
+                    [*enter(network, 0), script, hosts, cell.command],
+                    env={**os.environ, **cell.variables, "PATH": path},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+
+        def disconnect() -> None:
+            below = cell.runner().children(recursive=True)
+            next(each for each in below if each.name() == "ssh").kill()
+
+        def notice() -> None:
+            nonlocal started
+            started.terminate()
+            started.wait(timeout=90)
+            assert programs_of_ranks(network) == []
+            started = start(cell)
+
+        assert start(calm).wait(timeout=600) == 0
+        started = start(cell)
+        cell.check_ends(
+            kinds,
+            {
+                "connection": disconnect,
+                "rank": lambda: cell.ranks(1)[0].kill(),
+                "runner": lambda: cell.runner().kill(),
+                "node": lambda: cell.lose(1),
+                "notice": notice,
+            },
+        )
+        assert started.wait(timeout=600) == 0
+    assert cell.measured().losses == calm.measured().losses

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from experiments import terminal
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
@@ -91,7 +92,7 @@ def check_lost(process: subprocess.Popen[str], run: Run, since: float) -> None:
     """It has ended within a minute, without a record of the cell that ran."""
     said = finish(process, _AT_MOST_S)
     assert time.monotonic() - since < _AT_MOST_S
-    assert process.returncode == 2, said
+    assert process.returncode == terminal.LOST, said
     assert "is lost" in said
     assert "go on with --resume" in said
     assert run.records() == []
@@ -105,10 +106,10 @@ def check_that_it_goes_on(run: Run) -> None:
     run.check_records("fcdp")
 
 
-def programs_of_ranks(network: Network) -> list[int]:
-    """Pids of ranks, of their agents and of what started these, on any node."""
+def programs_of_ranks(network: Network, node: int | None = None) -> list[int]:
+    """Pids of ranks, of their agents and of what started these, on any node or on one."""
     found = []
-    for name in network.nodes:
+    for name in network.nodes if node is None else [network.nodes[node]]:
         for pid in namespaces.processes(name):
             words = Path(f"/proc/{pid}/cmdline").read_bytes() if is_running(pid) else b""
             if b"experiments.clusters." in words or b"multiprocessing" in words:
