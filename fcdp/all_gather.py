@@ -220,7 +220,7 @@ class CachedAllGather(AllGather):
             return
         watch = Watch(works)
         yield [watch]
-        self._sent.saw_whole(watch, own)
+        self._sent.saw(watch, own, whole=True)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
@@ -246,9 +246,8 @@ class CachedAllGather(AllGather):
         watch = Watch(works)
         yield [watch]
         all_whole = all(map(message.is_whole, (told, *arriving.values())))
-        if all_whole:
-            sent.saw_whole(watch, own)
-        elif not ahead:
+        sent.saw(watch, own, whole=all_whole)
+        if not all_whole and not ahead:
             self._cache.load_stale(self._entry, phase, received)
         self._cache.outdate(self._entry)
         for peer, arrived in arriving.items():

@@ -142,8 +142,11 @@ class ExactParts:
         """
         watch = Watch(works)
         watch.wait()
+        nbytes = sum(part.nbytes for _, part in arriving)
         if all(message.is_whole(told) for told, _ in arriving):
-            self._economy.saw_whole(watch.waited, sum(part.nbytes for _, part in arriving))
+            self._economy.saw_whole(watch.waited, nbytes)
+        else:
+            self._economy.saw_told(watch.took, nbytes)
         for told, part in arriving:
             begun = time.perf_counter()
             try:

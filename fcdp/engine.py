@@ -115,15 +115,18 @@ class Engine:
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
         self._sent: dict[Unit, Kept] = {}
-        sizes = None
+        #: What the rules for gathers and for reductions know of the link.
+        self._economies: list[Economy] = []
+        self._sizes = None
         if (delta := options.codecs.differences) is not None:
             economy = Economy(delta.when)
+            self._economies.append(economy)
             for unit, entry in self.entries.items():
                 on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
                 self._sent[unit] = on_host or Kept(entry)
             if not streams.on_host:
                 own = {self.entries[unit]: each for unit, each in self._sent.items()}
-                sizes = Sizes(own, topology, streams, device)
+                self._sizes = Sizes(own, topology, streams, device)
         self.staleness = Staleness(
             [*self.entries.values()],
             topology,
@@ -132,7 +135,8 @@ class Engine:
             lambda: self._passes.without_gradients,
             verify=options.safety.verify,
             lacks_base=self._lacks_base if delta is not None else None,
-            agreed=sizes.learn if sizes is not None else None,
+            wish=self._wish if delta is not None or isinstance(exact, Exact) else None,
+            agreed=self._agreed,
         )
         plan = MemoryPlan.of(
             self.units,
@@ -169,8 +173,8 @@ class Engine:
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
-        #: What reductions know of their waits, if they are coded exactly.
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
+        self._economies += [self._exact] if self._exact is not None else []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
@@ -186,7 +190,7 @@ class Engine:
                 self.ledger,
                 options.codecs.rounding,
                 self._sent.get(unit),
-                sizes,
+                self._sizes,
                 self._world,
             )
             unit.module.set_custom_all_gather(gather)
@@ -282,6 +286,16 @@ class Engine:
         if begins and self.cache.requires_sync:
             self.cache.begin_pass()
         return begins
+
+    def _wish(self) -> bool:
+        return any(economy.faster for economy in self._economies)
+
+    def _agreed(self, faster: bool) -> None:
+        """All ranks know what is stale, and whether the link of any has become faster."""
+        for economy in self._economies if faster else ():
+            economy.learn_again()
+        if self._sizes is not None:
+            self._sizes.learn()
 
     def _lacks_base(self, unit: Unit) -> bool:
         return not self._sent[unit].usable

@@ -15,6 +15,8 @@ _WEIGHT = 0.25
 _LEAST_BYTES = 2**16
 #: Exchanges of whole shards that are remembered, and how many there must be.
 _REMEMBERED, _ENOUGH = 8, 2
+#: A link that carries what is coded in less than this part of the usual time has become faster.
+_FASTER = 0.5
 
 
 class Mean:
@@ -28,16 +30,18 @@ class Mean:
 
 
 class Watch:
-    """An exchange, and the seconds that somebody waited for it."""
+    """An exchange that has begun, the seconds that somebody waited for it, and that it took."""
 
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
-        self.waited = 0.0
+        self._begun = time.perf_counter()
+        self.waited = self.took = 0.0
 
     def wait(self) -> None:
         begun = time.perf_counter()
         wait_all(self._works)
-        self.waited = time.perf_counter() - begun
+        ended = time.perf_counter()
+        self.waited, self.took = ended - begun, ended - self._begun
 
 
 class Economy:
@@ -53,6 +57,10 @@ class Economy:
         self._when = when
         #: Seconds waited per byte that arrived, of the last exchanges of whole shards.
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
+        #: Seconds per byte of a shard that the last coded exchanges took; and the least of the
+        #: first ones since the link was learned.
+        self._took: deque[float] = deque(maxlen=_REMEMBERED)
+        self._usual: float | None = None
         #: Seconds per byte of a shard: to tell a difference, and to apply one.
         self.told, self.applied = Mean(), Mean()
         #: To tell one with entropy codes; applying them takes about as long.
@@ -62,6 +70,23 @@ class Economy:
         """Note how long ``nbytes`` of whole shards were waited for, in seconds."""
         if nbytes >= _LEAST_BYTES:
             self._waits.append(waited / nbytes)
+
+    def saw_told(self, took: float, nbytes: int) -> None:
+        """Note how long a coded exchange took, in seconds, of shards of so many bytes."""
+        self._took.append(took / max(1, nbytes))
+        if self._usual is None and len(self._took) == _REMEMBERED:
+            self._usual = min(self._took)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the link has become so much faster that it has to be learned anew."""
+        return self._usual is not None and max(self._took) < _FASTER * self._usual
+
+    def learn_again(self) -> None:
+        """Tell shards whole until the link is known: all ranks at once, or nobody learns."""
+        self._waits.clear()
+        self._took.clear()
+        self._usual = None
 
     def pays(self, ratio: float, others: int) -> bool:
         """Whether to tell ``others`` nodes a difference of ``ratio`` times the shard's bytes."""

@@ -13,7 +13,7 @@ import torch
 from fcdp.delta.packing import GRANULE, Codes, places
 
 #: Numbers that share a mean exponent.
-_BLOCK = 256
+_BLOCK = 128
 #: How often what two bits cannot hold comes in two bits again.
 LEVELS = 3
 #: Bits below the exponent in a word of bf16 (or in the upper half of fp32).

@@ -114,9 +114,12 @@ class Sent(Kept):
         if difference:
             self._economy.applied.add((time.perf_counter() - begun) / max(1, row.nbytes))
 
-    def saw_whole(self, watch: Watch, own: torch.Tensor) -> None:
-        """Note the end of an exchange in which every node sent as much as ``own``, whole."""
-        self._economy.saw_whole(watch.waited, self._others * own.nbytes)
+    def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool) -> None:
+        """Note the end of an exchange of shards like ``own``, of every node ``whole`` or not."""
+        if whole:
+            self._economy.saw_whole(watch.waited, self._others * own.nbytes)
+        else:
+            self._economy.saw_told(watch.took, own.nbytes)
 
 
 def check_differences(units: Sequence[Unit]) -> None:

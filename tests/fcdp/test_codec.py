@@ -108,6 +108,8 @@ def test_bad_settings_are_refused() -> None:
         Codecs(reduce=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec"):
         Codecs(gather=fcdp.BlockInt8(), error_feedback=True)
+    with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec that round"):
+        Codecs(reduce=fcdp.Exact(), error_feedback=True)
     with pytest.raises(ValueError, match="when = 'often': must be 'pays', 'always' or 'smallest'"):
         fcdp.Delta("often")  # type: ignore[arg-type]
 
@@ -120,6 +122,9 @@ def test_settings_are_what_the_docs_say() -> None:
     assert (told.rounding, told.differences) == (None, fcdp.Delta())
     assert (rounded.rounding, rounded.differences) == (fcdp.BlockInt8(), None)
     assert not rounded.error_feedback
+    exact = Codecs(reduce=fcdp.Exact("always"))
+    assert (exact.reduce, exact.rounding_reduce) == (fcdp.Exact("always"), None)
+    assert fcdp.Exact().when == "pays"
     assert Codecs(reduce=fcdp.BlockInt4(), error_feedback=True).error_feedback
 
 

@@ -43,6 +43,7 @@ class Rank:
         lacking: tuple[str, ...] | None = None,
         without_gradients: bool = False,
         units: str = "ab",
+        wishes: list[bool] | None = None,
     ) -> None:
         self.asked: list[list[bool]] = []
         monkeypatch.setattr("fcdp.staleness.any_rank", self._any_rank)
@@ -56,6 +57,7 @@ class Rank:
         )
         lacks = None if lacking is None else lambda unit: unit.name in lacking
         self._begins = True
+        self.wished: list[bool] = []
         self.staleness = Staleness(
             self.entries,
             topology,
@@ -64,6 +66,8 @@ class Rank:
             lambda: without_gradients,
             verify=verify,
             lacks_base=lacks,
+            wish=None if wishes is None else lambda: wishes.pop(0),
+            agreed=self.wished.append,
         )
 
     def _any_rank(self, flags: list[bool], topology: Any) -> list[bool]:
@@ -98,6 +102,19 @@ def test_all_is_stale_at_first_and_then_what_was_written(monkeypatch: pytest.Mon
             rank.units[1].params[1].add_(1)
         assert rank.gather() == "b"
         assert rank.gather() == ""
+
+
+@pytest.mark.parametrize("lacking", [None, ("b",)])
+def test_a_wish_reaches_all_and_no_unit(
+    monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...] | None
+) -> None:
+    rank = Rank(monkeypatch, wishes=[False, True, False], lacking=lacking)
+    assert [rank.gather(), rank.gather(), rank.gather()] == ["ab", "", ""]
+    assert rank.wished == [False, True, False]
+    assert [entry.based for entry in rank.entries] == [lacking is not None, False]
+    plain = Rank(monkeypatch)
+    plain.gather()
+    assert plain.wished == [False]
 
 
 def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(

@@ -43,6 +43,7 @@ def test_the_wait_is_counted_and_not_what_went_before(clock: list[float]) -> Non
     clock[0] += 60  # computation
     watch.wait()
     assert watch.waited == pytest.approx(0.75)
+    assert watch.took == pytest.approx(60.75)
 
 
 def test_whole_until_exchanges_were_waited_for() -> None:
@@ -68,6 +69,26 @@ def test_what_was_long_ago_is_forgotten() -> None:
     slow = 1e-7 * SHARD
     assert _after(0.0, *[slow] * 8).pays(0.1, 1)
     assert not _after(0.0, *[slow] * 7).pays(0.1, 1)
+
+
+def test_a_link_that_has_become_faster_is_learned_again() -> None:
+    economy = _after(1.0, 1.0)
+    for took in (*[0.5] * 6, 0.3, 0.2):  # the usual: 0.2
+        assert not economy.faster
+        economy.saw_told(took, SHARD)
+    for took, faster in (*[(0.09, False)] * 7, (0.0999, True), (0.1, False)):
+        economy.saw_told(took, SHARD)
+        assert economy.faster is faster
+    assert economy.pays(0.1, 1)
+    economy.learn_again()
+    assert not economy.faster
+    assert not economy.pays(0.1, 1)
+    for _ in range(9):
+        economy.saw_told(0.01, 0)  # another usual, of nothing
+    assert not economy.faster
+    for _ in range(2):
+        economy.saw_whole(1.0, SHARD)
+    assert economy.pays(0.1, 1)
 
 
 def test_a_mean_forgets() -> None:

@@ -8,8 +8,8 @@ import torch
 from fcdp.delta import exponents
 from fcdp.delta.difference import CHUNK, apply, capacity, encode
 
-#: bf16 bits of a gradient of two scales, as (n, int16).
-COUNTS = (1, 2, 127, 255, 256, 257, 5000, CHUNK, CHUNK + 3)
+#: Words: about a block, a granule, a chunk.
+COUNTS = (1, 2, 127, 128, 129, 5000, CHUNK, CHUNK + 3)
 
 
 def gradients(count: int, scale: float = 1e-4) -> torch.Tensor:
@@ -40,9 +40,9 @@ def test_words_arrive(count: int) -> None:
 def test_every_word_arrives_beside_every_mean() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for mean in (0, 1, 126, 254, 255):
-        blocks = torch.full((every.numel() // 2, 256), mean << 7, dtype=torch.int32)
+        blocks = torch.full((every.numel() // 2, 128), mean << 7, dtype=torch.int32)
         words = blocks.to(torch.int16)
-        words[:, 7], words[:, 255] = every[::2], every[1::2]
+        words[:, 7], words[:, 127] = every[::2], every[1::2]
         out = torch.empty(words.numel(), dtype=torch.int16)
         counts, parts = exponents.write(words.view(-1))
         assert exponents.read(parts, counts, out)

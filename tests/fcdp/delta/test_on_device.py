@@ -102,3 +102,21 @@ def test_what_was_written_after_it_was_counted_is_told(change: float) -> None:
     row = base.clone()
     wrong = told.read(told.write(later, base, 0)[: told.row_bytes(base)], row, 0)
     assert wrong or torch.equal(row, later)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("change", CHANGES.values())
+def test_on_a_gpu_nobody_waits(change: float) -> None:
+    base = torch.randn(5001).bfloat16().cuda()
+    new = _moved(base.cpu(), change).cuda()
+    told = _told([new], [base])
+    row = base.clone()
+    told.read(told.write(new, base, 0), row.clone(), 0)  # keys of checksums are made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrong = told.read(told.write(new, base, 0), row, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not wrong
+    assert torch.equal(row, new)

@@ -26,6 +26,7 @@ class Told:
         self.finer_answer = False
         self.told, self.applied, self.finer = Mean(), Mean(), Mean()
         self.whole: list[tuple[float, int]] = []
+        self.coded: list[tuple[float, int]] = []
 
     def pays(self, ratio: float, others: int) -> bool:
         self.asked.append((ratio, others))
@@ -37,6 +38,9 @@ class Told:
 
     def saw_whole(self, waited: float, nbytes: int) -> None:
         self.whole.append((waited, nbytes))
+
+    def saw_told(self, took: float, nbytes: int) -> None:
+        self.coded.append((took, nbytes))
 
 
 def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
@@ -192,8 +196,12 @@ def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
     sent, _, economy, own = kept()
     watch = Watch([])
     watch.waited = 0.5
-    sent.saw_whole(watch, own)
+    sent.saw(watch, own, whole=True)
     assert economy.whole == [(0.5, 2 * own.nbytes)]
+    watch.took = 0.75
+    sent.saw(watch, own, whole=False)
+    assert economy.coded == [(0.75, own.nbytes)]
+    assert len(economy.whole) == 1
 
 
 def test_units_that_cannot_be_told_are_refused() -> None:
