@@ -37,7 +37,7 @@ BUDGETS = {
     "lines of simulation": Budget(most=9_050, aim=6_500),
     "lines of experiments": Budget(most=12_550, aim=8_500),
     "lines of analysis": Budget(most=6_950, aim=5_000),
-    "lines of scripts": Budget(most=4_200, aim=3_000),
+    "lines of scripts": Budget(most=4_250, aim=3_000),
     "lines of tests": Budget(most=46_600, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=50, aim=40),

@@ -63,31 +63,27 @@ def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
 def by_phase(records: Sequence[Record]) -> str:
     """A table per objective: what an iteration takes by phase, beside FSDP2's, as Markdown."""
     parts = []
+    head = ("Strategy", "generation", "log-probabilities", "update", "iteration", "over FSDP2")
     for group in groups([record for record in records if record.measurement]):
         first = next(record for record in group if record.cell.subject == "fsdp2")
-        speeds = {id(each): Comparison(each, first) for each in group if each is not first}
         rows = [
             (
                 record.cell.subject,
-                *(_of_phase(record, phase) for phase in ("generation", "scoring", "update")),
+                *(_of_phase(record, name) for name in ("generation", "scoring", "update")),
                 f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
-                text.compared(speeds[id(record)]) if record is not first else text.times(1),
+                text.ABSENT if record is first else text.compared(Comparison(record, first)),
                 text.megabytes(_measured(record, "iteration_device_bytes")),
             )
             for record in group
         ]
-        head = ("Strategy", "generation", "log-probabilities", "update", "iteration")
-        shown = text.table((*head, "speed over FSDP2", "device memory MB"), rows)
-        named = f"{first.cell.objective.name}, {text.TUNINGS[first.cell.tuning]}:"
-        parts.append(f"{named}\n\n{shown}{noted(speeds.values())}")
+        shown = text.table((*head, "device memory MB"), rows)
+        parts.append(f"{first.cell.objective.name}, {text.TUNINGS[first.cell.tuning]}:\n\n{shown}")
     return "\n\n".join(parts)
 
 
 def _of_phase(record: Record, phase: str) -> str:
     seconds, sent = (_measured(record, f"{phase}_{of}") for of in ("seconds", "bytes"))
-    if seconds is None:
-        return text.ABSENT
-    return f"{text.number(seconds)} s, {text.megabytes(sent)} MB"
+    return f"{text.number(seconds)} s, {text.megabytes(sent)} MB" if seconds else text.ABSENT
 
 
 def condensed(records: Sequence[Record]) -> str:
