@@ -342,7 +342,7 @@ def unchanged(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         model: A cached model.
 
     Returns:
-        A context manager around the forwards, which all ranks enter.
+        A context manager around the forwards, of which all ranks run as many.
 
     Raises:
         ValueError: For a model that FCDP is not set up on.

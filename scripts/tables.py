@@ -60,6 +60,32 @@ def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
     return [{record.cell.strategy: record for record in group} for group in groups(ran)]
 
 
+def by_phase(records: Sequence[Record]) -> str:
+    """A table per objective: what an iteration takes by phase, beside FSDP2's, as Markdown."""
+    parts = []
+    head = ("Strategy", "generation", "log-probabilities", "update", "iteration", "over FSDP2")
+    for group in groups([record for record in records if record.measurement]):
+        first = next(record for record in group if record.cell.subject == "fsdp2")
+        rows = [
+            (
+                record.cell.subject,
+                *(_of_phase(record, name) for name in ("generation", "scoring", "update")),
+                f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
+                text.ABSENT if record is first else text.compared(Comparison(record, first)),
+                text.megabytes(_measured(record, "iteration_device_bytes")),
+            )
+            for record in group
+        ]
+        shown = text.table((*head, "device memory MB"), rows)
+        parts.append(f"{first.cell.objective.name}, {text.TUNINGS[first.cell.tuning]}:\n\n{shown}")
+    return "\n\n".join(parts)
+
+
+def _of_phase(record: Record, phase: str) -> str:
+    seconds, sent = (_measured(record, f"{phase}_{of}") for of in ("seconds", "bytes"))
+    return f"{text.number(seconds)} s, {text.megabytes(sent)} MB" if seconds else text.ABSENT
+
+
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
     found = _by_strategy(records)

@@ -165,8 +165,8 @@ class Measurement(Strict):
     update_seconds: Annotated[float | None, Metric("update s")] = None
     rewards: list[float] | None = None
     reward: Annotated[float | None, Metric("reward", form=".4f", brief=("mean", "reward"))] = None
-    #: The most bytes that an iteration takes on a rank beside its shards, optimizer states among
-    #: them, where the device is the CPU: found in the first stretch of warm-up.
+    #: The most bytes that a rank's tensors take in the last iteration of warm-up, where the CPU is
+    #: the device: shards and optimizer states among them, and not what waits in host memory.
     iteration_device_bytes: Annotated[int | None, Metric("device memory MB", 1e-6)] = None
     #: Where a rollout generates, means per iteration: versions that its answers are behind, the
     #: share of the followed words that a version changes, and bits that tell it, per word.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.worker.objectives.objective import Phase
@@ -44,26 +41,31 @@ class Phases:
         return {name: total / steps for name, total in self._sums.items()}
 
 
-@contextmanager
-def most_allocated(device: torch.device) -> Iterator[list[int]]:
-    """Append the most bytes that PyTorch's allocator for CPUs gave out at once in the body.
+class Allocated:
+    """Bytes that PyTorch's allocator for CPUs has given out since, and not got back.
 
-    What was there before does not count, nor do arenas, which are mapped apart: a GPU would hold
-    the same beside its shards. On accelerators nothing is appended: they count themselves.
+    Where the CPU is the device: arenas of host memory are mapped apart, and do not count. What
+    counts takes time.
     """
-    found: list[int] = []
-    if device.type != "cpu":
-        yield found
-        return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield found
-    kineto: Any = profiler.profiler
-    changes = sorted(
-        (
+
+    def __init__(self) -> None:
+        self._from = 0
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+
+    def mark(self) -> None:
+        """Have ``most`` look at what comes from now on."""
+        self._from = time.time_ns()
+
+    def most(self) -> int:
+        """Count no more; returns the most bytes that were out at once since the mark."""
+        self._profiler.stop()
+        kineto: Any = self._profiler.profiler
+        changes: list[tuple[int, int]]
+        changes = sorted(
             (event.start_ns(), event.nbytes())
             for event in kineto.kineto_results.events()
             if event.name() == "[memory]"
-        ),
-        key=itemgetter(0),
-    )
-    found.append(max(accumulate(nbytes for _, nbytes in changes), default=0))
+        )
+        out = accumulate(nbytes for _, nbytes in changes)
+        return max(total for (at, _), total in zip(changes, out, strict=True) if at >= self._from)

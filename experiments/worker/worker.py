@@ -24,10 +24,11 @@ from baselines.strategy import CacheUse, Job, Trainable
 from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
+from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
 from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
 from experiments.worker.objectives.grpo import GRPO
-from experiments.worker.phases import Phases, most_allocated
+from experiments.worker.phases import Allocated, Phases
 from fcdp import Topology
 from fcdp.checkpoint.commit import COMMIT
 
@@ -62,6 +63,12 @@ class _Training:
         self.cell = cell
         self.topology = topology
         self.output = output
+        # Of iterations alone, which time themselves after warm-up.
+        counts = not isinstance(cell.objective, CausalLM) and cell.warmup_steps > 0
+        self.allocated = Allocated() if counts and self._device.type == "cpu" else None
+        self.most_allocated: int | None = None
+        #: Where warm-up ends, and before it, where memory is counted, its last step begins.
+        self._warm_up = (*([cell.warmup_steps - 1] if self.allocated else []), cell.warmup_steps)
         model, blocks = models.build(cell)
         self.model = model
         models.check(model, cell, topology)
@@ -102,8 +109,6 @@ class _Training:
         self.resumed_at: list[int] = []
         #: Losses of the held-out examples, by the steps before.
         self.held_out: dict[int, float] = {}
-        #: The most bytes that the first iterations took, where that is counted.
-        self.allocated: list[int] = []
 
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps, counting what crosses in them.
@@ -121,13 +126,17 @@ class _Training:
             # After how many steps the next checkpoint is due, and measurement; never: 0.
             due = every and (done // every + 1) * every
             told = cell.held_out_every and (done // cell.held_out_every + 1) * cell.held_out_every
-            stop = min(step for step in (cell.warmup_steps, due, told, end) if step > done)
-            counts = self._first_stretch(stop - done) if done == 0 else self._stretch(stop - done)
+            stop = min(step for step in (*self._warm_up, due, told, end) if step > done)
+            if self.allocated and done == self._warm_up[0]:
+                self.allocated.mark()
+            counts = self._stretch(stop - done)
             if stop > cell.warmup_steps:
                 self.counts = counts if self.counts is None else self.counts + counts
             else:
                 trainable.take_metrics()
                 self.phases.clear()
+            if self.allocated and stop == cell.warmup_steps:
+                self.most_allocated = self.allocated.most()
             if stop == told and stop < end:
                 self.held_out[stop] = self._held_out()["held_out_loss"]
             if stop == due and stop < end:
@@ -138,16 +147,6 @@ class _Training:
         if cell.held_out_every:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
-
-    def _first_stretch(self, steps: int) -> _Counts:
-        """``_stretch``; of iterations that no time is measured of, also the memory that they take.
-
-        What counts it takes time.
-        """
-        if self.objective is None or not self.cell.warmup_steps:
-            return self._stretch(steps)
-        with most_allocated(self._device) as self.allocated:
-            return self._stretch(steps)
 
     def _stretch(self, steps: int) -> _Counts:
         """Train so many steps, between two readings of the kernel's counters."""
@@ -283,7 +282,7 @@ class _Training:
             "by_phase": self.phases.per_step(cell.steps),
             "rewards": self.objective.rewards if self.objective else (),
             "told": self.objective.told if isinstance(self.objective, GRPO) else (),
-            "allocated": max(self.allocated, default=None),
+            "allocated": self.most_allocated,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size

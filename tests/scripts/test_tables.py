@@ -30,3 +30,14 @@ def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
 def test_a_page_without_a_place_for_its_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"README\.md: found 0 places for result, expected 1"):
         readme.rewritten("README.md", "# FCDP\n")
+
+
+def test_phases_stand_beside_fsdp2s() -> None:
+    told = {"scoring_seconds": 1.0, "scoring_bytes": 2e6, "update_seconds": 1.0}
+    slow, fast = (
+        record(cell(strategy=name), step_seconds=[seconds] * 8, update_bytes=4e6, **told)
+        for name, seconds in (("fsdp2", 4.0), ("fcdp", 2.0))
+    )
+    first, second = tables.by_phase([slow, fast]).splitlines()[-2:]
+    assert first.startswith("| fsdp2 | – | 1.00 s, 2.00 MB | 1.00 s, 4.00 MB | 4.00 s, ")
+    assert "| 2.00 s, 6.30 MB | 2.0× |" in second

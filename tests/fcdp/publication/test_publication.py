@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shutil
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -349,3 +353,41 @@ def refuse() -> None:
 
 def test_mistakes_are_refused(ranks: Pools) -> None:
     ranks.run(4, refuse)
+
+
+class Cutting(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder; of differences, while ``cut``, the first half of what it says it sends."""
+
+    cut = True
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        data = source.read()
+        half = self.cut and "deltas/step" in self.path
+        outputfile.write(data[: len(data) // 2] if half else data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_transfer_that_breaks_off_is_not_applied(ranks: Pools, tmp_path: Path) -> None:
+    """Over a link, as a rollout follows: what it holds stays whole, and the next try heals it."""
+    settings = Settings(2, 1, param_dtype=torch.bfloat16)
+    options = {"anchor_every": 99, "compressed": True}
+    _, last = ranks.run(2, train_and_read, settings, tmp_path / "all", options, 3)[0]
+    served = tmp_path / "served"
+    for kind in ("anchors", "frozen"):
+        shutil.copytree(tmp_path / "all" / kind, served / kind)
+    handler = partial(Cutting, directory=str(served))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        reader = fcdp.Subscriber(f"http://127.0.0.1:{server.server_port}")
+        assert reader.update() == 1
+        held = {name: value.clone() for name, value in reader.state.items()}
+        shutil.copytree(tmp_path / "all" / "deltas", served / "deltas")
+        with pytest.raises(Exception, match=r"payload|damaged"):
+            reader.update()
+        assert reader.version == 1
+        equal(reader.state, held)
+        with mock.patch.object(Cutting, "cut", False):
+            assert reader.update() == 3
+        equal(reader.state, last)
+        server.shutdown()
