@@ -109,6 +109,8 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
         _encoded=[],
         _reductions={},
         _partials=mock.Mock(),
+        _world=None,
+        _exact=None,
         _in_flight=mock.Mock(),
     )
     Engine._reduce_by_hierarchy(engine, unit, Codecs())  # type: ignore[arg-type]
