@@ -75,8 +75,8 @@ def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpT
     )
     asked: list[Any] = []
 
-    def noting(_: Any, __: Any, *how: Any) -> list[Any]:
-        asked.append(how)
+    def noting(_: Any, __: Any, op: Any, group: Any, *_coded: Any) -> list[Any]:
+        asked.append((op, group))
         return []
 
     with (
