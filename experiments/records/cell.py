@@ -208,7 +208,7 @@ class Cell(Strict):
         default=0, ge=0
     )
     #: Steps between measurements on them, the last of which is after training; 0: that one alone.
-    #: Times of strategies that exchange late then leave out what they wait for.
+    #: Times and bytes then leave out what is fetched, or waited for, by then.
     held_out_every: Annotated[int, Setting("Held out every", "incidental", in_id="later")] = Field(
         default=0, ge=0
     )
@@ -381,8 +381,6 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
-    if cell.held_out_every and not cell.held_out:
-        yield "held_out_every", f"{cell.held_out_every} needs examples that are held out (held_out)"
     if cell.checkpoint_every and not registry.find(cell.strategy).is_saved:
         allowed = ", ".join(each.name for each in registry.STRATEGIES if each.is_saved)
         why = f"{cell.checkpoint_every} is not for {cell.strategy}, allowed is 0"

@@ -125,7 +125,8 @@ class _Training:
         while (done := len(self.losses)) < end:
             # After how many steps the next checkpoint is due, and measurement; never: 0.
             due = every and (done // every + 1) * every
-            told = cell.held_out_every and (done // cell.held_out_every + 1) * cell.held_out_every
+            often = cell.held_out and cell.held_out_every
+            told = often and (done // often + 1) * often
             stop = min(step for step in (*self._warm_up, due, told, end) if step > done)
             if self.allocated and done == self._warm_up[0]:
                 self.allocated.mark()
@@ -144,7 +145,7 @@ class _Training:
         # After all that is counted, timed or at its peak has been read.
         measurement = self._measurement()
         update = {**trainable.take_metrics(), **self._held_out()}
-        if cell.held_out_every:
+        if cell.held_out and cell.held_out_every:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
 

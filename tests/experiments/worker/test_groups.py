@@ -90,11 +90,6 @@ def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner
     assert told.sent == pytest.approx(plain.sent, abs=FIXED_BYTES)
 
 
-def test_what_is_measured_on_the_way_needs_examples() -> None:
-    with pytest.raises(ValueError, match="2 needs examples that are held out"):
-        cell("fcdp", held_out_every=2)
-
-
 @pytest.mark.parametrize(
     ("settings", "how"),
     [({}, "SIGKILL"), (OVER_FCDP, "raise")],
