@@ -37,7 +37,7 @@ BUDGETS = {
     "lines of simulation": Budget(most=9_050, aim=6_500),
     "lines of experiments": Budget(most=12_250, aim=8_500),
     "lines of analysis": Budget(most=6_850, aim=5_000),
-    "lines of scripts": Budget(most=2_700, aim=3_000),
+    "lines of scripts": Budget(most=2_850, aim=3_000),
     "lines of tests": Budget(most=46_450, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=48, aim=40),
