@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
-from statistics import mean, stdev
+from statistics import mean, median, stdev
+from typing import Any
 
 from analysis import text
 from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
-from experiments.records.comparison import Comparison, few, grouped, groups, paired
+from experiments.records.comparison import Comparison, few, grouped, groups, interval, paired
 from experiments.records.record import Machine, Record
 from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
@@ -402,6 +403,19 @@ def in_a_sentence(records: Sequence[Record]) -> str:
         f"same model trains {plain} as fast with FCDP as with DeepSpeed's\nZeRO-3, {told} where "
         f"gathers tell lossless [differences](docs/differences.md), and {rounded} with reductions "
         "in int8 too\n([records](results/delta/records.jsonl))."
+    )
+
+
+def saving(record: Mapping[str, Any]) -> str:
+    """What saving on a schedule cost, by the record of ``scripts.saving_cost``."""
+    pairs = zip(record["saved"], record["plain"], strict=True)
+    more = [100 * (saved / plain - 1) for saved, plain in pairs]
+    low, high = interval(more)
+    return (
+        f"A save each hundred steps of `gpt2-4x256` ({record['bytes'] / 1e6:.0f} MB, *emulated*, "
+        f"2 nodes × 2 ranks) cost {median(more):.1f} % ({low:.1f} to {high:.1f}) of their\n"
+        f"time and held one up for {1e3 * median(record['held_up']):.0f} ms "
+        "([record](../results/saving/record.json))."
     )
 
 
