@@ -178,8 +178,8 @@ def without_room() -> str:
     return "nothing"
 
 
-def test_a_reference_that_does_not_fit_is_refused_on_every_rank(apart: Pools) -> None:
-    for said in apart.run(2, without_room):
+def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) -> None:
+    for said in ranks.run(2, without_room):
         assert "beta: the reference, a frozen copy of all that is trained: " in said
         assert "host memory are free" in said
 
