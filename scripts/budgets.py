@@ -37,7 +37,7 @@ BUDGETS = {
     "lines of simulation": Budget(most=9_000, aim=6_500),
     "lines of experiments": Budget(most=12_450, aim=8_500),
     "lines of analysis": Budget(most=7_250, aim=5_000),
-    "lines of scripts": Budget(most=2_750, aim=3_000),
+    "lines of scripts": Budget(most=2_850, aim=3_000),
     "lines of tests": Budget(most=48_200, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=48, aim=40),

@@ -1,4 +1,4 @@
-"""Tables of docs/reference.md: the keys of a matrix file, from the types that read them.
+"""Lists of docs/reference.md: the keys of a matrix file, from the types that read them.
 
 What a key means is the comment above its field, or above the name of its field's type; where there
 is none, its label.
@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from analysis import text
 from baselines import registry
 from baselines.settings import Setting
 from experiments.matrix.reader import SETTINGS
@@ -24,8 +23,6 @@ from experiments.matrix.workloads import OBJECTIVES
 from experiments.records import objective
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 
-_HEAD = ("Key", "Value, and its default", "Meaning")
-_HEAD_OF = (*_HEAD, "Of")
 _REQUIRED = "–"
 #: What the file has in another form than a cell: what it takes, and its default.
 _IN_A_FILE = {
@@ -44,10 +41,10 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def of_cells() -> str:
-    """Keys that all cells have: one row for each that axes and workload take."""
+    """Keys that all cells have: one line for each that axes and workload take."""
     names = {name: FILE_NAMES.get(name, name) for name in Cell.model_fields}
     rows = _rows(Cell, {name: file for name, file in names.items() if file in SETTINGS})
-    return _table(rows)
+    return _list(rows)
 
 
 def of_strategies() -> str:
@@ -71,7 +68,9 @@ def of_clusters() -> str:
                 same[-1] = "all"
             else:
                 rows.append([*row, of])
-    return _table(rows, _HEAD_OF)
+    return _list(
+        [*row, meaning if of == "all" else f"{meaning} ({of})"] for *row, meaning, of in rows
+    )
 
 
 def of_objectives() -> str:
@@ -103,17 +102,8 @@ def of_kinds(union: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _table(rows: Iterable[list[str]], head: Sequence[str] = _HEAD) -> str:
-    """A default stands beside the values, unless the key is required."""
-    shown = (
-        [key, value if default == _REQUIRED else f"{value}; {default}", *more]
-        for key, value, default, *more in rows
-    )
-    return text.table(head, shown, words=head)
-
-
 def _list(rows: Iterable[Sequence[str]]) -> str:
-    """A line per key, where a table's rules would be longer than what it holds."""
+    """A line per key."""
     return "\n".join(f"- {item}" for item in _items(rows))
 
 
@@ -121,7 +111,8 @@ def _items(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Each key, its values and default in brackets, and its meaning."""
     for key, value, default, meaning in rows:
         values = value if default == _REQUIRED else f"{value}; {default}"
-        yield f"{key} ({values})" + (meaning and f": {meaning}")
+        says_more = meaning.lower() != key.strip("`").replace("_", " ")
+        yield f"{key} ({values})" + (f": {meaning}" if meaning and says_more else "")
 
 
 def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list[list[str]]:
