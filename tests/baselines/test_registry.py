@@ -70,7 +70,7 @@ def test_a_missing_header_is_named_with_its_package(tmp_path: Path) -> None:
 
 def test_a_strategy_takes_of_what_is_given_what_it_has() -> None:
     given = {"policy": "disk", "gather_codec": "int8", "deepspeed": "paper"}
-    assert dict(registry.find("fsdp2").chosen(given)) == {}
+    assert dict(registry.find("fsdp2").chosen(given)) == {"forwards": "gathered"}
     assert dict(registry.find("deepspeed-hpz").chosen(given)) == {"deepspeed": "paper"}
     assert registry.find("fcdp").chosen(given) == CacheSettings(policy="disk", gather_codec="int8")
     with pytest.raises(ValidationError, match="needs a reduce_codec"):

@@ -269,7 +269,7 @@ ADDED = [
 ]
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
-     "those that do: fcdp-sched, fcdp"),
+     "those that do: fcdp-paper, fcdp-sched, fcdp"),
     ("    - fcdp\n", "    - fcdpp\n", 11, "axes.strategy[2]: unknown strategy 'fcdpp'; did you "
      "mean 'fcdp'? allowed: deepspeed-zero3, "),
     ("[gpt2-a, llama-b]", "[gpt2-a, lama-b]", 12, "axes.model[1]: unknown model 'lama-b'; "
