@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The container's entry: a program is run as it is (torchrun, python, make, bash); anything else is
-# a command of `python -m analysis` (report, table, audit, check, timeline, draw-plan) or of `python -m experiments` (run, ...).
+# a command of `python -m analysis` (report, table, audit, check, timeline, draw-plan,
+# time-to-quality) or of `python -m experiments` (run, ...).
 set -euo pipefail
 
 # `watch` is a program too, of procps.
@@ -8,6 +9,6 @@ if [[ $1 != watch && -n $(type -P -- "$1") ]]; then
     exec "$@"
 fi
 case $1 in
-report | table | audit | check | timeline | draw-plan) exec python -m analysis "$@" ;;
+report | table | audit | check | timeline | draw-plan | time-to-quality) exec python -m analysis "$@" ;;
 *) exec python -m experiments "$@" ;;
 esac
