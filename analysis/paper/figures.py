@@ -388,8 +388,9 @@ def ranges(
         ]
         put_legend(figure, handles)
     caption = (
-        "The paper's system, simulated: each number over what the paper does not say, as a share "
-        "of the paper's own (a line), and where its numbers hold together best (a point)."
+        f"{title}, by the paper's system, simulated: each number over what the paper does not "
+        "say, as a share of the paper's own (a line), and where its numbers hold together best "
+        "(a point)."
     )
     return Drawing(name, title, caption, figure)
 
