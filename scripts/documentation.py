@@ -52,14 +52,14 @@ optimizer = torch.optim.AdamW(model.parameters())
 #: The reference's parts, in the order in which they are needed.
 _PARTS = {
     "Set-up": ("shard", "cache_parameters", "is_cached", "Topology"),
-    "Training": ("accumulate", "discard", "invalidate", "ledger", "Ledger"),
+    "Training": ("accumulate", "unchanged", "discard", "invalidate", "ledger", "Ledger"),
     "Checkpoints and exports": ("save", "load", "save_adapters", "export"),
     "Publications": ("publish", "Publication", "Subscriber"),
     "Policies": (
         "HostCache", "DeviceCache", "DiskCache", "NoCache", "Threshold", "Budget", "Auto",
         "CachePolicy",
     ),
-    "Codecs": ("Delta", "BlockInt8", "BlockInt4", "Codec"),
+    "Codecs": ("Delta", "Exact", "BlockInt8", "BlockInt4", "Codec"),
 }  # fmt: skip
 _OPENING = f"""What `fcdp` has, from its docstrings; [in short](reference.md#the-library).
 

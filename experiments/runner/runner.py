@@ -28,8 +28,7 @@ from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
-from experiments.worker import CHECKPOINT
-from fcdp.checkpoint.commit import COMMIT
+from experiments.worker import CHECKPOINT, COMMIT
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"

@@ -26,11 +26,18 @@ from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
-from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
+from experiments.worker import (
+    CHECKPOINT,
+    COMMIT,
+    PROGRESS,
+    convolutional,
+    models,
+    objectives,
+    workloads,
+)
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.phases import Allocated, Phases
 from fcdp import Topology
-from fcdp.checkpoint.commit import COMMIT
 
 #: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")

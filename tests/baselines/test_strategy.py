@@ -58,7 +58,7 @@ def test_what_builds_a_strategy_refuses_a_codec_beside_its_own() -> None:
     ("name", "said"),
     [
         ("zero3", "zero3 has its own, none; allowed are gather_codec, reduce_codec"),
-        ("fsdp2", "fsdp2 has none; allowed are no settings"),
+        ("fsdp2", "fsdp2 has none; allowed are forwards"),
     ],
 )
 def test_what_builds_a_strategy_refuses_a_setting_that_it_does_not_leave(

@@ -219,7 +219,7 @@ def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPat
     failures: Any = topology.failures
     ledger = Ledger()
 
-    def noting(output: Any, buffers: Any, op: Any, group: str) -> list[Pending]:
+    def noting(output: Any, buffers: Any, op: Any, group: str, *_: Any) -> list[Pending]:
         log.append(f"start {group}")
         return [Then(lambda: log.append(f"wait {group}"))]
 

@@ -56,8 +56,9 @@ def evaluate_after(name: str, engine: str, policy: fcdp.CachePolicy, method: str
     losses = [training.take_step(training.loss_of(model, next(data)), optimizer)]
     for _ in range(2):
         write(model, name, alone=True)
+        evaluated = [next(data) for _ in range(2)]
         with torch.no_grad() if method == "no_grad" else torch.inference_mode():
-            losses += [training.loss_of(model, next(data)).item() for _ in range(2)]
+            losses += [training.loss_of(model, batch).item() for batch in evaluated]
         losses.append(training.take_step(training.loss_of(model, next(data)), optimizer))
     return losses
 

@@ -36,7 +36,7 @@ def completed(line: str) -> list[str]:
     [
         ("python -m experiments ru", {"run"}),
         ("python -m experiments run --dry", {"--dry-run"}),
-        ("python -m analysis ti", {"timeline"}),
+        ("python -m analysis timel", {"timeline"}),
         ("python -m analysis table --mark", {"--markdown"}),
         ("python -m experiments ", set(COMMANDS)),
     ],

@@ -30,6 +30,8 @@ from experiments.worker.objectives.sampling import Sampler
 
 #: Seconds that the rollout has to be there.
 _PATIENCE_S = 300.0
+#: Seconds in which a rank that has ended has closed its connection.
+_GRACE_S = 10.0
 
 
 class Answers(NamedTuple):
@@ -45,7 +47,7 @@ class Rollout:
     """A rank's side of the process that generates for it."""
 
     def __init__(self, cell: Cell, rank: int) -> None:
-        """Raises ``ConnectionRefusedError`` where no rollout comes."""
+        """Raises ``ConnectionError`` or ``TimeoutError`` where no rollout comes."""
         assert isinstance(cell.objective, GRPO)
         #: Versions that answers are older than what is trained.
         self._behind = int(cell.objective.rollout == "behind")
@@ -91,10 +93,15 @@ def _serve() -> tuple[str, str]:
     """A folder for publications, and the address at which this node's link has it."""
     folder = tempfile.mkdtemp()
     handler = partial(_Handler, directory=folder)
-    server = ThreadingHTTPServer((os.environ["MASTER_ADDR"], 0), handler)
+    server = _Server((os.environ["MASTER_ADDR"], 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     host, port = server.server_address[:2]
     return folder, f"http://{host!s}:{port}"
+
+
+class _Server(ThreadingHTTPServer):
+    #: Files of a publication that a reader asks for at once, however slow the link.
+    request_queue_size = 128
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -114,7 +121,7 @@ def _connect() -> Connection:
     while True:
         try:
             return Client(_address(), authkey=bytes.fromhex(os.environ["FCDP_RUN_SECRET"]))
-        except ConnectionRefusedError:
+        except (ConnectionError, TimeoutError):  # not there yet, or too many at once
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
@@ -138,8 +145,20 @@ def main() -> None:
                 while isinstance(asked := ranks[rank].recv(), int):
                     ranks[rank].send(generation.follow(asked))
                 ranks[rank].send(generation.answer(sampler, asked))
-    except (EOFError, ConnectionError):
-        return  # they have ended, answers for later on their way
+    except (EOFError, OSError):
+        # They have ended, answers or publications for later on their way; or they wait for some.
+        if not _has_ended(ranks[0]):
+            raise
+
+
+def _has_ended(connection: Connection) -> bool:
+    """Whether a rank has closed its end."""
+    try:
+        while connection.poll(_GRACE_S):
+            connection.recv()
+    except (EOFError, OSError):
+        return True
+    return False
 
 
 class _Generation:
