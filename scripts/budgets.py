@@ -31,11 +31,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=49_050, aim=34_000),
+    "lines of source": Budget(most=49_100, aim=34_000),
     "lines of fcdp": Budget(most=12_250, aim=7_500),
     "lines of baselines": Budget(most=8_200, aim=6_500),
     "lines of simulation": Budget(most=9_000, aim=6_500),
-    "lines of experiments": Budget(most=12_450, aim=8_500),
+    "lines of experiments": Budget(most=12_500, aim=8_500),
     "lines of analysis": Budget(most=7_250, aim=5_000),
     "lines of scripts": Budget(most=2_850, aim=3_000),
     "lines of tests": Budget(most=48_200, aim=32_000),

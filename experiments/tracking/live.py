@@ -46,6 +46,7 @@ class Live:
 
     def __exit__(self, *_: object) -> None:
         self._end(None)
+        sink.settle()
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         """Begin the cell's W&B run, and follow its steps from now on."""

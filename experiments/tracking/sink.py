@@ -96,9 +96,7 @@ def export(
     except Exception as error:
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
     finally:
-        # Its service process writes files when it pleases, and all before it ends.
-        if (wandb := sys.modules.get("wandb")) is not None:
-            wandb.teardown()
+        settle()
         logging.raiseExceptions = shows_errors
     if not all(mark_whole(wandb_run, directory) for wandb_run in new[:written]):
         written = 0
@@ -107,6 +105,12 @@ def export(
             "same command with --resume writes them again"
         )
     return Export(mode, written, tuple(warnings), whole=written == len(new))
+
+
+def settle() -> None:
+    """End W&B's service process, which writes files when it pleases, and all before it ends."""
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
 
 
 def mark_whole(wandb_run: WandbRun, directory: Path) -> bool:
