@@ -321,6 +321,9 @@ class Network:
 
     def _connect(self, route: IPRoute, own: str) -> None:
         index = _index(route, INTERFACE)
+        # By the address: others go on to know it where a machine takes the place of an earlier one.
+        hardware = ipaddress.ip_address(own).packed.hex(":")
+        route.link("set", index=index, address=f"02:00:{hardware}")
         route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
         for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
             route.link("set", index=each, state="up")

@@ -26,10 +26,7 @@ Runner = Callable[..., CellResult]
 
 
 @pytest.fixture(scope="module")
-def cluster(privileged: None, request: pytest.FixtureRequest) -> Iterator[EmulatedCluster]:
-    if not request.config.getoption("--exhaustive"):
-        # Beside other clusters a rank's connection to the rollout may time out, after minutes.
-        pytest.skip("a rollout's ranks may wait minutes for their connection: --exhaustive")
+def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     with EmulatedCluster(CLUSTER, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
         yield built
 
