@@ -60,13 +60,15 @@ _DOORS = {
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "result": lambda: tables.result(_records("headline")),
-        "differences": lambda: tables.in_a_sentence(_records("delta")),
+        "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
         "planned": lambda: _planned(),
     },
     "docs/README.md": {
         name: partial(lambda door: _answered(door), door) for name, door in _DOORS.items()
     },
-    "docs/differences.md": {"slow-link": lambda: tables.on_the_slow_link(_records("delta"))},
+    "docs/differences.md": {
+        "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
+    },
     "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
     "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},

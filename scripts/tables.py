@@ -381,29 +381,58 @@ def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
 
 
 def on_the_slow_link(records: Sequence[Record]) -> str:
-    """How much faster than the slowest each is, on the limited link with most micro-batches."""
-    chosen = _limited(records)
-    first = chosen[0].cell
-    link, count = format_link(first.inter_bandwidth_bits_per_s), first.accumulation
-    head = (f"On {link}, k = {count}", "tokens/s", f"over {first.subject}", "MB/step")
-    rows = []
-    for record, factor in zip(chosen, _factors(chosen), strict=True):
-        speed, sent = text.number(record.tokens_per_s), text.megabytes(_sent(record))
-        rows.append((record.cell.subject, speed, factor, sent))
-    return text.table(head, rows) + noted(Comparison(of, chosen[0]) for of in chosen[1:])
+    """How each compares with FCDP that sends all words as they are, a table per model."""
+    parts = []
+    for found in _by_model(records):
+        plain, cell = _of(found, "fcdp"), found[0].cell
+        link = format_link(cell.inter_bandwidth_bits_per_s)
+        title = f"`{cell.model.name}`, {link}, k = {cell.accumulation}"
+        pairs = [Comparison(record, plain) for record in found]
+        rows = [
+            (
+                record.cell.subject,
+                text.number(record.tokens_per_s),
+                text.times(1) if record is plain else text.compared(pair),
+                text.megabytes(_sent(record)),
+            )
+            for record, pair in zip(found, pairs, strict=True)
+        ]
+        head = (title, "tokens/s", f"over {plain.cell.subject}", "MB/step")
+        parts.append(text.table(head, rows) + noted(pairs))
+    return "\n\n".join(parts)
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
-    """The same of DeepSpeed's ZeRO-3, FCDP, its differences, and those with reductions in int8."""
-    chosen = _limited(records)
-    _, plain, told, rounded = _factors(chosen)
-    link = format_link(chosen[0].cell.inter_bandwidth_bits_per_s)
-    return (
-        f"Fine-tuned in full and in bf16 at {link} with k = {chosen[0].cell.accumulation}, the "
-        f"same model trains {plain} as fast with FCDP as with DeepSpeed's\nZeRO-3, {told} where "
-        f"gathers tell lossless [differences](docs/differences.md), and {rounded} with reductions "
-        "in int8 too\n([records](results/delta/records.jsonl))."
+    """Exact codes in both directions beside FCDP without them and HSDP, and that beside ZeRO-3."""
+    large, small = _by_model(records)
+    coded, plain = _of(large, "fcdp gather delta reduce exact"), _of(large, "fcdp")
+    over_plain, over_hsdp, over_zero3 = (
+        text.compared(Comparison(one, other))
+        for one, other in (
+            (coded, plain),
+            (coded, _of(large, "fsdp2-hsdp")),
+            (_of(small, "fcdp"), _of(small, "deepspeed-zero3")),
+        )
     )
+    sent = [text.megabytes(_sent(record)) for record in (coded, plain)]
+    link = format_link(coded.cell.inter_bandwidth_bits_per_s)
+    return (
+        f"Fine-tuned in full and in bf16 at {link} with k = {coded.cell.accumulation}, a model "
+        f"trains {over_plain} as fast as with FCDP alone\nand {over_hsdp} as with HSDP where "
+        f"gathers and reductions are [coded exactly](docs/differences.md), in\n{sent[0]} MB per "
+        f"step instead of {sent[1]}; a smaller one {over_zero3} as fast with FCDP alone as with "
+        "DeepSpeed's\nZeRO-3 ([records](results/delta-slow-link/records.jsonl))."
+    )
+
+
+def _by_model(records: Sequence[Record]) -> list[list[Record]]:
+    """Records with a speed, by model, each the slowest first."""
+    models = grouped([r for r in records if r.tokens_per_s], lambda r: r.cell.model.name)
+    return [sorted(of, key=lambda record: record.tokens_per_s or 0.0) for of in models]
+
+
+def _of(records: Sequence[Record], subject: str) -> Record:
+    return next(record for record in records if record.cell.subject == subject)
 
 
 def saving(record: Mapping[str, Any]) -> str:
@@ -417,17 +446,6 @@ def saving(record: Mapping[str, Any]) -> str:
         f"time and held one up for {1e3 * median(record['held_up']):.0f} ms "
         "([record](../results/saving/record.json))."
     )
-
-
-def _limited(records: Sequence[Record]) -> list[Record]:
-    limited = [r for r in records if r.tokens_per_s and r.cell.inter_bandwidth_bits_per_s]
-    most = max(record.cell.accumulation for record in limited)
-    found = [record for record in limited if record.cell.accumulation == most]
-    return sorted(found, key=lambda record: record.tokens_per_s or 0.0)
-
-
-def _factors(records: Sequence[Record]) -> list[str]:
-    return [text.times(1), *(text.compared(Comparison(of, records[0])) for of in records[1:])]
 
 
 def on_a_free_link(records: Sequence[Record]) -> str:
