@@ -41,7 +41,6 @@ _RANGES: dict[str, Lane] = {
     "fcdp::gather_inter": "gather, between nodes",
     "fcdp::gather_intra": "gather, inside the node",
     "fcdp::reduce_inter": "reduce, between nodes",
-    "fcdp::reduce_replicas": "reduce, between nodes",
     "fcdp::reduce_intra": "reduce, inside the node",
     "fcdp::cache_store": "cache and copies",
     "fcdp::cache_load": "cache and copies",

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
@@ -84,11 +92,6 @@ Exchanges = Literal["hierarchical", "undeferred", "flat"]
 CellExchanges = Annotated[
     Exchanges, _subject("Exchanges", in_id="later", write="{} exchanges".format)
 ]
-#: Whether trained adapters are sharded or replicated.
-Adapters = Annotated[
-    Literal["sharded", "replicated"],
-    _subject("Adapters", in_id="later", write="{} adapters".format),
-]
 #: Which of DeepSpeed's pins, as ``baselines.pins`` has them.
 DeepSpeedPin = Annotated[Pin, _subject("DeepSpeed", in_id="later")]
 
@@ -107,12 +110,9 @@ def _is_not_fixed(value: str, info: ValidationInfo) -> str:
 
 
 def _carry_whole_values(value: str, info: ValidationInfo) -> str:
-    plain = {"gather_codec": "none", "reduce_codec": "none", "adapters": "sharded"}
-    for name, allowed in plain.items():
-        if value == "flat" and info.data.get(name, allowed) != allowed:
-            raise ValueError(
-                f"allowed with another {name} than {allowed}: hierarchical, undeferred"
-            )
+    for name in ("gather_codec", "reduce_codec"):
+        if value == "flat" and info.data.get(name, "none") != "none":
+            raise ValueError(f"allowed with another {name} than none: hierarchical, undeferred")
     return value
 
 
@@ -122,26 +122,35 @@ class PaperSettings(Settings):
     policy: Policy = "host"
 
 
-class CacheSettings(PaperSettings):
+class _Recorded(Settings):
+    """Settings of records from when adapters could be replicated: all have sharded ones."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_adapters(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("adapters") == "sharded":
+            return {name: value for name, value in given.items() if name != "adapters"}
+        return given
+
+
+class CacheSettings(PaperSettings, _Recorded):
     """Settings of FCDP."""
 
     gather_codec: GatherCodec = "none"
     reduce_codec: ReduceCodec = "none"
     error_feedback: ErrorFeedback = False
-    adapters: Adapters = "sharded"
     exchanges: CellExchanges = "hierarchical"
 
     _exchanges = field_validator("exchanges")(_carry_whole_values)
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
 
-class EncodedSettings(Settings):
+class EncodedSettings(_Recorded):
     """Settings of strategies over this library that fix where parameters are cached."""
 
     gather_codec: GatherCodec = "none"
     reduce_codec: ReduceCodec = "none"
     error_feedback: ErrorFeedback = False
-    adapters: Adapters = "sharded"
 
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
     _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Literal, get_args
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -33,15 +32,11 @@ from fcdp.partition import (
     bucket,
     fit_in_a_slice,
     placement,
-    set_trained_apart,
     split_off,
 )
 from fcdp.prefetch import prefetch_forward
 from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
-
-#: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
-Adapters = Literal["sharded", "replicated"]
 
 
 def shard(
@@ -63,7 +58,6 @@ def shard(
     reduce_codec: Codec | Exact | None = None,
     error_feedback: bool = False,
     exchanges: Exchanges = "hierarchical",
-    adapters: Adapters = "sharded",
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place. Collective.
 
@@ -81,7 +75,7 @@ def shard(
     Args:
         model: Any module; its parameters, of any shapes and dtypes, become DTensors sharded over
             ``topology.mesh``. They may be DTensors of tensor parallelism over another dimension of
-            the mesh that ``topology`` is of (``Topology.of_mesh``); replicated adapters may not.
+            the mesh that ``topology`` is of (``Topology.of_mesh``).
         topology: Where the ranks stand.
         units: The modules to gather one at a time; by default the model's blocks, which are the
             members of its largest list of modules, whatever is wrapped around it.
@@ -91,22 +85,15 @@ def shard(
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
         ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
-        look_ahead: As of ``cache_parameters``, as are the arguments up to ``adapters``.
+        look_ahead: As of ``cache_parameters``, as are the arguments after it.
         partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
         verify: As of ``cache_parameters``.
         poison: As of ``cache_parameters``.
         gather_codec: As of ``cache_parameters``.
-        reduce_codec: As of ``cache_parameters``; it does not apply to replicated adapters.
+        reduce_codec: As of ``cache_parameters``.
         error_feedback: As of ``cache_parameters``.
-        exchanges: As of ``cache_parameters``; flat ones have no replicated adapters.
-        adapters: ``"replicated"`` keeps trained parameters that have a unit of their own whole on
-            every rank instead, as plain tensors in their own dtype, and averages their gradients by
-            one all-reduce at the end of each backward. That sends the same bytes in one exchange
-            instead of two, for the memory of whole adapters, gradients and optimizer states a rank.
-            They start as rank 0's; load or write them on all ranks alike. So that they can be
-            merged into sharded weights, DTensors take plain tensors for replicated ones in this
-            process from then on (torch's ``implicit_replication``).
+        exchanges: As of ``cache_parameters``.
 
     Returns:
         The model itself.
@@ -114,8 +101,7 @@ def shard(
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
             the model, no units where the model's blocks cannot be told (it lists what they may be),
-            too little host memory, or ``adapters="replicated"`` where nothing trained has a unit of
-            its own.
+            or too little host memory.
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -142,15 +128,10 @@ def shard(
         "offload_policy": offload_policy,
         "reshard_after_forward": reshard_after_forward,
         "ignored_params": frozenset(map(id, ignored)),
-        "adapters": adapters,
     }
     setup = Setup(_ranks(topology), policy, options, sharding)
     if is_set_up(model, setup):
         return model
-    if adapters not in get_args(Adapters):
-        raise ValueError(f"adapters = {adapters!r}: must be one of {', '.join(get_args(Adapters))}")
-    if adapters == "replicated" and exchanges == "flat":
-        raise ValueError(f"adapters = {adapters!r}: must be 'sharded' with exchanges = 'flat'")
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
@@ -160,14 +141,6 @@ def shard(
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
     splits = split_off(model, blocks, ignored)
-    replicated: list[nn.Parameter] = []
-    if adapters == "replicated":
-        splits, replicated = set_trained_apart(splits)
-        if not replicated:
-            raise ValueError(
-                "adapters = 'replicated': no trained parameter is apart from frozen ones; freeze "
-                "the base model first, or use 'sharded'"
-            )
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
         splits = bucket(splits, model)
@@ -181,7 +154,7 @@ def shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard,
-            ignored_params=ignored | {*replicated},
+            ignored_params=ignored,
             shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
         )
     if topology.mesh.device_type == "cpu":
@@ -190,10 +163,8 @@ def shard(
         model,
         topology,
         setup,
-        replicated=replicated,
         before=before,
         kept=[module for split in splits for module in split.modules] if keep else [],
-        reduce_dtype=mp_policy.reduce_dtype,
     )
     return model
 

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -33,7 +33,6 @@ from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.replicas import Replicas
 from fcdp.setup import Setup
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
@@ -41,34 +40,6 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
-
-
-class Reduction(Protocol):
-    """One reduction of gradients after each backward: of a unit's, or of the replicas'.
-
-    As FSDP2's ``set_requires_gradient_sync``, but gradients of a micro-batch without sync are
-    reduced inside the node, and wait there.
-    """
-
-    #: Whether the next backward's gradients cross nodes, with all that wait.
-    requires_sync: bool
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients wait to cross nodes."""
-        ...
-
-    def discard(self) -> None:
-        """Forget what waits."""
-        ...
-
-    def drop_abandoned(self) -> None:
-        """Forget what waits if its ``.grad`` are gone: the step was given up."""
-        ...
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Reduce, in the backward of the body, what earlier micro-batches have used too."""
-        ...
 
 
 class Engine:
@@ -80,10 +51,8 @@ class Engine:
         topology: Topology,
         setup: Setup,
         *,
-        replicated: Sequence[nn.Parameter] = (),
         kept: Sequence[nn.Module] = (),
         before: Iterable[weakref.ref[nn.Parameter]] = (),
-        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """``kept`` are modules that stay gathered after forward because FCDP chose so.
 
@@ -110,7 +79,6 @@ class Engine:
         streams = Streams(device)
         detects = options.safety.detect_writes and topology.nodes > 1
         self._guard = guard = Guard(self.units, device, streams) if detects else None
-        self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
@@ -175,7 +143,7 @@ class Engine:
         self._encoded: list[EncodedReduce] = []
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._economies += [self._exact] if self._exact is not None else []
-        self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
+        self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: What was installed on each unit, to tell when somebody takes it away.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         for unit, entry in self.entries.items():
@@ -279,7 +247,6 @@ class Engine:
                 )
 
     def _begins_pass(self, unit: Unit) -> bool:
-        self._replicas.make_equal()
         begins = self._passes.begins_with(unit)
         if begins:
             self._count_pass()
@@ -321,7 +288,6 @@ class Engine:
         """A forward of the model begins."""
         self._count_pass()
         self._check_collectives_in_place()
-        self._replicas.check_in_place()
         drop_prefetched(self.units)
         reshard(self._kept)  # a forward that raised, or whose backward never came, has left them
         self.staleness.begin()
@@ -374,7 +340,6 @@ class Engine:
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
-        ours.update(map(id, self._replicas.params))
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         if any(id(param) in ours for param in stepped):
             raise RuntimeError(

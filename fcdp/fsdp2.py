@@ -112,8 +112,6 @@ _params = _of(FSDPParamGroup, "fsdp_params")
 meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
 #: Whether backward gathers again.
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
-#: Divisor of gradients; ``None``: the number of ranks.
-divide_factor = _of(FSDPParamGroup, "gradient_divide_factor")
 #: Collectives that gather the group and reduce it.
 collectives = _of(FSDPParamGroup, "_all_gather_comm", "_reduce_scatter_comm")
 #: The hook of ``set_all_reduce_hook``; else ``None``.

@@ -31,10 +31,6 @@ class Split:
     key: _Key
 
     @property
-    def trained(self) -> bool:
-        return self.key[1]
-
-    @property
     def nbytes(self) -> int:
         return sum(map(_nbytes, self.modules))
 
@@ -44,28 +40,6 @@ def split_off(
 ) -> list[Split]:
     """What must not share a block's own unit, block by block, then the model's own."""
     return [split for block in [*blocks, model] for split in _separate(block, blocks, ignored)]
-
-
-def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Parameter]]:
-    """The splits of frozen parameters, and the parameters of the others.
-
-    Raises ``ValueError`` if one of these is a DTensor: whole it would not be on any rank.
-    """
-    frozen = [split for split in splits if not split.trained]
-    trained = {
-        param: None
-        for split in splits
-        if split.trained
-        for module in split.modules
-        for param in module.parameters(recurse=False)
-    }
-    for param in trained:
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"adapters = 'replicated': a trained parameter of shape {tuple(param.shape)} is a "
-                "DTensor of tensor parallelism; must be 'sharded'"
-            )
-    return frozen, [*trained]
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:

@@ -176,10 +176,7 @@ def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
     stored = _MASTER_BYTES if schedule.shards_fp32 and fp32 else workload.element_bytes
     master = _MASTER_BYTES if stored < _MASTER_BYTES and fp32 else 0
     moments = _MOMENTS_BYTES[workload.states]
-    # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
-    replicated = 0 if schedule.replicates_small else units.replicated
-    stepped = (workload.trained - replicated) / sharers + replicated
-    whole = (workload.parameters - replicated) / sharers + replicated
+    stepped, whole = workload.trained / sharers, workload.parameters / sharers
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
     gradients, step = _gradients_and_step(schedule, workload.element_bytes, stepped)
     if not fp32:  # by a fused step, which keeps no roots; gradients are as the parameters are

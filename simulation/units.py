@@ -60,7 +60,7 @@ class Layout:
     #: The blocks' computation in the order of forward, and what comes after them.
     segments: tuple[Segment, ...]
     head: Segment
-    #: Replicated parameters: below the vendor's threshold, or adapters.
+    #: Replicated parameters: those below the vendor's threshold, or all.
     replicated: int
     #: Trained ones of these.
     replicated_trained: int
@@ -117,18 +117,16 @@ class _Model:
         return self._by_block()
 
     def _by_block(self) -> Layout:
-        model, workload = self._workload.model, self._workload
+        model = self._workload.model
         apart = self._schedule.apart and not self._full
-        replicated = apart and workload.adapters == "replicated"
-        adapters = {} if not apart or replicated else self._adapters()
+        adapters = self._adapters() if apart else {}
         segments = []
         like = self._unit(model.block_rows, [] if apart else None)
         for block in range(model.layers):
             own = Unit(f"block {block}", like.parameters, like.gathered, like.trained)
             segments.append(self._block(block, (own, *adapters.get(block, ()))))
-        whole = model.layers * workload.block_adapters if replicated else 0
         root = self._root()
-        return Layout(root, tuple(segments), self._head(root), whole, whole)
+        return Layout(root, tuple(segments), self._head(root), 0, 0)
 
     def _unit(self, rows: list[Rows], adapters: list[Rows] | None) -> Unit:
         """Any block's own unit; ``adapters`` are those that it holds, ``None``: all of them."""

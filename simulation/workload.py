@@ -39,7 +39,6 @@ Attention = Literal["flash-1", "flash-2", "flash-3"]
 #: What an optimizer keeps: parameters and moments in fp32; both in bf16, and no other copy; or
 #: parameters in bf16 and moments in 8 bits.
 States = Literal["fp32", "bf16", "int8"]
-Adapters = Literal["sharded", "replicated"]
 _NF4_BYTES = 0.5 + 0.127 / 8
 #: Operations of attention's backward per operation of its forward: a fused kernel computes the
 #: scores again.
@@ -97,7 +96,6 @@ class Workload(Checked):
     policy: str = "host"
     gather_codec: str = "none"
     reduce_codec: str = "none"
-    adapters: Adapters = "sharded"
     exchanges: Exchanges = "hierarchical"
     #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12
@@ -321,18 +319,13 @@ def block_bytes(workload: Workload) -> float:
 
     GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
     width, as its approximate GELU is written out; two where it is fused. Llama: norms work in fp32.
-    What is frozen does not keep its input unless adapters need it; replicated ones need it in fp32,
-    each its own.
+    What is frozen does not keep its input unless adapters need it.
     """
     model, lora, element = workload.model, workload.lora, workload.element_bytes
     width, inner = model.width, model.inner
     queries, narrow = model.attention_width, model.narrow
     fused = workload.kernels == "fused"
-    inputs = 0
-    if lora is not None and workload.adapters == "replicated" and element < _FP32:
-        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
-        inputs = _FP32 * sum(matrix.inputs for matrix in adapted) - element * width
-    inputs += _scores(workload)
+    inputs = _scores(workload)
     if model.experts > 1:  # a token's copies on the way to its experts
         inputs += element * model.active_experts * width
     if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):

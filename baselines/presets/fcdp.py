@@ -14,7 +14,7 @@ import fcdp
 from baselines import encoding
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision, offload_policy
 from baselines.settings import CacheSettings
-from baselines.strategy import CacheUse, Job, crossing_bytes, numel, trainable_parameters
+from baselines.strategy import CacheUse, Job, crossing_bytes, numel
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
@@ -34,7 +34,6 @@ def build(model: nn.Module, job: Job) -> FCDP:
         reduce_codec=encoding.reduction(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         exchanges="hierarchical" if job.schedule.hierarchical else "flat",
-        adapters=settings.adapters,
     )
     made = Sched if job.schedule.cached_for == "step" else FCDP
     return made(model, job, _least_bytes(model, job))
@@ -52,8 +51,8 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
     A cached unit crosses nodes once per step if it is trained, and if it is frozen not at all, or
     once where no entry outlives a step. One that no tier has room for crosses for each gather of
     each micro-batch. Gradients cross once, or with each micro-batch if they are not deferred.
-    Replicated adapters cross twice: out in parts and back as sums. Differences can be nothing at
-    all where a cache holds what they are from, and so nearly can gradients that are coded exactly.
+    Differences can be nothing at all where a cache holds what they are from, and so nearly can
+    gradients that are coded exactly.
     Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
@@ -75,9 +74,7 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
             count += crossings * _crossing_bytes(unit, job, gather_codec)
         if not isinstance(reduce_codec, fcdp.Exact):
             count += reductions * unit.trainable * _crossing_bytes(unit, job, reduce_codec)
-    sharded = {id(param) for unit in engine.units for param in unit.params}
-    replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]
-    return count + reductions * 2 * crossing_bytes(numel(replicated), job)
+    return count
 
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
@@ -99,8 +96,6 @@ def _describe(settings: CacheSettings) -> str:
         words.append(
             f"reduce {settings.reduce_codec}{' with error feedback' * settings.error_feedback}"
         )
-    if settings.adapters != "sharded":
-        words.append(f"adapters {settings.adapters}")
     if settings.exchanges != "hierarchical":
         words.append(f"{settings.exchanges} exchanges")
     return ", ".join(words)

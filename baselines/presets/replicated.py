@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
+from baselines.part import views
 from baselines.presets.fcdp import node_bytes
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.counts import Ledger
-from fcdp.replicas import Replicas
+from fcdp.exchange import all_reduce
 
 
 def build(model: nn.Module, job: Job) -> Replicated:
     """Replicate the model; gradients are all-reduced in ``job.dtype``, first inside the node."""
-    device = torch.device(job.topology.mesh.device_type)
-    model.to(device)
+    model.to(job.topology.mesh.device_type)
+    for param in trainable_parameters(model):
+        dist.broadcast(param.detach(), src=0)
     return Replicated(model, job, replicated_bytes(model, job))
 
 
@@ -28,16 +31,29 @@ class Replicated(FSDP2):
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
         self._ledger = Ledger()
-        device = torch.device(job.topology.mesh.device_type)
-        self._replicas = Replicas(
-            trainable_parameters(model), model, job.topology, device, self._ledger, job.dtype
-        )
-        self._replicas.make_equal()
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        self._replicas.requires_sync = last
         with self.casting():
-            return super().backward(batch, last=last)
+            loss = super().backward(batch, last=last)
+        if last:
+            with self._phases.timed("backward"):
+                self._reduce()
+        return loss
+
+    def _reduce(self) -> None:
+        """Average the gradients over all ranks, in one buffer that is filled up to their number."""
+        params = [param for param in trainable_parameters(self.model) if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads:
+            return
+        topology, dtype = self.job.topology, self.job.dtype
+        flat = torch.cat([grad.flatten().to(dtype) for grad in grads])
+        buffer = nn.functional.pad(flat, (0, -flat.numel() % topology.world_size))
+        self._ledger.add_both("reduce", *all_reduce(buffer, topology))
+        buffer /= topology.world_size
+        means = views(buffer[: flat.numel()], grads)
+        for param, mean in zip(params, means, strict=True):
+            param.grad = mean.to(param.dtype)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job)

@@ -137,7 +137,7 @@ def _adds_in_one_order(cell: Cell) -> bool:
     if isinstance(cell.settings, CacheSettings):
         schedule = schedule.exchanging(cell.settings.exchanges)
     shards = schedule.shards
-    whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
+    whole = shards == "rank"
     deferred = schedule.accumulates_without_sync
     if not deferred and cell.accumulation > 1:  # summed over nodes before micro-batches
         return False

@@ -26,13 +26,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "exchange": (
         "test_exchange.py",
         "test_streams.py",
-        "test_replicas.py",
     ),
     "failure": ("failures/test_breaking.py",),
     "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py", "test_in_flight_wired.py"),
-    "partition": ("test_partition.py", "test_blocks.py", "test_replicas.py", "test_peft.py"),
+    "partition": ("test_partition.py", "test_blocks.py", "test_peft.py"),
     "reduce_scatter": (
         *(
             "test_reduce_scatter_alone.py",
@@ -42,7 +41,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         ),
         *("test_streams.py", "test_accumulate.py", "upstream/test_mixed_precision.py"),
     ),
-    "replicas": ("test_replicas.py",),
     "staleness": (
         "test_staleness_alone.py",
         "test_staleness.py",

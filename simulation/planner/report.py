@@ -38,7 +38,6 @@ _Cells = tuple[tuple[str, str], ...]
 #: Fields of a workload that was tried, as JSON has them.
 _CHOICES = (
     "policy",
-    "adapters",
     "sequence_length",
     "micro_batch",
     "accumulation",
@@ -273,8 +272,6 @@ def _name(option: Option) -> str:
     parts = [workload.strategy]
     if workload.policy != "host":
         parts.append(workload.policy)
-    if workload.adapters != "sharded":
-        parts.append(workload.adapters)
     return ", ".join(parts)
 
 

@@ -17,7 +17,6 @@ from simulation.memory import check_policy
 from simulation.models import shape, usual_length
 from simulation.transformer import Lora, Transformer
 from simulation.workload import (
-    Adapters,
     Attention,
     FrozenDtype,
     Kernels,
@@ -39,8 +38,6 @@ RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 #: Schedules that no plan has, as ``planned`` says.
 _NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
-#: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
-_ADAPTERS: tuple[Adapters, ...] = ("sharded", "replicated")
 
 
 def planned() -> tuple[str, ...]:
@@ -178,10 +175,9 @@ class Request(Checked):
                 states=self.states,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
-                adapters=adapters,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy, adapters in self._choices(strategy)
+            for policy in self._choices(strategy)
             for recomputed in sorted(self.recomputed, key=_effort)
         ]
 
@@ -191,12 +187,11 @@ class Request(Checked):
         make = model.attention_lora if self.lora_targets == "attention" else model.linear_lora
         return make(self.lora_rank)
 
-    def _choices(self, strategy: str) -> list[tuple[str, Adapters]]:
-        """Policies, and whether adapters are sharded, of a strategy that has the choice."""
+    def _choices(self, strategy: str) -> tuple[str, ...]:
+        """Policies of a strategy that has the choice."""
         schedule = schedule_of(strategy)
-        if schedule.cache != "policy" or schedule.policy is not None:
-            return [("host", "sharded")]
-        return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
+        fixed = schedule.cache != "policy" or schedule.policy is not None
+        return ("host",) if fixed else self.policies
 
 
 def _checkpointed(recomputed: Recomputed) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _fitting(request: Request) -> Iterator[Workload]:
     hardware = request.hardware
     seen = set()
     for given in request.workloads():
-        point = replace(given, strategy=LUWU, policy="host", adapters="sharded", cached=False)
+        point = replace(given, strategy=LUWU, policy="host", cached=False)
         shape = point.sequence_length, point.recomputed, point.checkpointing
         if shape in seen:
             continue
@@ -172,7 +172,7 @@ def out_of_core(request: Request) -> OutOfCore | None:
 
 def _best(request: Request) -> OutOfCore | None:
     sizes = sorted(_sizes(request) or _BATCHES)
-    full = {"recomputed": 1.0, "checkpointing": "full", "adapters": "sharded"}
+    full = {"recomputed": 1.0, "checkpointing": "full"}
     by_length = {
         point.sequence_length: replace(point, strategy="fsdp2", **full)  # type: ignore[arg-type]
         for point in request.workloads()

@@ -20,7 +20,6 @@ ALSO = (
     "test_accumulate",
     "test_api",
     "test_peft",
-    "test_replicas",
     "test_staleness",
 )
 _RAISES = "an error in a hook of backward, which ends a process whose device is written in Python"

@@ -51,7 +51,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"look_ahead": -1}, "look_ahead = -1: "),
     ({"partial_gradients": "disk"}, "partial_gradients = 'disk': "),
     ({"error_feedback": True}, "error_feedback = True: "),
-    ({"adapters": "both"}, "adapters = 'both': "),
     ({"exchanges": "ring"}, "exchanges = 'ring': must be one of hierarchical, flat"),
     (
         {"exchanges": "flat", "gather_codec": fcdp.BlockInt8()},
@@ -64,10 +63,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"exchanges": "flat", "partial_gradients": "host"},
         "partial_gradients = 'host': must be 'device' with exchanges = 'flat'",
-    ),
-    (
-        {"exchanges": "flat", "adapters": "replicated"},
-        "adapters = 'replicated': must be 'sharded' with exchanges = 'flat'",
     ),
     ({"reshard_after_forward": 2}, "reshard_after_forward = 2: "),
 ]
@@ -206,24 +201,6 @@ def test_an_optimizer_made_before_sharding_is_refused_at_its_step(ranks: Pools, 
     message = ranks.run(2, stray_step, how)[0]
     assert message.startswith("AdamW: 15 of its 15 parameters are the model's no longer")
     assert message.endswith("Make the optimizer after fcdp.shard or fully_shard")
-
-
-def step_of_replicas() -> list[float]:
-    """Replicated adapters stay what they were: an optimizer made before steps them."""
-    settings = Settings(2, 1, adapter_rank=1)
-    topology = topology_of(2, 1)
-    model = make_model(settings)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    fcdp.shard(model, topology, adapters="replicated")
-    before = [param.detach().clone() for param in trained]
-    loss_of(model, next(batches(settings, topology.rank))).backward()
-    optimizer.step()
-    return [(param - was).abs().sum().item() for param, was in zip(trained, before, strict=True)]
-
-
-def test_an_optimizer_of_replicated_adapters_may_be_older(ranks: Pools) -> None:
-    assert any(change > 0 for change in ranks.run(2, step_of_replicas)[0])
 
 
 def test_a_repr_is_one_readable_line(ranks: Pools) -> None:

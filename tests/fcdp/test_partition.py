@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn as nn
@@ -16,7 +14,6 @@ from fcdp.partition import (
     bucket,
     fit_in_a_slice,
     placement,
-    set_trained_apart,
     split_off,
 )
 
@@ -101,7 +98,6 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
         Split(block, [first, second], TRAINED),
         Split(outer, [inner], TRAINED),
     ]
-    assert [split.trained for split in splits] == [True, True]
 
 
 class Uncalled(nn.Module):
@@ -125,23 +121,6 @@ def test_what_cannot_be_split_off_stays_and_is_said() -> None:
         with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as said:
             assert split_off(Called(block), [block]) == [Split(block, [last], TRAINED)]
         assert len(said) == 1
-
-
-def test_trained_parameters_are_set_apart_once_each() -> None:
-    shared, own, below = of(1), of(2), Called(of(3))
-    trained = Split(nn.Module(), [Called(shared, own, below), Called(shared)], TRAINED)
-    kept = Split(nn.Module(), [Called(frozen(1))], FROZEN)
-    left, found = set_trained_apart([trained, kept])
-    assert left == [kept]
-    assert [id(param) for param in found] == [id(shared), id(own)]
-
-
-def test_what_tensor_parallelism_has_cut_is_no_replica() -> None:
-    cut = of(1)
-    with mock.patch("fcdp.partition.DTensor", nn.Parameter):
-        split = Split(nn.Module(), [Called(cut)], TRAINED)
-        with pytest.raises(ValueError, match=r"adapters = 'replicated': .* shape \(1, 2\)"):
-            set_trained_apart([split])
 
 
 @pytest.mark.parametrize(

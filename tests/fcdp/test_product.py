@@ -50,12 +50,12 @@ class Case:
 
     @property
     def exchanges(self) -> Exchanges:
-        plain = self.partials == "device" and self.tuning != "replicated lora"
+        plain = self.partials == "device"
         return "flat" if plain and self.seed % 4 else "hierarchical"
 
 
 #: Parameters that are trained, by a part of their names.
-TUNINGS = {"full": "", "lora": "adapter", "replicated lora": "adapter", "head": "head"}
+TUNINGS = {"full": "", "lora": "adapter", "head": "head"}
 
 
 class Scale(nn.Module):
@@ -86,10 +86,8 @@ class Net(nn.Module):
         sizes = random.Random(case.seed)
         width = sizes.randint(1, 9)
         self.inner = nn.Linear(3, width)
-        # The replicated part must be the smaller part of each block.
-        least = 5 if case.tuning == "replicated lora" else 1
         self.blocks = nn.ModuleList(
-            Block(width, sizes.randint(least, 13), sizes.randint(1, 3))
+            Block(width, sizes.randint(1, 13), sizes.randint(1, 3))
             for _ in range(sizes.randint(1, 3))
         )
         self.head = nn.Linear(width, 1)
@@ -145,7 +143,6 @@ def worst_difference(nodes: int, ranks_per_node: int, name: str, case: Case) -> 
         exchanges=case.exchanges,
         verify=True,
         poison=True,
-        adapters="replicated" if case.tuning == "replicated lora" else "sharded",
     )
     optimizer = optimizer_of(model)
     data = inputs(case, topology.rank)

@@ -13,11 +13,11 @@ def test_a_profiler_sees_what_runs_inside_and_of_which_unit() -> None:
     with (
         profile(activities=[ProfilerActivity.CPU]) as seen,
         ranges.named("cache_load", "blocks.0"),
-        ranges.named("reduce_replicas"),
+        ranges.named("reduce_intra"),
     ):
         pass
     names = {event.name for event in seen.events() or ()}
-    assert {"fcdp::cache_load blocks.0", "fcdp::reduce_replicas"} <= names
+    assert {"fcdp::cache_load blocks.0", "fcdp::reduce_intra"} <= names
 
 
 def test_without_a_profiler_nothing_is_named() -> None:

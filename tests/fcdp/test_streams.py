@@ -41,7 +41,6 @@ TRAININGS: dict[str, Settings] = {
     "host, none ahead, poisoned": Settings(steps=3, look_ahead=0, poison=True, detect_writes=False),
     "host, verified": replace(SMALL, verify=True),
     "disk": Settings(steps=3),
-    "LoRA, replicated": replace(LORA, adapters="replicated"),
     "LoRA, taken over": replace(LORA, accumulation=2),
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),

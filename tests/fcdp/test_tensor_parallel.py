@@ -276,7 +276,6 @@ MESHES = {
     "another mesh": "head.weight: is a DTensor on mesh",
     "hybrid": "2 dimensions ('r', 's') that replicates",
     "other ranks": "sharded over ranks [0, 1]; must be those of the topology, [0, 2]",
-    "replicated adapters": "adapters = 'replicated'",
 }
 
 
@@ -306,10 +305,6 @@ def refused(case: str) -> str:
         with pytest.raises(ValueError, match="sharded over ranks") as error:
             fcdp.cache_parameters(plain, topology)
         return str(error.value)
-    elif case == "replicated adapters":
-        for name, param in model.named_parameters():
-            param.requires_grad_("down" in name)
-        arguments["adapters"] = "replicated"
     with pytest.raises(ValueError, match="DTensor") as error:
         fcdp.shard(model, topology, **arguments)
     return str(error.value)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,6 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
-    adapters: Literal["sharded", "replicated"] = "sharded"
     #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
     events: dict[int, str] = field(default_factory=dict)
 
@@ -192,7 +191,6 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         reduce_codec=settings.reduce_codec,
         error_feedback=settings.error_feedback,
         exchanges=settings.exchanges,
-        adapters=settings.adapters,
     )
     return model
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baselines.registry import simulated
-from baselines.strategy import trainable_parameters
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from experiments.worker import models
@@ -40,12 +39,10 @@ def workload(strategy: str, model: str = "gpt-10b", **more: Any) -> Workload:
     return replace(workload_of(given_cell), micro_batch=more.pop("micro_batch", 8), **more)
 
 
-@pytest.mark.parametrize(
-    ("tuning", "adapters"), [("full", "sharded"), ("lora", "sharded"), ("lora", "replicated")]
-)
+@pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_activations_are_what_real_blocks_keep(
-    family: Literal["gpt2", "llama"], tuning: str, adapters: str
+    family: Literal["gpt2", "llama"], tuning: str
 ) -> None:
     length, layers = 64, 3
     spec = model_spec(family, layers=layers, width=128)
@@ -57,13 +54,9 @@ def test_activations_are_what_real_blocks_keep(
         micro_batch=2,
         dtype="bfloat16",
         lora_rank=1,
-        adapters=adapters,
     )
     model, blocks = models.build(given_cell)
     model.to(torch.bfloat16)
-    if adapters == "replicated":  # FSDP2 casts what it shards
-        for parameter in trainable_parameters(model):
-            parameter.data = parameter.data.float()
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     weights |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     kept: dict[int, int] = {}
@@ -235,15 +228,6 @@ def test_what_an_optimizer_needs_while_it_steps() -> None:
         of_node = given_workload.parameters / HARDWARE.nodes
         assert "optimizer step" not in footprint.device
         assert footprint.host_bytes == pytest.approx(of_all * of_node)
-
-
-def test_replicated_adapters_are_whole_on_every_rank() -> None:
-    lora = workload("fsdp2").model.attention_lora(8)
-    sharded = needed(workload("fcdp", lora=lora), HARDWARE).device
-    replicated = needed(workload("fcdp", lora=lora, adapters="replicated"), HARDWARE).device
-    more = workload("fcdp", lora=lora).trained * 31 / 32
-    assert replicated["parameters"] - sharded["parameters"] == pytest.approx(4 * more)
-    assert replicated["optimizer states"] - sharded["optimizer states"] == pytest.approx(8 * more)
 
 
 @pytest.mark.parametrize("policy", ["none", "device", "host", "disk"])

@@ -39,7 +39,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
     "tuning": {"tuning": "lora"},
     "strategy": {"strategy": "zero3"},
-    "adapters": {"adapters": "replicated"},
     # FCDP has no such setting.
     "deepspeed": {"strategy": "deepspeed-zero3", "deepspeed": "paper"},
     "exchanges": {"exchanges": "undeferred"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -29,24 +29,22 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
 
 
 @pytest.mark.parametrize(
-    ("tuning", "adapters", "exchanges", "times"),
+    ("tuning", "exchanges", "times"),
     [
-        ("full", "sharded", "undeferred", 1),
-        ("lora", "replicated", "undeferred", 1),
+        ("full", "undeferred", 1),
         # Three quarters of a ring's buffer over an edge, and half of it across.
-        ("full", "sharded", "flat", 3 / 2),
-        ("lora", "sharded", "flat", 3 / 2),
+        ("full", "flat", 3 / 2),
+        ("lora", "flat", 3 / 2),
     ],
 )
 def test_gradients_of_each_micro_batch_cross_nodes(
     ranks: Pools,
     tuning: Tuning,
-    adapters: Literal["sharded", "replicated"],
     exchanges: Exchanges,
     times: float,
 ) -> None:
     ours, theirs = (
-        ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each, adapters=adapters))[0]
+        ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each))[0]
         for each in ("hierarchical", exchanges)
     )
     for found in (ours, theirs):
@@ -64,7 +62,6 @@ def test_gradients_of_each_micro_batch_cross_nodes(
     [
         ({"gather_codec": "delta"}, "allowed with another gather_codec than none"),
         ({"reduce_codec": "int8"}, "allowed with another reduce_codec than none"),
-        ({"adapters": "replicated"}, "allowed with another adapters than sharded"),
     ],
 )
 def test_what_no_ring_carries_is_refused(given: dict[str, Any], said: str) -> None:

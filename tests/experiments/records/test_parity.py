@@ -103,7 +103,6 @@ def test_the_reference_that_trained_longest_is_compared_with() -> None:
         ({"strategy": "replicated"}, False),
         # Micro-batches are summed first.
         ({"strategy": "replicated", "accumulation": 4}, True),
-        ({"strategy": "fcdp", "adapters": "replicated", "tuning": "lora", "accumulation": 4}, True),
         # Other algorithms, whose sums have more than two terms.
         ({"strategy": "mics", "cluster": ClusterSpec(nodes=2, ranks_per_node=4)}, True),
         ({"strategy": "fcdp", "exchanges": "undeferred"}, False),

@@ -179,8 +179,8 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
     [
         ({"policy": "threshold(0.8)"}, "fcdp-threshold-0.8-full-"),
         ({"policy": "budget(device=1 MiB, host=4GiB)"}, "fcdp-budget-device-1MiB-host-4GiB-full-"),
-        ({"gather_codec": "int8(128)", "adapters": "replicated"},
-         "fcdp-gather-int8-128-replicated-adapters-full-"),
+        ({"gather_codec": "int8(128)", "exchanges": "undeferred"},
+         "fcdp-gather-int8-128-undeferred-exchanges-full-"),
         ({"policy": "host"}, "fcdp-full-"),
     ],
 )  # fmt: skip

@@ -33,12 +33,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo-lora": {"objective": DPO(kind="dpo"), "tuning": "lora"},
     "grpo": {"objective": ANSWERS, "accumulation": 2},
     "grpo-lora": {"objective": ANSWERS, "tuning": "lora"},
-    "grpo-replicated": {"objective": ANSWERS, "tuning": "lora", "adapters": "replicated"},
-    "dpo-replicated": {
-        "objective": DPO(kind="dpo"),
-        "tuning": "lora",
-        "adapters": "replicated",
-    },
     "grpo-epochs": {
         "objective": ANSWERS.model_copy(update={"epochs": 2, "end_token": 10, "reward": "copy"})
     },

@@ -124,7 +124,6 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
         ({"policy": "none", **LORA}, "none", 0.0),
         ({"policy": _BUDGET}, _BUDGET, 0.0),
         ({"policy": "auto", **LORA}, "auto", 0.0),
-        ({"adapters": "replicated", **LORA}, "host, adapters replicated", 0.05),
         ({"exchanges": "flat"}, "host, flat exchanges", 1e-5),
         (
             {"gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},

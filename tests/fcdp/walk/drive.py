@@ -47,7 +47,7 @@ class Walk:
     def __init__(self, options: Options, directory: Path) -> None:
         self.options = options
         self.directory = directory
-        self.pair = Pair(options, directory, seed=1, alike=False)
+        self.pair = Pair(options, directory, seed=1)
         self.pairs_made = 1
         self.group = group_of(dist.group.WORLD)
         self.rank = self.pair.topology.rank
@@ -188,14 +188,6 @@ class Walk:
         if self.random.random() < 0.75:
             return frozenset()
         return frozenset({self.random.randrange(self.options.blocks)})
-
-    def make_replicas_equal(self) -> None:
-        """By any pass: as of then they are rank 0's."""
-        tokens, method = batch(0, self.rank)[:, :-1], Random(str(self.options)).random() < 0.5
-        self.notes.append(f"a first pass{', by another method' if method else ''}")
-        with torch.no_grad():
-            for side in self.pair.sides:
-                side.model.encode(tokens) if method else side.model(tokens)
 
     # What drives them
 

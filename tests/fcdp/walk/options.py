@@ -53,7 +53,6 @@ class Options:
     checkpointing: bool = False
     #: 0: no adapters, everything is trained; otherwise all but adapters start frozen.
     adapter_rank: int = 0
-    adapters: Literal["sharded", "replicated"] = "sharded"
     #: Whether the first block starts frozen.
     frozen: bool = False
     reshard_after_forward: bool | None = None
@@ -78,10 +77,6 @@ class Options:
         """What gradients are multiples of: FSDP2 divides by the ranks, which must be exact."""
         return 2.0**-24 * (1 if self.world_size % 3 else 3)
 
-    @property
-    def replicated(self) -> bool:
-        return self.adapters == "replicated"
-
     def trains_at_first(self, name: str) -> bool:
         if self.adapter_rank:
             return "adapter" in name
@@ -103,7 +98,6 @@ def draw_options(seed: int) -> Options:
     nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
     setup = random.choice(["shard", "cache"])
     adapter_rank = random.choice([0, 0, 1, 3])
-    replicated = setup == "shard" and adapter_rank > 0 and random.random() < 0.4
     options = Options(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -115,19 +109,16 @@ def draw_options(seed: int) -> Options:
         twice=random.random() < 0.3,
         checkpointing=random.random() < 0.3,
         adapter_rank=adapter_rank,
-        adapters="replicated" if replicated else "sharded",
         frozen=random.random() < 0.25,
         reshard_after_forward=random.choice([None, True, True, False]),
         look_ahead=random.choice([0, 1, 1, 2]),
         partials=random.choice(["device", "host"]),
         verify=random.random() < 0.25,
         poison=random.random() < 0.25,
-        # A whole tensor and a part of it are vectorised otherwise: what is replicated takes steps
-        # that are exact.
-        optimizer=random.choice(["sgd", "momentum"] if replicated else [*OPTIMIZERS]),
+        optimizer=random.choice([*OPTIMIZERS]),
         set_to_none=random.random() < 0.6,
         divide_factor=random.choice([None, None, None, 1.0, 8.0]),
         differences=random.random() < 0.5,
     )
-    plain = options.partials == "device" and not replicated and not options.differences
+    plain = options.partials == "device" and not options.differences
     return replace(options, exchanges="flat" if plain and seed % 2 else "hierarchical")

@@ -60,7 +60,7 @@ class Side:
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Adapters apart: replicated ones are plain tensors, which no list shares with DTensors."""
+        """Adapters have a group of their own."""
         groups = [
             {"params": [p for name, p in self.params.items() if ("adapter" in name) == adapters]}
             for adapters in (False, True)
@@ -160,12 +160,11 @@ def _part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 class Pair:
     """Both copies; equal when made."""
 
-    def __init__(self, options: Options, directory: Path, seed: int, *, alike: bool = True) -> None:
-        """``alike=False``: replicated parameters start otherwise on each rank; rank 0's count."""
+    def __init__(self, options: Options, directory: Path, seed: int) -> None:
         self.options = options
         self.topology = topology_of(options.nodes, options.ranks_per_node)
         self.policy = POLICIES[options.policy](directory)
-        self.cached = Side(self._make_cached(seed, alike), options, cached=True)
+        self.cached = Side(self._make_cached(seed), options, cached=True)
         self.reference = Side(self._make_reference(seed), options, cached=False)
 
     @property
@@ -176,18 +175,10 @@ class Pair:
     def kept_from_cache(self) -> set[str]:
         """Parameters that FCDP keeps whole or gathered where FSDP2 gathers them again."""
         kept = {id(param) for unit in engine_of(self.cached.model)._kept for param in unit.params}
-        return {
-            name
-            for name, param in self.cached.params.items()
-            if id(param) in kept or not isinstance(param, DTensor)
-        }
+        return {name for name, param in self.cached.params.items() if id(param) in kept}
 
-    def _make_cached(self, seed: int, alike: bool) -> Net:
+    def _make_cached(self, seed: int) -> Net:
         model, options = Net(self.options, seed), self.options
-        if options.replicated and not alike:
-            with torch.no_grad():
-                for name, param in model.named_parameters():
-                    param.add_(self.topology.rank * ("adapter" in name))
         if options.setup == "shard":
             fcdp.shard(
                 model,
@@ -202,7 +193,6 @@ class Pair:
                 detect_writes=options.detect_writes,
                 gather_codec=fcdp.Delta("always") if options.differences else None,
                 exchanges=options.exchanges,
-                adapters=options.adapters,
             )
         else:
             for module in (*model.blocks, model):

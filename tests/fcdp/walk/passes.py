@@ -45,7 +45,7 @@ def step(walk: Walk) -> None:
 
 def clip_step(walk: Walk) -> None:
     """Clipped gradients are exact no longer: the step follows at once."""
-    if walk.waiting or walk.uneven or walk.options.replicated:
+    if walk.waiting or walk.uneven:
         return
     walk.backward("plain")
     walk.tidy()

@@ -25,8 +25,6 @@ def walk_on_rank(options: Options, events: Sequence[Event], directory: Path) -> 
     """
     with open(place_of(directory, dist.get_rank()), "w") as place:
         walk = Walk(options, directory)
-        if options.replicated:
-            walk.make_replicas_equal()
         for index, event in enumerate(events):
             place.seek(place.truncate(0))
             print(f"event {index}, {event}", file=place, flush=True)

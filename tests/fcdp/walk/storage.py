@@ -46,9 +46,8 @@ def rebuild(walk: Walk) -> None:
     if walk.waiting or walk.uneven:
         return
     walk.tidy()
-    # State dicts cloned value by value know of no ties; of replicated adapters it is refused.
-    allowed = not (walk.options.tied or walk.options.replicated)
-    assign = walk.random.random() < 0.5 and allowed
+    # State dicts cloned value by value know of no ties.
+    assign = walk.random.random() < 0.5 and not walk.options.tied
     walk.note("assign" if assign else "copy")
     before, after = walk.replace_pair()
     for old, new in zip(before.sides, after.sides, strict=True):
@@ -74,8 +73,7 @@ def write_kept_state(walk: Walk) -> None:
     walk.note(f"{part or 'all'} on {'all' if rank is None else rank}")
     for side in walk.pair.sides:
         for name, value in (side.kept_state or {}).items():
-            alike = rank is None or walk.options.replicated
-            if part in name and (alike or rank == walk.rank):
+            if part in name and rank in (None, walk.rank):
                 value.detach().mul_(0.75)
 
 

@@ -72,12 +72,9 @@ def _some_names(walk: Walk) -> list[str]:
 
 
 def _writing_rank(walk: Walk, names: Sequence[str]) -> int | None:
-    """One rank, or ``None`` for all: replicated parameters are written alike everywhere."""
+    """One rank, or ``None`` for all."""
     rank = walk.random.randrange(walk.options.world_size)
-    params = walk.pair.cached.params
-    if walk.random.random() < 0.6 or not all(isinstance(params[name], DTensor) for name in names):
-        return None
-    return rank
+    return None if walk.random.random() < 0.6 else rank
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -109,8 +106,6 @@ def foreach_write(walk: Walk) -> None:
 
 def assign_data(walk: Walk) -> None:
     """``p.data = …``, as ``vector_to_parameters`` does: of a DTensor FSDP2 goes on with the old."""
-    if walk.options.replicated:
-        return
     walk.tidy()
     names = _some_names(walk)
     walk.note(_shown(names))

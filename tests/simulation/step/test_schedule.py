@@ -331,12 +331,3 @@ def test_a_late_mean_that_takes_longer_than_a_round_is_what_binds() -> None:
     assert found.step_seconds == pytest.approx(
         found.inter_node_bytes / SLOW.inter_bytes_per_s, rel=0.05
     )
-
-
-@pytest.mark.parametrize(("exchanges", "times"), [("undeferred", 3), ("flat", 3 * 15 / 8)])
-def test_replicated_adapters_are_exchanged_as_the_rest(exchanges: str, times: float) -> None:
-    found = [
-        predicted("fcdp", lora=True, adapters="replicated", accumulation=3, exchanges=chosen)
-        for chosen in ("hierarchical", exchanges)
-    ]
-    assert found[1].inter_node_bytes == pytest.approx(times * found[0].inter_node_bytes)
