@@ -1,4 +1,4 @@
-"""How parameters and gradients are told of in matrix files, and their bytes as they travel.
+"""Names of codecs in matrix files, and the bytes of values as they travel.
 
 Torch is imported where a codec is made: a plan must not wait seconds for it to multiply two
 numbers. The library's codecs (``fcdp.codec``) say the same bytes of themselves; a test compares
@@ -33,48 +33,40 @@ def encoded_bytes(codec: str, numel: int) -> int:
 
 
 def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
-    """What gathers are encoded with: as :func:`parse`, or lossless differences.
+    """The codec of gathers: as :func:`parse`, or lossless differences.
 
     ``delta`` tells them where that pays, ``delta(always)`` always.
     """
     if text in DIFFERENCES:
         return fcdp.Delta("always" if "always" in text else "pays")
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{error}, and delta") from None
+    return parse(text, ", and delta")
 
 
 def reduction(text: str) -> fcdp.Codec | fcdp.Exact | None:
-    """What reductions are encoded with: as :func:`parse`, or exactly, by their exponents.
+    """The codec of reductions: as :func:`parse`, or exponents alone, exactly.
 
     ``exact`` codes them where that pays, ``exact(always)`` always.
     """
     if text in EXPONENTS:
         return fcdp.Exact("always" if "always" in text else "pays")
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{error}, and exact") from None
+    return parse(text, ", and exact")
 
 
-def parse(text: str) -> fcdp.Codec | None:
+def parse(text: str, others: str = "") -> fcdp.Codec | None:
     """The codec of a text: ``none``, ``int8``, ``int4``, or ``int8(128)`` for blocks of 128 values.
 
-    Raises ``ValueError`` for anything else.
+    Raises ``ValueError`` for anything else, which ends with the ``others`` that are allowed too.
     """
     if text == "none":
         return None
-    kind, block = _quantiser(text)
+    kind, block = _quantiser(text, others)
     return fcdp.BlockInt8(block) if kind == "int8" else fcdp.BlockInt4(block)
 
 
-def _quantiser(text: str) -> tuple[str, int]:
-    """The codec that a text names, and the values of a block.
-
-    Raises ``ValueError`` for anything else.
-    """
+def _quantiser(text: str, others: str = "") -> tuple[str, int]:
+    """The codec that a text names, and the values of a block."""
     match = _QUANTISER.fullmatch(text)
     if match is None or match[2] == "0":
-        raise ValueError(f"codec = {text!r}: allowed are none, int8, int4, int8(128) for a block")
+        allowed = f"none, int8, int4, int8(128) for a block{others}"
+        raise ValueError(f"codec = {text!r}: allowed are {allowed}")
     return match[1], int(match[2] or _BLOCKS[match[1]])

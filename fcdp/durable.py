@@ -6,6 +6,8 @@ import os
 import zlib
 from pathlib import Path
 
+#: The file of a checkpoint that is replaced when the rest is complete; who asks needs no torch.
+COMMIT = "state.pt"
 _MARK = b"fcdp crc32 "
 _DIGITS = 8
 #: Bytes that a seal adds.

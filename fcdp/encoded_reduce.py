@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fcdp.codec import Codec, Codecs
+from fcdp.codec import Codec, Codecs, Delta
 from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch
+from fcdp.delta.sent import apply
 from fcdp.exchange import Pending, Then, all_to_all
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -148,16 +149,8 @@ class ExactParts:
         else:
             self._economy.saw_told(watch.took, nbytes)
         for told, part in arriving:
-            begun = time.perf_counter()
-            try:
-                coded = message.read(told, part, message.ALONE)
-            except ValueError as error:
-                raise RuntimeError(
-                    f"{self._name}: gradients of another node: {error}; nothing was computed with "
-                    "them: go on from the last checkpoint"
-                ) from error
-            if coded:
-                self._economy.applied.add((time.perf_counter() - begun) / max(1, part.nbytes))
+            whose = f"{self._name}: gradients of another node"
+            apply(told, part, message.ALONE, self._economy, whose)
 
 
 def check_exact(topology: Topology) -> None:
@@ -170,14 +163,15 @@ def check_exact(topology: Topology) -> None:
         )
 
 
-def check_encodable(units: Sequence[Unit]) -> None:
-    """Raises ``ValueError`` for a unit whose gather is not of one floating dtype."""
+def check_encodable(units: Sequence[Unit], codec: Codec | Delta) -> None:
+    """Raises ``ValueError`` for a unit whose gather is not of one dtype that the codec takes."""
+    told = isinstance(codec, Delta)
     for unit in units:
-        if len(unit.gather_dtypes) > 1 or not all(
-            dtype.is_floating_point for dtype in unit.gather_dtypes
-        ):
+        dtype, *others = unit.gather_dtypes
+        if others or not (dtype in message.DTYPES if told else dtype.is_floating_point):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
-                f"gather_codec: {unit.name} gathers parameters of {dtypes}; each unit must gather "
-                "one floating dtype, for example with MixedPrecisionPolicy(param_dtype=...)"
+                f"gather_codec = {codec}: {unit.name} gathers parameters of {dtypes}; each unit "
+                f"must gather one floating dtype{' of 2, 4 or 8 bytes' * told}, for example with "
+                "MixedPrecisionPolicy(param_dtype=...)"
             )

@@ -25,7 +25,7 @@ from fcdp.codec import Codecs, Exact
 from fcdp.counts import Ledger
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
-from fcdp.delta.sent import Kept, Sent, check_differences
+from fcdp.delta.sent import Kept, Sent
 from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_encodable, check_exact
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
@@ -64,10 +64,8 @@ class Engine:
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        if options.codecs.rounding is not None:
-            check_encodable(self.units)
-        if options.codecs.differences is not None:
-            check_differences(self.units)
+        if options.codecs.gather is not None:
+            check_encodable(self.units, options.codecs.gather)
         if isinstance(exact := options.codecs.reduce, Exact):
             check_exact(topology)
         device = _device(topology)

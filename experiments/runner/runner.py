@@ -28,7 +28,8 @@ from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
-from experiments.worker import CHECKPOINT, COMMIT
+from experiments.worker import CHECKPOINT
+from fcdp.durable import COMMIT
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"

@@ -28,7 +28,6 @@ from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
 from experiments.worker import (
     CHECKPOINT,
-    COMMIT,
     PROGRESS,
     convolutional,
     models,
@@ -38,6 +37,7 @@ from experiments.worker import (
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.phases import Allocated, Phases
 from fcdp import Topology
+from fcdp.durable import COMMIT
 
 #: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from fcdp import durable
 from fcdp.checkpoint.files import Checksum, naming
+from fcdp.durable import COMMIT
 
-COMMIT = "state.pt"
 _FORMAT = 2
 
 

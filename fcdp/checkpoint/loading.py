@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from fcdp.checkpoint.background import background_of
-from fcdp.checkpoint.commit import COMMIT, Commit, read_commit
+from fcdp.checkpoint.commit import Commit, read_commit
 from fcdp.checkpoint.contents import (
     check_same_groups,
     check_same_kind,
@@ -29,6 +29,7 @@ from fcdp.checkpoint.contents import (
 )
 from fcdp.checkpoint.files import check_files
 from fcdp.checkpoint.saving import why
+from fcdp.durable import COMMIT
 from fcdp.engine import engine_of
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +10,6 @@ from fcdp.cache.entry import Entry
 from fcdp.delta import message
 from fcdp.delta.difference import Coding
 from fcdp.delta.economy import Economy, Watch
-from fcdp.unit import Unit
 
 #: Messages that are no packed difference before one is again, to see what that takes.
 _MEASURED_AFTER = 16
@@ -103,16 +101,7 @@ class Sent(Kept):
 
         Raises ``RuntimeError`` for one that does not fit it.
         """
-        begun = time.perf_counter()
-        try:
-            difference = message.read(arrived, row, self._entry.offered)
-        except ValueError as error:
-            raise RuntimeError(
-                f"{self._entry.unit.name}: {error}; nothing was computed with it: go on from the "
-                "last checkpoint"
-            ) from error
-        if difference:
-            self._economy.applied.add((time.perf_counter() - begun) / max(1, row.nbytes))
+        apply(arrived, row, self._entry.offered, self._economy, self._entry.unit.name)
 
     def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool) -> None:
         """Note the end of an exchange of shards like ``own``, of every node ``whole`` or not."""
@@ -122,13 +111,19 @@ class Sent(Kept):
             self._economy.saw_told(watch.took, own.nbytes)
 
 
-def check_differences(units: Sequence[Unit]) -> None:
-    """Raises ``ValueError`` for units of which no difference can be told."""
-    for unit in units:
-        if len(unit.gather_dtypes) > 1 or not unit.gather_dtypes <= message.DTYPES:
-            dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
-            raise ValueError(
-                f"gather_codec = fcdp.Delta(): {unit.name} gathers parameters of {dtypes}; each "
-                "unit must gather one floating dtype of 2, 4 or 8 bytes, for example with "
-                "MixedPrecisionPolicy(param_dtype=...)"
-            )
+def apply(
+    arrived: torch.Tensor, row: torch.Tensor, version: int, economy: Economy, name: str
+) -> None:
+    """Read a message into the ``row`` (s) that is ``version``; ``economy`` learns what it takes.
+
+    Raises ``RuntimeError``, which begins with ``name``, for a message that does not fit it.
+    """
+    begun = time.perf_counter()
+    try:
+        difference = message.read(arrived, row, version)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{name}: {error}; nothing was computed with it: go on from the last checkpoint"
+        ) from error
+    if difference:
+        economy.applied.add((time.perf_counter() - begun) / max(1, row.nbytes))

@@ -176,7 +176,7 @@ def mixed_dtypes() -> str:
     topology = topology_of(2, 1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
     torch.distributed.fsdp.fully_shard(block, mesh=topology.mesh)
-    with pytest.raises(ValueError, match="gather_codec: ") as error:
+    with pytest.raises(ValueError, match="gather_codec = BlockInt8") as error:
         fcdp.cache_parameters(block, topology, gather_codec=fcdp.BlockInt8())
     return str(error.value)
 

@@ -15,8 +15,7 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement, Record
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
-from experiments.worker import CHECKPOINT, COMMIT
-from fcdp.checkpoint import commit
+from experiments.worker import CHECKPOINT
 from tests.experiments.cells import DYING_WORKER, NODES, RANKS_PER_NODE, cell
 from tests.experiments.stand_in import Observer
 
@@ -67,10 +66,6 @@ def check(found: Measurement, undisturbed: Measurement, *resumed_at: int) -> Non
     assert found.cache == undisturbed.cache
     sent = undisturbed.inter_node_bytes_per_step
     assert found.inter_node_bytes_per_step == pytest.approx(sent, rel=0.05)
-
-
-def test_the_parent_knows_what_completes_a_checkpoint() -> None:
-    assert commit.COMMIT == COMMIT
 
 
 def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(
