@@ -30,8 +30,8 @@ PROBE = """
 const problems = [];
 addEventListener("error", event => problems.push(event.message));
 addEventListener("load", () => {
-  const light = colour => {
-    const [r, g, b] = colour.match(/[0-9.]+/g).map(v => v / 255)
+  const light = (colour, inverted) => {
+    const [r, g, b] = colour.match(/[0-9.]+/g).map(v => inverted ? 1 - v / 255 : v / 255)
       .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
     return .2126 * r + .7152 * g + .0722 * b;
   };
@@ -59,7 +59,8 @@ addEventListener("load", () => {
         scrolls: getComputedStyle(picture.closest(".scroll")).overflowX === "auto",
         inside: box.width <= picture.closest(".scroll").scrollWidth,
         text: Math.min(...[...picture.querySelectorAll("text")]
-          .map(text => light(getComputedStyle(text).fill))
+          .map(text => light(getComputedStyle(text).fill,
+                             getComputedStyle(picture).filter.startsWith("invert")))
           .map(ink => (Math.max(ink, ground) + .05) / (Math.min(ink, ground) + .05))),
         ids: ids.map(item => item.id),
       };
