@@ -89,7 +89,7 @@ class Course:
 
 
 def subject(cell: Cell) -> str:
-    """What is compared: a strategy and its choices, but for what a search tries."""
+    """The subject of comparison: a strategy and its choices, but for what a search tries."""
     field = type(cell.settings).model_fields.get(_TRIED)
     usual = {} if field is None else {_TRIED: field.default}
     settings = cell.settings.model_copy(update=usual)

@@ -66,7 +66,7 @@ _GAP = 0.003
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank does in one lane, in seconds from the step's start."""
+    """A rank's work in one lane, in seconds from the step's start."""
 
     lane: Lane
     phase: Phase
@@ -196,7 +196,7 @@ def _ends(ranges: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) ->
 
 
 def _phases(events: Sequence[dict[str, Any]]) -> Callable[[float], Phase]:
-    """What a moment belongs to: the phase whose last mark before it is the latest."""
+    """The phase of a moment: that whose last mark before it is the latest."""
     marks: list[tuple[float, Phase]] = sorted(
         (event["ts"], phase)
         for event in events

@@ -1,4 +1,4 @@
-"""What a strategy says of itself: who builds it, what it needs, how it trains and looks.
+"""Description of a strategy: who builds it, what it needs, how it trains and looks.
 
 Imports no engine, for programs that must not wait for torch.
 """

@@ -44,7 +44,7 @@ class Cosine(Strict):
         return self
 
     def rate(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step, counted from 0."""
+        """The learning rate's factor at a step, counted from 0."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
         share = min(1.0, (step - self.warm_up) / (self.end - self.warm_up))
@@ -84,7 +84,7 @@ class AdamW(_Optimizer):
         return self.inverse_sqrt_after is None and self.cosine is None
 
     def rate(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step, counted from 0."""
+        """The learning rate's factor at a step, counted from 0."""
         if self.cosine is not None:
             return self.cosine.rate(step)
         if self.inverse_sqrt_after is None:
@@ -109,7 +109,7 @@ class SGD(_Optimizer):
         return self.decay is None
 
     def rate(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step, counted from 0."""
+        """The learning rate's factor at a step, counted from 0."""
         return 1.0 if self.decay is None else self.decay.by ** (step // self.decay.every)
 
 

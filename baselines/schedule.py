@@ -21,7 +21,7 @@ Cycled = Literal["together", "ring", "zero", "turns"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a strategy does with the parameters, gradients and optimizer states of a rank."""
+    """Schedule of a strategy: where parameters, gradients and optimizer states are, and travel."""
 
     #: Who shares one copy of the parameters: all ranks, those of a node, or nobody.
     shards: Literal["world", "node", "rank"] = "world"

@@ -41,7 +41,7 @@ def _plain(value: object) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of a cell says of itself."""
+    """Description of a cell's field, in its annotation."""
 
     #: The name that readers see.
     label: str

@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What one rank's cache did and holds."""
+    """Use of one rank's cache: what it did, and holds."""
 
     #: Gathers since the last ``take_ledger``: served from the cache, and across nodes.
     hits: int
@@ -134,11 +134,11 @@ class Trainable:
         return found
 
     def casting(self) -> AbstractContextManager[object]:
-        """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
+        """Context of forwards in ``job.dtype``, to which FSDP2's mixed precision casts anyway."""
         return nullcontext()
 
     def without_gradients(self) -> AbstractContextManager[object]:
-        """What forwards of an iteration run in that come before its first step."""
+        """Context of an iteration's forwards that come before its first step."""
         return nullcontext()
 
     def settle(self) -> None:
@@ -148,7 +148,7 @@ class Trainable:
         """
 
     def take_metrics(self) -> Mapping[str, Any]:
-        """What the strategy tells of the steps since the last call, by field of a measurement.
+        """Metrics of the steps since the last call, by field of a measurement.
 
         All ranks call it together.
         """
@@ -170,7 +170,7 @@ class Trainable:
 
     @property
     def cache(self) -> CacheUse | None:
-        """What this rank's cache did since the last ``take_ledger``, and holds."""
+        """Use of this rank's cache since the last ``take_ledger``."""
         return None
 
     @property

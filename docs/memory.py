@@ -18,7 +18,7 @@ GB = 1e9
 
 @dataclass(eq=False)
 class Unit:
-    """What the equations need of a unit; ``fcdp.unit.Unit`` has it too."""
+    """Sizes of a unit that the equations need; ``fcdp.unit.Unit`` has them too."""
 
     name: str
     #: One rank's part of the gather, in bytes of the gather dtype.
@@ -31,7 +31,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a policy asks of a topology."""
+    """Nodes and ranks, as a policy asks for them."""
 
     nodes: int
     ranks_per_node: int
@@ -39,7 +39,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the cache of one rank takes, in bytes."""
+    """Bytes that the cache of one rank takes."""
 
     #: Entries on the device; where the policy decides by memory in use, the most there can be.
     device: int
@@ -54,7 +54,7 @@ class Memory:
 def cache(
     policy: fcdp.CachePolicy, units: Sequence[Any], cluster: Any, look_ahead: int = 1
 ) -> Memory:
-    """What ``policy`` takes on one rank of ``cluster``."""
+    """Bytes that ``policy`` takes on one rank of ``cluster``."""
     placement = policy.place(units, cluster)
     others = cluster.nodes - 1
     size = {unit: others * unit.shard_bytes for unit in units if others}
@@ -99,7 +99,7 @@ def _read(
 
 
 def reduction_buffer(units: Sequence[Any], cluster: Any, itemsize: int) -> int:
-    """What a second input buffer for reductions takes on an accelerator, in bytes.
+    """Bytes of a second input buffer for reductions, on an accelerator.
 
     ``itemsize`` is the reduce dtype's.
     """
@@ -114,12 +114,12 @@ def partials(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
 
 
 def residuals(units: Sequence[Any], nodes: int) -> int:
-    """What error feedback keeps on one rank's device, in bytes; fp32."""
+    """Bytes that error feedback keeps on one rank's device, in fp32."""
     return sum(4 * (nodes - 1) * unit.shard_numel for unit in units if unit.trainable)
 
 
 def checksums(units: Sequence[Any], nodes: int) -> int:
-    """What ``verify=True`` keeps on the device, in bytes."""
+    """Bytes that ``verify=True`` keeps on the device."""
     return 8 * (nodes - 1) * len(units)
 
 
@@ -197,7 +197,7 @@ EXAMPLES = [
 
 
 def of_caches() -> str:
-    """What caches take of the examples, by policy, as Markdown."""
+    """Table of the examples' caches, by policy, as Markdown."""
     words = ("Model", "Policy")
     numbers = (
         "device GB per rank",
@@ -224,7 +224,7 @@ def of_traffic() -> str:
 
 
 def of_others() -> str:
-    """What beside the cache takes memory of the examples, as Markdown."""
+    """Table of the examples' memory beside the cache, as Markdown."""
     numbers = (
         "partial gradients, full",
         "partial gradients, LoRA",

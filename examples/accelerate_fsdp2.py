@@ -39,7 +39,7 @@ def make_accelerator(cpu: bool, accumulation: int) -> Accelerator:
 
 
 def _allow_fsdp2_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """What accelerate itself does with a plugin, on accelerators."""
+    """Do with a plugin what accelerate itself does on accelerators."""
     for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin

@@ -34,7 +34,7 @@ class CacheParameters(TrainerCallback):
 
 
 def _allow_fsdp2_on_cpu(trainer: Any) -> None:
-    """What accelerate and the Trainer themselves do with FSDP's arguments, on accelerators."""
+    """Do with FSDP's arguments what accelerate and the Trainer do on accelerators."""
     for state in (PartialState(), trainer.accelerator.state):
         state.distributed_type = DistributedType.FSDP
     plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)

@@ -1,4 +1,4 @@
-"""What travels between nodes in place of the values: blocks of small integers with a scale each.
+"""Codecs of what travels between nodes: blocks of small integers with a scale each.
 
 Quantised gathers of parameters and reductions of gradients, as ZeRO++ has them (qwZ and qgZ,
 arXiv 2306.10209), with any cache policy. Both are lossy: what FSDP2 computes exactly,
@@ -128,7 +128,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Codecs:
-    """What the exchanges between nodes are encoded with: see ``fcdp.shard``."""
+    """Codecs of the exchanges between nodes: see ``fcdp.shard``."""
 
     gather: Codec | Delta | None = None
     reduce: Codec | Exact | None = None
@@ -136,12 +136,12 @@ class Codecs:
 
     @property
     def rounding(self) -> Codec | None:
-        """What rounds parameters in gathers."""
+        """The codec that rounds parameters in gathers."""
         return None if isinstance(self.gather, Delta) else self.gather
 
     @property
     def rounding_reduce(self) -> Codec | None:
-        """What rounds gradients in reductions."""
+        """The codec that rounds gradients in reductions."""
         return None if isinstance(self.reduce, Exact) else self.reduce
 
     @property

@@ -1,4 +1,4 @@
-"""What FCDP adds to one FSDP2 model: its units, cache, hooks and ledger, with one lifetime."""
+"""Engine of one FSDP2 model: FCDP's units, cache, hooks and ledger, with one lifetime."""
 
 from __future__ import annotations
 

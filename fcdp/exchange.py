@@ -50,7 +50,7 @@ def wait_all(works: Sequence[Pending]) -> None:
 
 
 class Wire(Protocol):
-    """What parts are on the CPU while they cross nodes: messages, each of its own size."""
+    """Parts on the CPU while they cross nodes: messages, each of its own size."""
 
     def write(self, part: torch.Tensor) -> torch.Tensor: ...
 
@@ -64,7 +64,7 @@ class Wire(Protocol):
 
 
 class Then:
-    """What follows the exchanges before it, as one more to wait for."""
+    """Action that follows the exchanges before it, as one more to wait for."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work

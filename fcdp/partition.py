@@ -38,7 +38,7 @@ class Split:
 def split_off(
     model: nn.Module, blocks: Sequence[nn.Module], ignored: Set[nn.Parameter] = frozenset()
 ) -> list[Split]:
-    """What must not share a block's own unit, block by block, then the model's own."""
+    """Modules that must not share a block's own unit, block by block, then the model's own."""
     return [split for block in [*blocks, model] for split in _separate(block, blocks, ignored)]
 
 

@@ -1,4 +1,4 @@
-"""What makes a cache entry stale, decided alike on every rank."""
+"""Staleness of cache entries, decided alike on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fcdp.unit import Unit
 
 @dataclass(eq=False)
 class _Watched:
-    """What this rank knows of writes to one unit."""
+    """Writes to one unit, as far as this rank knows."""
 
     entry: Entry
     #: Stamp and, where they are compared, contents when the ranks last agreed.

@@ -17,7 +17,7 @@ from fcdp.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one gather moves: one FSDP2 parameter group, described once and for all.
+    """Parameters that one gather moves: one FSDP2 parameter group, described once and for all.
 
     What changes over time is the cache's (:class:`fcdp.cache.entry.Entry`).
     """

@@ -1,4 +1,4 @@
-"""What the documentation's site has beside the pages of docs: the reference, and what they link.
+"""Pages of the documentation's site beside the pages of docs: the reference, and what they link.
 
 mkdocs calls these functions (``hooks`` in mkdocs.yml). Pages link files of the repository as
 GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of the site, so that

@@ -1,4 +1,4 @@
-"""What one unit's gather and reduction cost the host, on groups whose other ranks are imitated.
+"""Cost of one unit's gather and reduction for the host, on groups whose other ranks are imitated.
 
 python -m scripts.host_cost            measure, and print the tables of results/tables.md
 python -m scripts.host_cost --write    measure, and write the record; scripts.readme the tables
@@ -80,7 +80,7 @@ class Collectives:
         self.issued: Counter[int] = Counter()
 
     def named(self, topology: fcdp.Topology) -> Counts:
-        """What was issued since the last call, by group."""
+        """Operations issued since the last call, by group."""
         names = {
             id(topology.mesh.get_group()): "all ranks",
             id(topology.intra): "intra-node",

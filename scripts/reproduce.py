@@ -31,7 +31,7 @@ def committed() -> dict[str, Path]:
 
 
 def argument(name: str) -> str:
-    """What ``experiments run`` calls the matrix: its name, or its file.
+    """The matrix for ``experiments run``: its name, or its file.
 
     Raises ``ValueError`` for one that there is not.
     """

@@ -1,4 +1,4 @@
-"""What saving on a schedule costs a step of the reference model: a save each hundred steps.
+"""Cost of saving on a schedule for a step of the reference model: a save each hundred steps.
 
 python -m scripts.saving_cost [ROUNDS]    measure, and write the record; scripts.readme the sentence
 

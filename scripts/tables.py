@@ -436,7 +436,7 @@ def _of(records: Sequence[Record], subject: str) -> Record:
 
 
 def saving(record: Mapping[str, Any]) -> str:
-    """What saving on a schedule cost, by the record of ``scripts.saving_cost``."""
+    """Cost of saving on a schedule, by the record of ``scripts.saving_cost``."""
     pairs = zip(record["saved"], record["plain"], strict=True)
     more = [100 * (saved / plain - 1) for saved, plain in pairs]
     low, high = interval(more)

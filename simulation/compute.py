@@ -35,7 +35,7 @@ SOURCES, ARCHITECTURES = "each source", "each architecture"
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was fitted: constants by name, such as ``h100-sxm products`` and ``h100 attention``."""
+    """Fitted constants by name, such as ``h100-sxm products`` and ``h100 attention``."""
 
     constants: Mapping[str, float]
 
@@ -67,7 +67,7 @@ class Fitted:
 
 
 def architecture(gpu: str) -> str:
-    """What cards of one architecture have in common in their names."""
+    """The part of its name that cards of one architecture have in common."""
     return gpu.split("-")[0]
 
 

@@ -23,7 +23,7 @@ _COPY_BYTES_PER_S = 10 * GB
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(Overheads):
-    """What one host takes for computing and sending, all cores together."""
+    """Costs of computing and sending on one host, all cores together."""
 
     #: Operations per second of matrix products in fp32.
     flops: float

@@ -51,7 +51,7 @@ _MANY_NODES = 64
 
 @dataclass(frozen=True)
 class Fabric:
-    """What carries messages between nodes, as NCCL uses it: ours, where nothing was measured."""
+    """Fabric between nodes, as NCCL uses it: ours, where nothing was measured."""
 
     #: Seconds of a message: a link has half of its rate at messages of latency × rate bytes.
     latency_seconds: float

@@ -167,7 +167,7 @@ def footprint(
 
 
 def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Held:
-    """What a rank keeps from step to step, and what its optimizer takes."""
+    """Memory that a rank keeps from step to step, and that its optimizer takes."""
     if schedule.cycle is not None:
         return of_cycle(workload, hardware.world_size)
     sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)

@@ -243,7 +243,7 @@ def head_work(workload: Workload) -> tuple[Work, Work]:
 
 
 def recomputed_work(workload: Workload) -> Work:
-    """What backward computes again of a block whose activations were not kept."""
+    """Work that backward does again for a block whose activations were not kept."""
     forward, _ = block_work(workload)
     if workload.checkpointing == "full":
         return forward

@@ -1,4 +1,4 @@
-"""What the committed records say of each claim."""
+"""Verdicts: each claim beside the committed records."""
 
 from __future__ import annotations
 

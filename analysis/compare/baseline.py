@@ -1,4 +1,4 @@
-"""What each cell is worth next to the baseline that ran under the same settings."""
+"""Each cell next to the baseline that ran under the same settings."""
 
 from __future__ import annotations
 

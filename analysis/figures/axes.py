@@ -1,4 +1,4 @@
-"""What stands in one pair of axes of a figure."""
+"""Lines, bars and labels in one pair of axes of a figure."""
 
 from __future__ import annotations
 

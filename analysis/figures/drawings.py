@@ -1,5 +1,4 @@
-"""What all figures have in common: style, panels, legend, source, captions, and how they
-are saved.
+"""Style, panels, legend, source and captions of all figures, and how they are saved.
 
 Figures are made without pyplot, so that nothing depends on, or changes, the caller's backend or
 style.

@@ -51,7 +51,7 @@ class Point:
 
     @property
     def parameters(self) -> float:
-        """Of the layers alone: the benchmark has no embedding or head worth counting."""
+        """Parameters of the layers alone: the benchmark has no embedding or head worth counting."""
         layers, width = MODELS[self.model]
         return 12.0 * layers * width**2
 

@@ -14,7 +14,7 @@ from simulation.yaml_lines import load
 
 @cache
 def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
-    """Of each matrix, by name: the strategies, models and links of its cells, as tables write them.
+    """Strategies, models and links of each matrix's cells, by its name, as tables write them.
 
     A suite's matrices have its name before their own. Raises ``ValueError`` for a file that is not
     well-formed YAML.
@@ -28,7 +28,7 @@ def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
 
 
 def names(matrix: str) -> Mapping[str, frozenset[str]]:
-    """Of one matrix; of one that has no file, the strategies of all others.
+    """Names in one matrix; where it has no file, the strategies of all others.
 
     Its models and links are its command's own.
     """

@@ -1,4 +1,4 @@
-"""What a claim may ask of one cell, whichever kind of record it stands in."""
+"""Rows: one cell as claims ask about it, whichever kind of record it stands in."""
 
 from __future__ import annotations
 

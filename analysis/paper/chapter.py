@@ -137,7 +137,7 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
 
 
 def _point(of: Region) -> Table:
-    """What the paper does not say: where its numbers hold together, and what it may be."""
+    """The point that the paper leaves open: where its numbers hold together, and its ranges."""
     best, every = of.found.best.point, of.holds.unknowns.items()
     rows = tuple((one.words, one.written(best[name]), one.range) for name, one in every)
     columns = ("What the paper does not say", "At the best point", "May be")
@@ -145,7 +145,7 @@ def _point(of: Region) -> Table:
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
-    """What of a section's matrices is shown cell by cell."""
+    """Tables of a section's matrices, cell by cell."""
     found = [tables.pivoted(of, runs[of.matrix].rows) for of in section.pivots if of.matrix in runs]
     for seeds in section.seeds:
         run = runs.get(seeds.matrix)
@@ -158,7 +158,7 @@ def _placed(
     shown: _Shown,
     number: Mapping[str, str],
 ) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """Of each section the notes that stand there first, and the ids of the others."""
+    """Notes that stand first in each section, and the ids of the others."""
     there = set[str]()
     found = []
     for section in sections:

@@ -1,4 +1,4 @@
-"""What the chapter on a paper holds: its sections.
+"""Contents of the chapter on a paper: its sections.
 
 ``contents.yaml``, of the FCDP paper, and the files beside it, of others, name claims, matrices and
 settings; the papers' numbers stand in ``analysis/claims.yaml``. A mistake raises ``ValueError``

@@ -107,7 +107,7 @@ def scaling(run: Run) -> Drawing:
 
 
 def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
-    """What each system keeps of its speed on slower links, and the paper's two points."""
+    """Share of its speed that each system keeps on slower links, and the paper's two points."""
     rows = [row for row in run.rows if row.quantities and row.settings["model"] == LARGEST]
     looks = strategies.styles(str(row.settings["strategy"]) for row in rows)
     with style():

@@ -56,7 +56,7 @@ Point = Mapping[str, float]
 
 
 class Unknown(Strict):
-    """What the paper does not say, what it may be, and where that comes from."""
+    """A value that the paper does not give, its range, and where that comes from."""
 
     values: tuple[float, ...] = ()
     between: tuple[float, float] | None = None
@@ -88,7 +88,7 @@ class Unknown(Strict):
         return f"{self.written(least).removesuffix(' %')}–{self.written(most)}"
 
     def near(self, value: float, width: float) -> list[float]:
-        """What it may be within this share of its range around a value."""
+        """Values around one, this share of the range wide."""
         if self.between is None:
             return list(self.values)
         low, high = self.between
@@ -254,7 +254,7 @@ class Simulated(Strict):
 
 
 def simulated(point: Point) -> Simulated:
-    """What the simulator says at a point."""
+    """Simulate all cells at a point."""
     ours = {
         name: None if math.isnan(v) else float(f"{v:.6g}") for name, v in numbers(point).items()
     }
@@ -262,7 +262,7 @@ def simulated(point: Point) -> Simulated:
 
 
 class Found(Strict):
-    """What was found: the best point, and points drawn from all ranges."""
+    """The best point, and points drawn from all ranges."""
 
     best: Simulated
     drawn: tuple[Simulated, ...]
@@ -288,7 +288,7 @@ def draw(holds: Unknowns) -> list[dict[str, float]]:
 
 
 def ranges(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> dict[str, Ranged]:
-    """What each claim's number is over the points that lie in the ranges as declared."""
+    """Range of each claim's number over the points that lie in the ranges as declared."""
     inside = [
         one for one in of.drawn if all(holds.unknowns[n].has(v) for n, v in one.point.items())
     ]
@@ -319,7 +319,7 @@ class Region:
 
 
 def region(claims: Claims) -> Region:
-    """What the committed points say of these claims."""
+    """The region of these claims, by the committed points."""
     holds, of, paper = load(), found(), asked(claims)
     return Region(holds, of, paper, ranges(holds, of, paper))
 

@@ -83,11 +83,11 @@ class Cycle:
         ]
 
     def sent_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
-        """What a rank sends in each step, by kind and stage."""
+        """Messages that a rank sends in each step, by kind and stage."""
         return {(m.kind, m.stage): m for m in self.messages() if m.source == rank}
 
     def received_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
-        """What a rank receives for each step, by kind and stage, in the order that it needs it."""
+        """Messages that a rank receives for each step, by kind and stage, in the order of need."""
         mine = [m for m in self.messages() if m.target == rank]
         step = 2 * self.ranks
         mine.sort(key=lambda message: message.needed - step * message.later)
@@ -128,7 +128,7 @@ class Cycle:
 def crossing(
     cycle: Cycle, sizes: Mapping[Kind, Sequence[int]], ranks_per_node: int, nodes: int
 ) -> int:
-    """What the busiest node sends per step, in the unit of ``sizes``: of each stage's messages."""
+    """The busiest node's sends per step, in the unit of ``sizes``: of each stage's messages."""
     sent = [0] * nodes
     for message in cycle.messages():
         node = message.source // ranks_per_node

@@ -28,7 +28,7 @@ Product = tuple[int, int]
 
 @dataclass
 class Profile:
-    """What forward computes: operations in the blocks, and each product that may be kept."""
+    """Work of forward: operations in the blocks, and each product that may be kept."""
 
     flops: float
     between: int

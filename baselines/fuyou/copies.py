@@ -62,7 +62,7 @@ class Copies:
             stream.synchronize()
 
     def used(self) -> list[torch.Event]:
-        """What says when the calling thread's operations so far have ended."""
+        """An event at the end of the calling thread's operations so far."""
         return [] if self._streams.on_host else [self._streams.current().record_event()]
 
     def _count(self, moved: Sequence[torch.Tensor], begin: float) -> None:

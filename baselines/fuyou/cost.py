@@ -28,7 +28,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does."""
+    """Work of a step."""
 
     #: Floating-point operations of forward, and of them what backward computes again when nothing
     #: is kept.
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """What does it, per second."""
+    """Work per second."""
 
     flops: float
     #: Bytes over the link to the device, each way.

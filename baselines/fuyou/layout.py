@@ -50,12 +50,12 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """What all segments take, one after the other."""
+        """Bytes of all segments, one after the other."""
         return sum(segment.nbytes for segment in self.segments)
 
     @property
     def computed(self) -> Segment:
-        """What the device computes with."""
+        """The segment that the device computes with."""
         return self.segments[-1] if self.segments[-1].name == "compute" else self.segments[0]
 
     @property
@@ -76,7 +76,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What the device holds at once."""
+    """Parameters that the device holds at once."""
 
     groups: tuple[Group, ...]
 

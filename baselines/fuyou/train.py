@@ -53,7 +53,7 @@ _ENDLESS = 1e12
 
 @dataclass
 class Choice:
-    """What later steps keep."""
+    """Items that later steps keep."""
 
     kept: frozenset[Product]
     #: Bytes of what is kept, and with what passes between blocks.
@@ -85,7 +85,7 @@ class Observed:
         self._micro_batches += 1
 
     def work(self, layout: Layout, profile: Profile, settings: FuyouSettings) -> Work:
-        """What a step of one micro-batch does."""
+        """Work of a step of one micro-batch."""
         trained = [group for group in layout.groups() if group.trained]
         parameters = sum(unit.compute_bytes for unit in layout.blocks)
         gradients = sum(group.numel for group in trained) * layout.dtype.itemsize

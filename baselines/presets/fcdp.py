@@ -112,7 +112,7 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
 
 
 def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
-    """What this rank's cache did since its ledger was reset, and where its entries are."""
+    """This rank's cache: what it did since its ledger was reset, and where its entries are."""
     engine, ledger = engine_of(model), fcdp.ledger(model)
     entries: Counter[str] = Counter()
     entry_bytes: Counter[str] = Counter()

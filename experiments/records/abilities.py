@@ -1,4 +1,4 @@
-"""What clusters can do, by their kind: who wants to know asks for that, never for the kind."""
+"""Abilities of clusters, by their kind: who wants to know asks for that, never for the kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell is: one point of a matrix.
+"""Cell: one point of a matrix.
 
 A matrix expands to cells; each runs in fresh processes and ends as one record.
 """

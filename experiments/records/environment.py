@@ -1,4 +1,4 @@
-"""What of an environment reaches ranks, by a list of what passes; values of the rest are secrets.
+"""The environment of ranks, by a list of what passes; values of the rest are secrets.
 
 A list of what does not pass would have to know the name of every key and of every password.
 """

@@ -1,4 +1,4 @@
-"""What a step may compute beside a causal language model's loss."""
+"""Objectives of a step beside a causal language model's loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CausalLM(Strict):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return "causal LM"
 
 

@@ -70,7 +70,7 @@ def promised(record: Record) -> list[float]:
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of one step's losses, over the steps that both have trained, relative to the latter.
+    """Largest difference of a step's losses, relative to the latter, over steps that both trained.
 
     Infinite where a loss is not finite; there must be a step.
     """

@@ -1,4 +1,4 @@
-"""What a cell's run leaves behind: one ``Record``, one line of a JSON Lines file."""
+"""Record of a cell's run: one ``Record``, one line of a JSON Lines file."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def values(cell: BaseModel, chosen: Collection[str]) -> dict[str, Any]:
 
 
 def learned(cell: BaseModel) -> tuple[object, ...]:
-    """What cells have in common that train the same parameters on the same batches."""
+    """Settings that cells have in common that train the same parameters on the same batches."""
     return tuple(item.of(cell) for item in described(type(cell)).values() if item.setting.learns)
 
 

@@ -1,4 +1,4 @@
-"""What a cell may train beside the built-in models on the standard library's text.
+"""Workloads of cells beside the built-in models on the standard library's text.
 
 Paths are as the matrix file gives them; ``Origin`` says where they start. Where a name on the hub
 would do as well, a path begins as ``is_path`` says, so that no node looks for it elsewhere.

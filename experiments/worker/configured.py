@@ -60,7 +60,7 @@ def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[n
 
 
 def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """What the user's function makes: the model and its blocks.
+    """Call the user's function: it makes the model and its blocks.
 
     Raises ``ValueError`` naming line and key for a function that is not there or returns anything
     else. What it raises itself passes through.

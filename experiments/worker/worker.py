@@ -1,4 +1,4 @@
-"""What runs on every rank of a cell: build, train, measure."""
+"""The worker, on every rank of a cell: build, train, measure."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class _Training:
 
 
 def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
-    """What is said of iterations, by field of a measurement.
+    """Metrics of iterations, by field of a measurement.
 
     Of phases the busiest node's bytes and the slowest rank's seconds; the most memory; means of
     what a rollout's publications were, which ranks tell alike, and of rewards.
@@ -344,7 +344,7 @@ def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dic
 
 @dataclass
 class _Counts:
-    """What one rank has counted in some steps; cache: what it holds after the last of them."""
+    """Counts of one rank in some steps; cache: what it holds after the last of them."""
 
     #: Bytes that its node has sent, in all and to other groups.
     sent: list[int]

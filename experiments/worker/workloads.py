@@ -1,4 +1,4 @@
-"""What a cell trains on: batches, and what is computed of a model on one.
+"""Data of a cell: batches, and what is computed of a model on one.
 
 A batch is one tensor. Strategies hand it on to the workload's loss, which alone knows its form.
 """

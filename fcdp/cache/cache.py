@@ -30,7 +30,7 @@ logger = logging.getLogger("fcdp")
 
 @dataclass(frozen=True)
 class Safety:
-    """What to pay for being sure: see ``fcdp.cache_parameters``."""
+    """Checks, and what to pay for them: see ``fcdp.cache_parameters``."""
 
     detect_writes: bool = True
     verify: bool = False

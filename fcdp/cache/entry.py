@@ -50,7 +50,7 @@ class Access:
                 stream.wait_event(event)
 
     def events(self) -> list[Any]:
-        """What the CPU has to wait for before it touches the memory itself."""
+        """Events that the CPU has to wait for before it touches the memory itself."""
         events = (self._written, *self._reads.values())
         return [event for event in events if event is not None]
 
@@ -187,7 +187,7 @@ class Slices:
 
 @dataclass(eq=False)
 class Entry:
-    """What the cache knows of one unit.
+    """Entry of one unit in the cache.
 
     A write makes the entry stale: ``generation`` grows, alike on every rank. The next gather
     crosses nodes and offers the slice to every rank's cache. From then on the entry is fresh, and

@@ -65,7 +65,7 @@ def available_host_memory() -> int | None:
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """What one version of Linux's control groups calls its files."""
+    """Names of files in one version of Linux's control groups."""
 
     limit: str
     used: str
@@ -96,7 +96,7 @@ _V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file
 def _left_to_groups(
     groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> list[int]:
-    """What each limited control group around this process may still take."""
+    """Bytes that each limited control group around this process may still take."""
     try:
         lines = own.read_text(encoding="ascii").splitlines()
     except OSError:

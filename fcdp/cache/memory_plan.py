@@ -79,7 +79,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of one node's ranks together, as if all held what this one does."""
+        """Bytes of one node's ranks together, as if all held what this one does."""
         return self.topology.processes_per_node * sum(self.parts.values())
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class MemoryPlan:
 
     @property
     def memory(self) -> str:
-        """What is taken of the host, as people read it."""
+        """Host memory that is taken, as people read it."""
         parts = ", ".join(
             f"{name} {in_words(nbytes)}" for name, nbytes in self.parts.items() if nbytes
         )

@@ -29,7 +29,7 @@ _Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
 class _Sharding:
-    """What the strategies of Fabric and of the Trainer share: how a module is sharded."""
+    """Sharding of a module, shared by the strategies of Fabric and of the Trainer."""
 
     device_mesh: DeviceMesh
     num_nodes: int

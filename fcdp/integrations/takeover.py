@@ -147,7 +147,7 @@ class Takeover:
         self._models.add(root)
 
     def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
-        """What the client shards by itself, and the model's blocks, if it has left them whole.
+        """Modules that the client shards by itself, and the model's blocks if it left them whole.
 
         Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
         """

@@ -1,1 +1,1 @@
-"""What a trainer has changed, in files that those who generate with the model follow."""
+"""Changes of a trainer, in files that those who generate with the model follow."""

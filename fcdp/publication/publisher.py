@@ -28,7 +28,7 @@ from fcdp.publication.place import File, Kind, Place
 
 @dataclass(frozen=True)
 class Publication:
-    """What all ranks together have written.
+    """Files that all ranks together have written.
 
     Attributes:
         version: Its number, from 1 on.
@@ -286,7 +286,7 @@ class _Publisher:
 
 
 def _part_of(name: str, value: torch.Tensor) -> Part | None:
-    """What this rank publishes of a tensor; nothing of a copy that another has first."""
+    """Part of a tensor that this rank publishes; nothing of a copy that another has first."""
     if not isinstance(value, DTensor):
         return Part(name, tuple(value.shape), (0,) * value.ndim, tuple(value.shape))
     (chunk,) = value.__create_chunk_list__()

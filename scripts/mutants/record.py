@@ -1,4 +1,4 @@
-"""What became of each mutant: remembered between runs, committed, and shown in docs."""
+"""Outcome of each mutant: remembered between runs, committed, and shown in docs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Slots(Tasks):
         return (self._shown_node + 1) * self.hardware.ranks_per_node - 1
 
     def _sent(self) -> list[Message]:
-        """What the node sends in a step, inside of it too."""
+        """Messages that the node sends in a step, inside of it too."""
         return [m for m in self._messages if self._node(m.source) == self._shown_node]
 
     def _crosses(self, message: Message) -> bool:
@@ -124,7 +124,7 @@ class Slots(Tasks):
     # What waits for what. A key whose step is not simulated waits for nothing.
 
     def _past(self, step: int, rank: int, slot: int) -> list[Key]:
-        """What has ended when a rank has done with a slot; −1: with the step before."""
+        """Tasks that have ended when a rank has done with a slot; −1: with the step before."""
         if slot < 0:
             step, slot = step - 1, self._last
         found: list[Key] = [("slot", step, rank, slot)]
@@ -133,7 +133,7 @@ class Slots(Tasks):
         return found
 
     def _arrived(self, step: int, kind: Kind, stage: int, rank: int) -> list[Key]:
-        """What has to end for a rank to have a message in its step; nothing if it gets none."""
+        """Tasks that end before a rank has a message in its step; nothing if it gets none."""
         message = self._received[rank].get((kind, stage))
         if message is None:
             return []
@@ -143,19 +143,19 @@ class Slots(Tasks):
         return [_key(message, sent)]
 
     def _has(self, step: int, rank: int, stage: int) -> list[Key]:
-        """What has to end for a rank to have a stage's parameters in forward."""
+        """Tasks that have to end for a rank to have a stage's parameters in forward."""
         if self._cycle.owner(stage) == rank:
             return [("update", step, rank, stage)]
         return self._arrived(step, "forward", stage, rank)
 
     def _taken(self, step: int, kind: Kind, stage: int, rank: int) -> list[Key]:
-        """What ends before a rank waits for a message."""
+        """Tasks that end before a rank waits for a message."""
         if kind == "gradient":
             return [("slot", step, rank, self._last - stage)]
         return self._past(step, rank, (self._last - stage if kind == "backward" else stage) - 1)
 
     def _ready(self, message: Message, step: int) -> list[Key]:
-        """What ends before the target can receive: when it waits for the message before."""
+        """Tasks that end before the target can receive: when it waits for the message before."""
         order = [*self._received[message.target]]
         at = order.index((message.kind, message.stage))
         kind, stage = order[at - 1]
@@ -305,7 +305,7 @@ class Slots(Tasks):
 
 
 def _path(timeline: Timeline, last: int, begin: float) -> list[int]:
-    """What a task waits for, back to the moment ``begin``, on whatever rank."""
+    """Tasks that a task waits for, back to the moment ``begin``, on whatever rank."""
     found = [last]
     while timeline.spans[found[-1]].start > begin:
         before = timeline.before[found[-1]]

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation yields: all tasks' spans, in the order of the tasks."""
+    """Outcome of a simulation: all tasks' spans, in the order of the tasks."""
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
@@ -298,7 +298,7 @@ class Tasks:
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
     ) -> dict[str, float]:
-        """What an exchange takes of each resource."""
+        """Demands of an exchange on each resource."""
         hardware = self.hardware
         demands = {
             "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,

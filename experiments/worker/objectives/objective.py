@@ -22,7 +22,7 @@ Shard = Callable[[nn.Module, Sequence[nn.Module]], Trainable]
 
 
 class Objective(Protocol):
-    """What a step computes, on one rank.
+    """Computation of a step, on one rank.
 
     All ranks call the model equally often: each call is a collective.
     """
@@ -40,7 +40,7 @@ class Objective(Protocol):
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
     ) -> Sequence[torch.Tensor]:
-        """What to step on, a tensor per micro-batch of int64 (sequences, tokens + 1).
+        """Micro-batches to step on, each a tensor of int64 (sequences, tokens + 1).
 
         Called without gradients.
         """
@@ -101,7 +101,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each token but the first after those before it: (sequences, tokens)."""
+    """Those of each token but the first, after all before it: (sequences, tokens)."""
     return _of_tokens(logits(model, tokens[:, :-1]), tokens)
 
 

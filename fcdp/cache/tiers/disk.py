@@ -221,7 +221,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _landed(buffer: _Buffer) -> list[Any]:
-    """What a thread waits for before it touches the buffer, listed before others are added."""
+    """Events before a thread touches the buffer, listed before others are added."""
     return buffer.access.events()
 
 

@@ -1,4 +1,4 @@
-"""What every tier can do."""
+"""Interface of all tiers."""
 
 from __future__ import annotations
 
