@@ -28,7 +28,6 @@ COMMANDS: Mapping[str, Mapping[str, Any]] = {
     "matrix": _SHOWS_HELP,
     "show": {},
     "compare": _SHOWS_HELP,
-    "watch": {},
     "strategies": {},
     "plan": _SHOWS_HELP,
     "preflight": {},

@@ -84,8 +84,6 @@ compare results results/ablation
     results: holds
 compare results/ablation results/baselines
     results/ablation and results/baselines have no cell in common
-watch docs
-    docs: no run was started here
 bound --output HERE/file
     --output = 'HERE/file/bound.jsonl': cannot be written: HERE
 validate HERE/empty

@@ -1,10 +1,7 @@
-"""``show``, ``compare`` and ``watch`` read what runs leave, the committed ones included."""
+"""``show`` and ``compare`` read what runs leave, the committed ones included."""
 
 from __future__ import annotations
 
-import fcntl
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -88,25 +85,6 @@ def test_a_step_of_no_time_is_no_record(run: Path, seconds: float) -> None:
     said = command("show", str(run))
     assert said.exit_code == 2
     assert "measurement.step_seconds.0: Input should be" in flat(said)
-
-
-@pytest.mark.ranks
-def test_a_run_is_watched_to_its_end(run: Path) -> None:
-    lock = run / ".lock"
-    with lock.open("w") as held:
-        fcntl.lockf(held, fcntl.LOCK_EX)
-        command = [sys.executable, "-m", "experiments", "watch", str(run)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
-            assert watching.stdout is not None
-            first = [watching.stdout.readline() for _ in range(3)]
-            assert all(line.startswith("ok      fcdp-") for line in first)
-            files.append(record(cell(policy="auto")), run / "records.jsonl")
-            assert watching.stdout.readline().startswith("ok      fcdp-auto-")
-            assert watching.poll() is None
-            fcntl.lockf(held, fcntl.LOCK_UN)
-            rest = watching.stdout.read()
-    assert watching.returncode == 0
-    assert "vs no cache" in rest
 
 
 def test_the_version_is_said() -> None:

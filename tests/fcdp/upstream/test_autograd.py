@@ -1,13 +1,8 @@
-"""Outputs, modules and parameters that a loss leaves out, and activations in containers."""
+"""Outputs, modules and parameters that a loss leaves out."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
-
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 from tests.fcdp.upstream.models import Branches, DoubleLinear
 from tests.fcdp.upstream.running import Run, adam, cases, train
@@ -58,53 +53,3 @@ def test_ranks_use_different_parameters_of_a_group(run: Run) -> None:
     run.cache(model)
     used = ("left", "right")[run.topology.rank % 2]
     train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), used=used).sum())
-
-
-Pair = namedtuple("Pair", "x y")
-
-
-class Contained(nn.Module):
-    """Two layers on the first element of a container, which keeps its kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, container: Any) -> Any:
-        if isinstance(container, dict):
-            return {"x": self._compute(container["x"])}
-        first = self._compute(container[0])
-        if isinstance(container, Pair):
-            return container._replace(x=first)
-        return type(container)([first])
-
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.lin2(F.relu(self.lin1(x))))
-
-
-class Chain(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.kind = kind
-        self.parts = nn.ModuleList(Contained() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        container: Any = {
-            "list": [x],
-            "tuple": (x,),
-            "dict": {"x": x},
-            "namedtuple": Pair(x, torch.ones_like(x)),
-        }[self.kind]
-        for part in self.parts:
-            container = part(container)
-        y: torch.Tensor = container["x"] if self.kind == "dict" else container[0]
-        return y
-
-
-@cases(("list",), ("tuple",), ("dict",), ("namedtuple",))
-def test_activations_in_containers(run: Run, kind: str) -> None:
-    model = Chain(kind)
-    run.shard([*model.parts, model])
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum(), steps=2)

@@ -66,23 +66,3 @@ def test_a_gradient_scaler(run: Run, bad: bool) -> None:
         optimizer.zero_grad()
         run.see(f"scale {step}", scaler.get_scale())
     run.see_params(model)
-
-
-@cases()
-def test_gradients_written_before_the_step(run: Run) -> None:
-    """Gradients are written in place and replaced before the step."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
-        model(run.input(4, 6, step=step)).sum().backward()
-        for index, param in enumerate(model.parameters()):
-            assert param.grad is not None
-            if index % 2:
-                param.grad.mul_(0.5)
-            else:
-                param.grad = param.grad * 2
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)

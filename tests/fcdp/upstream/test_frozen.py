@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed._composable import checkpoint
 
 from tests.fcdp.upstream.models import mlps
@@ -71,29 +70,3 @@ def test_frozen_and_trained_groups_in_turn(run: Run, reshard: bool, unfreeze: bo
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     run.see_params(model)
-
-
-class Looped(nn.Module):
-    """Frozen and trained layers that run several times, with gradients and without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.first, self.frozen, self.trained = (nn.Linear(5, 5) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(3):
-            x = self.frozen(F.relu(self.trained(x)))
-            with torch.no_grad():
-                x += F.relu(self.trained(x))
-        return x
-
-
-@cases((True,), (False,))
-def test_frozen_and_trained_layers_run_several_times(run: Run, reshard: bool) -> None:
-    model = Looped()
-    run.shard([model.first, model.frozen, model.trained, model], reshard_after_forward=reshard)
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())

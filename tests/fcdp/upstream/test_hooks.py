@@ -62,24 +62,6 @@ def test_hooks_on_gradients(run: Run, when: str) -> None:
 
 
 @cases((True,), (False,))
-def test_hooks_after_accumulation(run: Run, synchronised: bool) -> None:
-    """Called once per parameter whose gradient has been reduced, with what has been added up."""
-    model = sharded(run)
-    run.cache(model)
-    for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda param, name=name: run.see(f"hook {name}", param.grad)
-        )
-    for step in range(2):
-        for micro in range(2):
-            if not synchronised:
-                model.set_requires_gradient_sync(micro == 1)
-            model(run.input(4, 4, step=10 * step + micro)).sum().backward()
-            run.see("micro-batch", micro)
-        model.zero_grad()
-
-
-@cases((True,), (False,))
 def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
     """Each parameter is stepped in backward, as soon as its gradient is there."""
     model = mlps(3, 4)
@@ -100,22 +82,6 @@ def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
         run.see(f"loss {step}", loss)
         loss.backward()
         run.see_params(model)
-
-
-@cases()
-def test_hooks_of_modules(run: Run) -> None:
-    """Hooks of modules, forward and backward, on sharded modules and inside them."""
-    model = sharded(run)
-    run.cache(model)
-    for name, module in model.named_modules():
-        module.register_forward_hook(
-            lambda _, inputs, output, name=name: run.see(f"forward {name}", output)
-        )
-        module.register_full_backward_hook(
-            lambda _, inputs, outputs, name=name: run.see(f"backward {name}", outputs[0])
-        )
-    for step in range(2):
-        model(run.input(4, 4, step=step).requires_grad_()).sum().backward()
 
 
 def accumulated(register: str) -> tuple[list[float], list[float], str]:

@@ -157,50 +157,6 @@ def test_shard_placement_fn(run: Run) -> None:
         assert param.to_local().is_contiguous()  # type: ignore[attr-defined]
 
 
-class Parameterless(nn.Module):
-    def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return x + pair[0] + pair[1]
-
-
-class Summing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.sum, self.linear = Parameterless(), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.sum(x, (x, x)))
-
-
-class Inputless(nn.Module):
-    """Computes from its parameters alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight @ self.weight
-
-
-@cases()
-def test_a_forward_without_inputs(run: Run) -> None:
-    model = Inputless()
-    run.shard([model])
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model().square().sum())
-
-
-@cases()
-def test_a_sharded_module_without_parameters(run: Run) -> None:
-    """A sharded module without parameters, inside one that has some."""
-    model = Summing()
-    run.shard([model.sum, model.linear, model])
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(2, 3, step=step)).sum())
-
-
 @cases()
 def test_slices_of_a_sharded_container(run: Run) -> None:
     """What FSDP2 gives a module's class and indexing stays as it is."""

@@ -73,21 +73,6 @@ def test_each_module_casts_for_itself(run: Run, root_casts: bool, second: Any, o
     run.see_gradients(model)
 
 
-@cases(("layer",), ("batch",), shapes=ON_TWO)
-def test_a_norm_in_another_dtype(run: Run, kind: str) -> None:
-    """A norm keeps fp32 between layers that compute in bf16."""
-    torch.manual_seed(42)
-    norm: nn.Module = nn.LayerNorm(8) if kind == "layer" else nn.BatchNorm1d(8)
-    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
-    half = MixedPrecisionPolicy(BF16)
-    run.shard([norm], mp_policy=MixedPrecisionPolicy(FP32, output_dtype=BF16))
-    run.shard([model[0], model[2], model], mp_policy=half)
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(4, 8, step=step)).sum())
-    for name, buffer in model.named_buffers():
-        run.see(name, buffer)
-
-
 class Mixed(nn.Module):
     """Parameters of two dtypes, one of them not floating and frozen."""
 

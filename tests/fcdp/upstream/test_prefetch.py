@@ -111,19 +111,6 @@ def test_unshard_before_the_first_forward(run: Run) -> None:
 
 
 @cases()
-def test_unshard_of_a_module_without_parameters(run: Run) -> None:
-    """A module that owns no parameters can be unsharded and does nothing."""
-    torch.manual_seed(42)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    run.shard([model[0], model])
-    run.cache(model)
-    assert model.unshard() is None
-    handle = model.unshard(async_op=True)
-    handle.wait()
-    run.see("output", model(run.input(2, 4)))
-
-
-@cases()
 def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
     """A layer is prefetched in backward, and again, where nothing needs it."""
     model = mlps(3, 6)

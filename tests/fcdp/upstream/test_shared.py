@@ -107,18 +107,3 @@ def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@cases()
-def test_two_forwards_of_part_of_a_group(run: Run) -> None:
-    model = Chunked(tie=False)
-    run.shard([[model.norm, model.head], model])
-    run.cache(model)
-
-    def loss(step: int) -> torch.Tensor:
-        first, second = (
-            model(run.tokens(VOCABULARY, 2, 8, step=10 * step + i), skip_head=True) for i in (1, 2)
-        )
-        return first.square().sum() + second.sum()
-
-    train(run, model, adam(model), loss)

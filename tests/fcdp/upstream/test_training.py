@@ -52,16 +52,6 @@ def test_many_groups(run: Run, reshard: bool, async_op: bool, offload: bool) -> 
     train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
 
 
-@cases((True,), (False,))
-def test_groups_inside_groups(run: Run, reshard: bool) -> None:
-    """Each linear layer, each MLP around it, and the root have a group or none."""
-    model = mlps(2, 5)
-    inner = [layer for mlp in model for layer in (mlp.in_proj, mlp.out_proj)]
-    run.shard([*inner, *model, model], reshard_after_forward=reshard)
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
-
-
 @cases()
 def test_a_cast_after_sharding(run: Run) -> None:
     torch.manual_seed(42)
@@ -75,18 +65,6 @@ def test_a_cast_after_sharding(run: Run) -> None:
         assert param.dtype == param.to_local().dtype == torch.float64
         assert param.grad is not None
         assert param.grad.dtype == torch.float64
-
-
-@cases()
-def test_a_cast_before_fcdp(run: Run) -> None:
-    """The same, but FCDP comes after the cast."""
-    torch.manual_seed(42)
-    model = MLP(4).to(torch.float32)
-    run.shard([model.in_proj, model.out_proj, model])
-    model.to(torch.float64)
-    run.cache(model)
-    x = run.input(2, 4, dtype=torch.float64)
-    train(run, model, adam(model), lambda step: model(x).sum())
 
 
 @cases((True,), (False,), (None,))
