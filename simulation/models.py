@@ -232,17 +232,18 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
     It is asked once: of a folder that does not exist nobody is to wait for an answer.
     """
-    import huggingface_hub as hub  # takes long, as those that import it do
+    # Takes long, as those that import it do.
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if (found := _in_cache(name, *files)) is not None:
         return found
     try:
         for file in files:
-            with suppress(hub.errors.EntryNotFoundError):
-                hub.get_hf_file_metadata(hub.hf_hub_url(name, file), timeout=_ANSWERS_S)
-                return Path(hub.hf_hub_download(name, file)) if fetch else None
+            with suppress(errors.EntryNotFoundError):
+                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWERS_S)
+                return Path(hf_hub_download(name, file)) if fetch else None
         reason = f"has no {' or '.join(files)}"
-    except hub.errors.HFValidationError:
+    except errors.HFValidationError:
         reason = "is no path that exists and no name on the hub"
     except Exception as error:
         reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
@@ -296,10 +297,10 @@ def _path(model: str) -> Path:
 
 def _in_cache(name: str, *files: str) -> Path | None:
     """The first of these files of a name on the hub that is in the local cache."""
-    import huggingface_hub as hub  # takes long
+    from huggingface_hub import errors, try_to_load_from_cache  # takes long
 
-    with suppress(hub.errors.HFValidationError):
+    with suppress(errors.HFValidationError):
         for file in files:
-            if isinstance(found := hub.try_to_load_from_cache(name, file), str):
+            if isinstance(found := try_to_load_from_cache(name, file), str):
                 return Path(found)
     return None
