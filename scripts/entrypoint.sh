@@ -4,8 +4,7 @@
 # time-to-quality) or of `python -m experiments` (run, ...).
 set -euo pipefail
 
-# `watch` is a program too, of procps.
-if [[ $1 != watch && -n $(type -P -- "$1") ]]; then
+if [[ -n $(type -P -- "$1") ]]; then
     exec "$@"
 fi
 case $1 in

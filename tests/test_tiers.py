@@ -24,12 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
         ({"ranks"}, {"tmp_path"}, "tests/fcdp/test_a.py", "ranks"),
         (set(), {"ranks", "privileged"}, "tests/fcdp/test_a.py", "cluster"),
         ({"cluster"}, {"ranks"}, "tests/fcdp/test_a.py", "cluster"),
-        (set(), set(), "tests/launch/deeper/test_a.py", "cluster"),
-        (set(), {"ranks"}, "tests/launch/test_a.py", "cluster"),
+        (set(), set(), "tests/experiments/clusters/deeper/test_a.py", "cluster"),
+        (set(), {"ranks"}, "tests/experiments/clusters/test_a.py", "cluster"),
         ({"unit"}, set(), "tests/launch/test_a.py", "unit"),
         (set(), set(), "tests/launcher", "unit"),
         (set(), {"ranks"}, "tests/docs/test_a.py", "system"),
-        (set(), {"privileged"}, "tests/launch/test_docker.py", "system"),
+        (set(), {"privileged"}, "tests/experiments/clusters/test_ssh.py", "system"),
+        ({"cluster"}, {"privileged"}, "tests/experiments/worker/test_worker.py", "cluster"),
     ],
 )
 def test_fixtures_marks_and_places_say_the_tier(

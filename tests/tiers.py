@@ -23,31 +23,46 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
-    "system": "pages, examples, packaging, pins, rented nodes, daemons, browsers, GPU's command",
+    "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
+#: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
+#: show by parts: ledgers and closed forms, rules and updates, objectives, publications.
 PLACES = {
     "tests/examples": "system",
     "tests/fcdp/cuda": "system",
-    "tests/launch": "cluster",
+    "tests/launch": "system",
     "tests/experiments/clusters": "cluster",
+    "tests/experiments/tracking": "system",
+    "tests/experiments/worker/test_checkpoint.py": "system",
+    "tests/experiments/worker/test_groups.py": "system",
+    "tests/experiments/worker/test_luwu.py": "system",
+    "tests/experiments/worker/test_rollout.py": "system",
+    "tests/experiments/worker/test_worker.py": "system",
     "tests/clients": "system",
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
-    "tests/launch/test_docker.py": "system",
     "tests/analysis/report/test_reproduction.py": "system",
     "tests/baselines/test_adding_to_a_copy.py": "system",
     "tests/baselines/test_configurations.py": "system",
+    "tests/baselines/co2/test_diloco.py": "system",
+    "tests/baselines/co2/test_train.py": "system",
+    "tests/baselines/cyclic/test_interleaved.py": "system",
+    "tests/baselines/cyclic/test_ring.py": "system",
+    "tests/baselines/cyclic/test_synchronous.py": "system",
     "tests/baselines/fuyou/test_crash.py": "system",
+    "tests/baselines/fuyou/test_exact.py": "system",
     "tests/baselines/luwu/test_ends.py": "system",
     "tests/experiments/test_pins.py": "system",
     "tests/experiments/clusters/test_rented.py": "system",
     "tests/experiments/clusters/test_slurm.py": "system",
     "tests/experiments/clusters/test_ssh.py": "system",
     "tests/analysis/report/test_browser.py": "system",
+    "tests/simulation/imitated/test_agreement.py": "system",
+    "tests/simulation/imitated/test_study.py": "system",
 }
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}

@@ -1,4 +1,4 @@
-"""Random walks beside FSDP2: ten seeds in the suite, 200 with ``--exhaustive``.
+"""Random walks beside FSDP2: ten seeds in CI, 200 with ``--exhaustive``.
 
 On an accelerator three, and as many as 200 too: each is right in every schedule, or fails.
 
@@ -8,6 +8,7 @@ And that a walk notices what it is there for.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,19 @@ from tests.ranks import Pools
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        seeds = range(200 if metafunc.config.getoption("--exhaustive") else 10)
-        metafunc.parametrize("seed", seeds, ids=[f"seed{seed:03}" for seed in seeds])
+        metafunc.parametrize("seed", _seeds(metafunc, "seed{:03}", 10, quick=4))
     if "accelerator_seed" in metafunc.fixturenames:
-        seeds = range(200 if metafunc.config.getoption("--exhaustive") else 3)
-        metafunc.parametrize("accelerator_seed", seeds)
+        metafunc.parametrize("accelerator_seed", _seeds(metafunc, "{}", 3, quick=1))
+
+
+def _seeds(metafunc: pytest.Metafunc, name: str, usual: int, quick: int) -> list[Any]:
+    """Seeds by number; ``make test`` takes the first few."""
+    number = 200 if metafunc.config.getoption("--exhaustive") else usual
+    system = pytest.mark.system
+    return [
+        pytest.param(seed, id=name.format(seed), marks=[system] if seed >= quick else [])
+        for seed in range(number)
+    ]
 
 
 def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
 
+@pytest.mark.cluster  # what this repository is for, before each merge too
 @pytest.mark.parametrize(
     ("settings", "itemsize"),
     [({}, 4), (ACCUMULATION_4, 4), (BFLOAT16, 2)],
