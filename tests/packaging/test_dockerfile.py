@@ -15,7 +15,6 @@ from typer.main import get_group
 from analysis.__main__ import app
 from experiments.commands import COMMANDS
 from tests.packaging import ROOT
-from tests.packaging.test_setup import FILES
 
 DOCKERFILE = ROOT / "Dockerfile"
 
@@ -32,42 +31,12 @@ def arguments(name: str) -> list[str]:
     return [argument for instruction, argument in instructions() if instruction == name]
 
 
-def position(name: str, part: str) -> int:
-    found = [i for i, (n, argument) in enumerate(instructions()) if n == name and part in argument]
-    assert found, f"no {name} with {part}"
-    return found[0]
-
-
 def test_the_linter_has_no_complaint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint is not in this environment: `make setup` did not make it")
     done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_python_packages_come_from_the_set_up_script_and_its_pins_only() -> None:
-    runs = arguments("RUN")
-    assert not any(re.search(r"\b(pip3?|uv|conda)\s+(pip\s+)?install\b", run) for run in runs)
-    assert sum("scripts/setup.sh" in run for run in runs) == 1
-    assert position("COPY", "constraints.txt constraints-paper.txt pyproject.toml") < position(
-        "RUN", "scripts/setup.sh"
-    )
-
-
-def test_the_code_does_not_invalidate_the_environment() -> None:
-    """Before the environment is made, only what it is made from has been copied."""
-    made = position("RUN", "scripts/setup.sh")
-    copied = [text.split()[1:-1] for name, text in instructions()[:made] if name == "COPY"]
-    assert {source for sources in copied for source in sources} == {*FILES, "LICENSE"}
-    assert made < position("COPY", "fcdp:fcdp . .")
-
-
-def test_it_does_not_run_as_root() -> None:
-    (user,) = arguments("USER")
-    assert user == "10001"
-    assert f"--uid {user}" in " ".join(arguments("RUN"))
-    assert position("USER", user) < position("RUN", "scripts/setup.sh")
 
 
 def test_every_system_package_that_the_set_up_asks_for_is_installed(tmp_path: Path) -> None:
