@@ -25,7 +25,7 @@ from simulation.quantities import format_link
 
 #: The matrix of the search, and that of the times.
 SEARCH, TIMES = "fair-search", "time-to-quality"
-#: What a search tries beside the learning rate: steps take as long whatever it is.
+#: Setting that a search tries beside the learning rate: steps take as long whatever it is.
 _TRIED = "outer_momentum"
 
 

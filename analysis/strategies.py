@@ -12,7 +12,7 @@ from baselines import registry
 from baselines.description import Engine, Strategy
 from baselines.settings import CacheSettings
 
-#: What everything is compared with unless the caller says otherwise.
+#: Strategy that everything is compared with unless the caller says otherwise.
 BASELINE = "deepspeed-zero3"
 #: The strategy whose gains the figures annotate and the report's headlines state.
 SUBJECT = "fcdp"

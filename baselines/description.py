@@ -66,7 +66,7 @@ class Strategy:
     built_by: str | None = None
     #: The name that readers of tables and figures know, if it is another one.
     title: str | None = None
-    #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
+    #: Operations of its engine that need CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
     #: Builders of operators that its engine compiles at their first use, beside those of all.
     operators: tuple[str, ...] = ()

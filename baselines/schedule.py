@@ -45,7 +45,7 @@ class Schedule:
     cycle: Cycled | None = None
     #: Whether frozen and trained parameters of a block have units of their own.
     apart: bool = False
-    #: What a unit is, which is gathered at a time.
+    #: Unit that is gathered at a time.
     unit: Literal["block", "matrix"] = "block"
     #: Where shards wait between gathers, and where the optimizer's states are and step.
     parameters: Place = "device"
@@ -56,7 +56,7 @@ class Schedule:
     #: has ahead at the end of forward it does not gather again in backward.
     lead_per_block: float = 0.0
     most_lead: float = 0.0
-    #: What crosses nodes, where the strategy fixes it.
+    #: Codecs between nodes, where the strategy fixes them.
     gather_codec: str | None = None
     reduce_codec: str | None = None
 

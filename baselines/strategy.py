@@ -53,7 +53,7 @@ class Job:
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: optimizers.AnyOptimizer = field(default_factory=optimizers.AdamW)
     loss: Loss = causal_loss
-    #: What ``evaluate`` gives; ``None``: the loss.
+    #: Name of what ``evaluate`` gives; ``None``: the loss.
     measure: Measure | None = None
 
 

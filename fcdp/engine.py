@@ -81,7 +81,7 @@ class Engine:
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
         self._sent: dict[Unit, Kept] = {}
-        #: What the rules for gathers and for reductions know of the link.
+        #: Knowledge of the link, of the rules for gathers and for reductions.
         self._economies: list[Economy] = []
         self._sizes = None
         if (delta := options.codecs.differences) is not None:
@@ -142,7 +142,7 @@ class Engine:
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._economies += [self._exact] if self._exact is not None else []
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
-        #: What was installed on each unit, to tell when somebody takes it away.
+        #: Collectives that were installed on each unit, to tell when somebody takes it away.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         for unit, entry in self.entries.items():
             gather = CachedAllGather(

@@ -24,7 +24,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 #: On the current stream itself, without a hop to NCCL's and back.
 _QUEUED = AllgatherOptions()
 _QUEUED.asyncOp = False
-#: Of ``Failures.place``.
+#: Bits of ``Failures.place``.
 _PLACE_BITS = 16
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType

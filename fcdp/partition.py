@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
-#: What may share a unit: one dtype, and either all frozen or all trainable.
+#: Kind of parameters that may share a unit: one dtype, and either all frozen or all trainable.
 _Key = tuple[torch.dtype, bool]
 
 #: Adapters that stay gathered share units up to this size, as DDP's gradients share buckets: large

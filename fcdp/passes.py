@@ -36,7 +36,7 @@ class Passes:
         self._in_forward = False
         #: FSDP2's state of the module whose own pass is under way.
         self._outermost: Any = None
-        #: What that pass has gathered so far.
+        #: Units that it has gathered so far.
         self._gathered: list[Unit] = []
         #: Whether the pass under way computes no gradients.
         self.without_gradients = False

@@ -30,7 +30,7 @@ class Unit:
     shard_bytes: int
     #: Elements of it, padding included.
     shard_numel: int
-    #: What they are gathered in; usually one dtype.
+    #: Dtypes that they are gathered in; usually one.
     gather_dtypes: frozenset[torch.dtype]
     #: How often a step of one micro-batch gathers it again without it having changed.
     reuses: int = 1

@@ -21,7 +21,7 @@ from simulation import checks, files
 from simulation.files import Strict
 from simulation.hardware import Gpu, gpu
 
-#: What is sharded: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
+#: Sharded state: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
 Stage = Literal["zero-1/2", "zero-3"]
 _STAGES: tuple[Stage, ...] = ("zero-1/2", "zero-3")
 #: Sizes as the paper names them, and 30B: billions of parameters, layers, width, GPUs.

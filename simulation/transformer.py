@@ -88,7 +88,7 @@ class Lora:
 class ModelSpec(Strict):
     """A ``transformers`` configuration with random weights."""
 
-    #: What cells and tables call it.
+    #: Name in cells and tables.
     name: Name
     family: Family
     layers: int = Field(ge=1)

@@ -42,7 +42,7 @@ class Segment:
     forward: Work
     backward: Work
     units: tuple[Unit, ...]
-    #: What backward computes again where the block's activations are not kept.
+    #: Work of backward's second forward, where the block's activations are not kept.
     again: Work = _NOTHING
     #: Whether it is the first of its block.
     block: bool = False

@@ -83,7 +83,7 @@ class Workload(Checked):
     element_bytes: Literal[2, 4] = 2
     #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
     recomputed: Share = 0.0
-    #: What these recompute.
+    #: Blocks that these recompute.
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
     frozen_dtype: FrozenDtype = "fp32"

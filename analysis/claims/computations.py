@@ -21,7 +21,7 @@ from experiments.records.settings import Described
 from simulation.files import Name, Strict
 from simulation.transformer import Tuning
 
-#: What a number is written in, and what a number in basic units (a ratio, bytes) is multiplied by.
+#: Units that numbers are written in, and the factor of a number in basic units (a ratio, bytes).
 Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
 SCALES: dict[Unit, float] = {
     "×": 1,
@@ -32,13 +32,13 @@ SCALES: dict[Unit, float] = {
     "words/s": 1,
     "TFLOPS": 1,
 }
-#: Of several numbers; the middle one unless a claim says "up to" or "at least".
+#: Choice among several numbers; the middle one unless a claim says "up to" or "at least".
 Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
 
 #: A cell that ended otherwise, and was not skipped, left no figures, and is as bad as can be.
 ENDED_WELL: tuple[State, ...] = ("ok",)
-#: Of quantities that are neither bytes nor shares.
+#: Units of quantities that are neither bytes nor shares.
 _UNITS: dict[Quantity, tuple[Unit, ...]] = {
     "tokens_per_s": ("tokens/s", "words/s"),
     "tokens_per_s_per_gpu": ("tokens/s",),
@@ -64,23 +64,23 @@ class Selection(Strict):
     sequence_length: int | None = Field(default=None, ge=1)
     policy: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
-    #: Of workers that train apart: steps per round, β, and the penalty for the staleness gap.
+    #: Workers that train apart: steps per round, β, and the penalty for the staleness gap.
     interval: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     outer_momentum: float | Literal["any"] | None = None
     penalty: str | None = None
-    #: Of Cyclic Data Parallelism: ``v1`` or ``v2``.
+    #: Cyclic Data Parallelism: ``v1`` or ``v2``.
     rule: str | None = None
-    #: Of LuWu: acknowledgements, the server's pipeline, bytes of a message.
+    #: LuWu: acknowledgements, the server's pipeline, bytes of a message.
     merged: bool | None = None
     chunk_bytes: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     pipeline: str | None = None
     #: Fuyou's: when the optimizer steps, and what is swapped.
     update: str | None = None
     swap: str | None = None
-    #: Of Fuyou's published table.
+    #: Fuyou's published table.
     gpus: int | None = Field(default=None, ge=1)
     ssds: int | None = Field(default=None, ge=1)
-    #: Of a study of memory: whether blocks are computed again in backward.
+    #: A study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 
     @field_validator("link")
@@ -116,7 +116,7 @@ class Sample:
 
     value: float
     row: Row
-    #: What it is compared with, if it is.
+    #: Partner that it is compared with, if there is one.
     over: Row | None = None
 
     @property

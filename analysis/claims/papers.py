@@ -48,9 +48,9 @@ class MatrixUse(Strict):
     #: Why there are no records yet; a matrix without a file or a command must say so.
     planned: str | None = None
     resources: str | None = None
-    #: What its records must not be used for.
+    #: Uses that its records must not be put to.
     caveat: str | None = None
-    #: What to know of its times where they are used.
+    #: Note on its times where they are used.
     noise: str | None = None
 
 
@@ -88,7 +88,7 @@ class Tolerance(Strict):
         return within or high < paper - away or low > paper + away
 
 
-#: What a comparison is for. ``result``: it is of the claim's own setting, and decides; all others
+#: Purpose of a comparison. ``result``: it is of the claim's own setting, and decides; all others
 #: decide nothing and count for nothing. ``context``: another setting than the claim's. ``set-up``:
 #: what was set so that other comparisons are fair. ``consistency``: the project's own measurements
 #: or formulas against themselves. ``fit``: ours was chosen so that the number comes out.
@@ -102,11 +102,11 @@ class Check(Strict):
     role: Role = "result"
     compute: Computation
     tolerance: Tolerance
-    #: What to know of the comparison, whatever it says.
+    #: Note on the comparison, whatever it says.
     note: str | None = None
     #: The reason found; shown only where the claim is indeed not reproduced.
     because: str | None = None
-    #: What of it is computed anew; shown with it.
+    #: Part of it that is computed anew; shown with it.
     causes: tuple[Cause, ...] = ()
 
 
@@ -127,7 +127,7 @@ class Claim(Strict):
     shown_by: tuple[str, ...] = ()
     #: Why no record tests it; by default what its paper says.
     untested: str | None = None
-    #: What a test would take, such as ``128 A100``.
+    #: Machines that a test would take, such as ``128 A100``.
     needs: str | None = None
 
     @model_validator(mode="after")

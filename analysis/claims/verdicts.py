@@ -83,7 +83,7 @@ class Ranged:
 
     low: float
     high: float
-    #: Of the settings at which there is one, how many agree with the paper's.
+    #: How many of the settings at which there is one agree with the paper's.
     share: float
     #: Which settings these are, in words; nothing where they are all, or none.
     part: str
@@ -130,7 +130,7 @@ class Finding:
     evidence: Evidence | None
     #: Which cells ours is taken from.
     cells: str
-    #: What to know of the comparison; why it was not reproduced, or why it was not run.
+    #: Note on the comparison; why it was not reproduced, or why it was not run.
     reasons: tuple[str, ...]
 
     @property

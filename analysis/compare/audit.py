@@ -56,7 +56,7 @@ _WHOLE = (
     "adapters, frozen ones too: the headers of so many small messages, up to "
     f"{MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
 )
-#: What needs no explanation.
+#: Ratio up to which none needs an explanation.
 _NEAR = 1.05
 
 

@@ -43,7 +43,7 @@ class Drawing:
     title: str
     caption: str
     figure: Figure
-    #: What its cells are of, where that is one matrix.
+    #: Matrix of its cells, where that is one.
     matrix: str = ""
 
 

@@ -60,7 +60,7 @@ class Row:
     evidence: Evidence
     #: Shares and bytes; what a cell does not have is not in it.
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
-    #: Of each step that it was to train, NaN where one is missing; none of a simulated cell.
+    #: Losses of each step that it was to train, NaN where one is missing; none if simulated.
     losses: Sequence[float] = ()
     #: Its cell's record, if it is of one.
     record: Record | None = None

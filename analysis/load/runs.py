@@ -57,7 +57,7 @@ class _Held(Generic[_Any]):
 class Run(_Held[Record]):
     """The records of one matrix."""
 
-    #: What the simulator says of the same cells, and the file of it if there is one; see
+    #: Predictions of the same cells, and the file of it if there is one; see
     #: ``python -m experiments validate``.
     predicted: str | None
     predictions: list[Record]

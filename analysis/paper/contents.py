@@ -19,13 +19,13 @@ from simulation import yaml_lines
 from simulation.files import Name, Strict
 
 CONTENTS = Path(__file__).with_suffix(".yaml")
-#: Of the papers whose chapters follow, in their order.
+#: Files of the papers whose chapters follow, in their order.
 OTHERS = tuple(
     CONTENTS.with_name(f"{paper}.yaml") for paper in ("co2", "cyclic", "luwu", "fuyou", "bound")
 )
 
 
-#: What a section's figure draws.
+#: Content of a section's figure.
 Figure = Literal[
     "volume",
     "ranges",

@@ -17,7 +17,7 @@ from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import METRICS
 
-#: What LaTeX reads as commands, and signs that its fonts lack.
+#: Signs that LaTeX reads as commands, and signs that its fonts lack.
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",

@@ -96,7 +96,7 @@ class Post:
 
         ``period``: slots from the start of a step to that of the next.
         """
-        #: What this rank sends and receives.
+        #: Messages that this rank sends and receives.
         self.sends = sends
         self.receives = receives
         self._sizes = sizes

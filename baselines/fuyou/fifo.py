@@ -49,7 +49,7 @@ class Fifo:
             for _ in range(min(slots, len(layout.blocks)))
         ]
         self._root = self._on_device(layout.root.compute_bytes)
-        #: What is kept of groups, on the device or in host memory, by their index.
+        #: Tensors that are kept of groups, on the device or in host memory, by their index.
         self._kept = {group.index: part for group, part in _parts(layout.root, self._root)}
         self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
         #: Blocks that will be needed, and the one that is computed.

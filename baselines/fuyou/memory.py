@@ -11,7 +11,7 @@ import torch
 from fcdp.arena import Arena, aligned
 from fcdp.sizes import written
 
-#: Of mallopt(3), and what counts as large.
+#: Options of mallopt(3), and what counts as large.
 _MMAP_THRESHOLD, _LARGE = -3, 64 * 1024
 _STATUS = Path("/proc/self/status")
 
@@ -25,7 +25,7 @@ class Dram:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self._memory = Arena(nbytes, device).memory.zero_()
-        #: What is free: where it begins, and its bytes, in order.
+        #: Free ranges: where each begins, and its bytes, in order.
         self._free = [(0, nbytes)]
         self._used = 0
         self.peak = 0

@@ -247,7 +247,7 @@ class Fuyou(Trainable):
         )
         self._last = True
         self._broken = False
-        #: What was chosen to be kept; ``None`` before the profiling step.
+        #: Choice of what is kept; ``None`` before the profiling step.
         self.choice: Choice | None = None
         self._until_choice = _PROFILED
         self._device_peak = 0

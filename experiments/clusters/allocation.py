@@ -17,7 +17,7 @@ from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 
-#: What a launcher starts on a node.
+#: Program that a launcher starts on a node.
 _PROGRAM = (sys.executable, "-m", "experiments.clusters.node")
 _SCONTROL_S = 60
 

@@ -37,7 +37,7 @@ class Description(Strict):
     address: str
     interface: str
     commit: str | None
-    #: What a record says of the node's network.
+    #: Description of the node's network, as records have it.
     network: dict[str, Any]
 
 

@@ -40,7 +40,7 @@ class StartBarrier:
         self._limit = limit
         self._ranks_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="start-barrier", daemon=True)
-        #: What the limit was set to; empty if the ranks never got that far.
+        #: Limit that was set; empty if the ranks never got that far.
         self.network: dict[str, Any] = {}
 
     def __enter__(self) -> StartBarrier:

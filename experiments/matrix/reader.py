@@ -31,9 +31,9 @@ from simulation.files import Strict
 from simulation.yaml_lines import Document, KeyPath, load
 
 _FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
-#: Of a simulated cluster, which is what a cell wants it to be.
+#: Fields of a simulated cluster, which is what a cell wants it to be.
 _OF_CLUSTER = ("nodes", "inter_efficiency")
-#: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
+#: Settings that a file may give cell by cell; matrix and cluster are the same for all of them.
 SETTINGS = (
     *_OF_CLUSTER,
     *(

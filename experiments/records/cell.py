@@ -169,7 +169,7 @@ class Cell(Strict):
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
     #: Of gathered parameters and of compute; those that are stepped are float32.
     dtype: Annotated[DType, Setting("Type", learns=True)]
-    #: What its strategy lets it choose, of the type that ``baselines.registry`` names.
+    #: Choices that its strategy leaves, of the type that ``baselines.registry`` names.
     settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
         default=Settings(), validate_default=True
     )

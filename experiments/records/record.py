@@ -29,9 +29,9 @@ class Metric:
     and a quantity of that name for claims.
     """
 
-    #: What the column is called, with its unit.
+    #: Heading of the column, with its unit.
     title: str
-    #: What the number is multiplied by, and how it is written then.
+    #: Factor of the number, and how it is written then.
     scale: float = 1.0
     form: str = ".4g"
     unit: str = ""
@@ -236,7 +236,7 @@ class Record(Strict):
     hardware: dict[str, Any]
     #: ``None`` where nothing was run, and in older records.
     machine: Machine | None = None
-    #: What the shaper was set to (rate, burst, MTU), as the cluster reports it.
+    #: Settings of the shaper (rate, burst, MTU), as the cluster reports it.
     network: dict[str, Any]
     started_at: str
     seconds: float

@@ -39,7 +39,7 @@ _COMPILE_TIMEOUT_S = 1800.0
 #: Starts in a row without a new checkpoint, after which a cell has failed: what fails at the same
 #: step each time comes to none.
 _FRUITLESS = 3
-#: Of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
+#: Characters of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
 _LAST_LINES = 20
 _LAST_BYTES = 65_536
 

@@ -27,7 +27,7 @@ STATE_STYLES = {
 #: Most cells that are named of those that failed alike.
 _LISTED = 3
 _ABSENT = Text("–", style="dim")
-#: What a minimum means that is above what was sent.
+#: Meaning of a minimum above what was sent.
 _LESS = (
     "\n* the minimum is of a schedule that gathers each block anew in backward; DeepSpeed still "
     "holds some from the end of forward, which it does not gather again"

@@ -39,7 +39,7 @@ from experiments.worker.phases import Allocated, Phases
 from fcdp import Topology
 from fcdp.durable import COMMIT
 
-#: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
+#: Variables that name a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")
 
 

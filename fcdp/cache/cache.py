@@ -42,7 +42,7 @@ class _Seen:
     """Device memory as a pass found it, in bytes, and what of it could be told apart."""
 
     usage: Usage
-    #: That of tensors, where PyTorch's allocator knows, and of the device tier.
+    #: Memory of tensors, where PyTorch's allocator knows, and of the device tier.
     in_tensors: int | None
     in_tier: int
 
@@ -78,7 +78,7 @@ class Cache:
         #: Whether the model's last forward was for training.
         self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
-        #: What this pass found; asked for by the first that wants to know.
+        #: Usage in this pass; asked for by the first that wants to know.
         self._seen: _Seen | None = None
         #: How many entries are staged.
         self._staged = 0

@@ -24,7 +24,7 @@ Preference = tuple[TierName, ...]
 class Placement(Protocol):
     """A policy applied to one model."""
 
-    #: What each unit prefers; the same on every rank, since it decides what is planned.
+    #: Tiers that each unit prefers; the same on every rank, since it decides what is planned.
     preferences: dict[Unit, Preference]
     #: Whether :meth:`admits` is to be asked before the device takes a unit.
     guarded: bool

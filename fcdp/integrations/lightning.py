@@ -22,7 +22,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import check_options, check_version
 from fcdp.topology import Topology
 
-#: What Lightning calls of a module, each a forward by itself.
+#: Methods that Lightning calls of a module, each a forward by itself.
 _FORWARDS = ("training_step", "validation_step", "test_step", "predict_step")
 
 _Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]

@@ -54,7 +54,7 @@ class Subscriber:
         self.state: MutableMapping[str, torch.Tensor] = {} if state is None else state
         self.version: int | None = None
         self._frozen = 0
-        #: Of each rank, the parts by dtype whose differences it tells together.
+        #: Parts by dtype, whose differences a rank tells together, by rank.
         self._parts: list[dict[str, list[Part]]] = []
 
     def update(self) -> int | None:

@@ -78,7 +78,7 @@ class MemoryRecord(Strict):
     state: State
     error: str | None
     evidence: Literal["simulated"] = "simulated"
-    #: What of it is real.
+    #: Part of it that is real.
     method: str = "real code, fake tensors"
     finding: MemoryUse | None
     commit: str | None

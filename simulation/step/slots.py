@@ -34,7 +34,7 @@ from simulation.workload import Workload
 #: under way.
 _STEPS, _STEADY, _SHOWN = 10, 4, 8
 _FP32 = 4
-#: What a record's ledger calls the phases of messages.
+#: Phases of messages, as a record's ledger names them.
 _PHASES: dict[Kind, str] = {
     "forward": "forward",
     "backward": "backward",

@@ -257,7 +257,7 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: What exchanges take that are alike, as those of all blocks are.
+    #: Times of exchanges that are alike, as those of all blocks are.
     _exchanges: dict[tuple[Traffic, float, float], tuple[dict[str, float], float]] = field(
         default_factory=dict
     )
