@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -154,12 +153,3 @@ def test_the_run_ends_in_all_roles_and_goes_on_from_the_files(
     who: str, how: int, tmp_path: Path
 ) -> None:
     _ends(tmp_path, who, how, 0.05)
-
-
-def test_kills_at_random_times(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if not request.config.getoption("--exhaustive"):
-        pytest.skip("20 kills, of which the other test has three: --exhaustive")
-    random.seed(7)
-    for index in range(20):
-        who = random.choice(["server", "switch", "worker 0", "worker 1"])
-        _ends(tmp_path / str(index), who, signal.SIGKILL, random.uniform(0, 0.4))
