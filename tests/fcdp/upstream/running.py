@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from tests.fcdp.training import topology_of
+from tests.fcdp.upstream.models import VOCABULARY
 from tests.ranks import Pools
 
 #: Nodes × ranks per node. Two summands have one order; the second shape has a hierarchy.
@@ -200,6 +201,24 @@ def train(
         run.see_gradients(model)
         optimizer.step()
     assert len(set(losses)) == steps, "the case does not train"
+    run.see_params(model)
+
+
+def train_on_tokens(run: Run, model: nn.Module) -> None:
+    def loss(step: int) -> torch.Tensor:
+        return model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
+
+    train(run, model, adam(model), loss)
+
+
+def steps(run: Run, model: nn.Module, number: int = 3) -> Iterator[int]:
+    """Steps by number: the gradients that each has computed are seen, stepped and cleared."""
+    optimizer = adam(model)
+    for step in range(number):
+        yield step
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
     run.see_params(model)
 
 

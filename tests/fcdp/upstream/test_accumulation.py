@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fcdp.upstream.models import Branches, mlps
-from tests.fcdp.upstream.running import PAIR, Run, adam, cases
+from tests.fcdp.upstream.running import PAIR, Run, cases, steps
 
 
 @cases(
@@ -25,8 +25,7 @@ def test_gradients_of_several_micro_batches(
     model = mlps(3, 5)
     run.shard([*model, model], reshard_after_forward=reshard)
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(3):
             last = micro == 2
             if mode == "no_sync":
@@ -43,9 +42,6 @@ def test_gradients_of_several_micro_batches(
             if not last:
                 run.settle()  # FSDP2 waits for reductions in the last backward alone
             run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    run.see_params(model)
 
 
 @cases((False, True), (True, True), (False, False))
@@ -58,9 +54,8 @@ def test_forwards_of_all_micro_batches_before_their_backwards(
     if async_op:
         model._set_unshard_async_op(True)
     run.cache(model)
-    optimizer = adam(model)
     count = 3
-    for step in range(2):
+    for step in steps(run, model, 2):
         losses = [model(run.input(4, 5, step=10 * step + micro)).sum() for micro in range(count)]
         for micro, loss in enumerate(losses):
             last = micro == count - 1
@@ -68,10 +63,6 @@ def test_forwards_of_all_micro_batches_before_their_backwards(
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last or not keep)
             loss.backward()
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 @cases((True,), (False,), shapes=[PAIR])
@@ -84,8 +75,7 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     )
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(4):
             model.set_requires_gradient_sync(micro == 3)
             loss = model(run.input(4, 8, step=10 * step + micro)).sum()
@@ -94,10 +84,6 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
         for param in model.parameters():
             assert param.grad is not None
             assert param.grad.dtype == torch.float32
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 @cases()
@@ -106,16 +92,12 @@ def test_evaluation_between_micro_batches(run: Run) -> None:
     model = mlps(2, 5)
     run.shard([*model, model])
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             model(run.input(4, 5, step=10 * step + micro)).sum().backward()
             with torch.no_grad():
                 run.see("evaluated", model(run.input(4, 5, step=99)))
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 @cases(("every",), ("no_sync",))
@@ -124,14 +106,9 @@ def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> Non
     model = Branches(6)
     run.shard([model.left, model.right, model])
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(2):
             if mode == "no_sync":
                 model.set_requires_gradient_sync(micro == 1)
             used = "left" if micro else "left right"
             model(run.input(4, 6, step=10 * step + micro), used=used).sum().backward()
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)

@@ -15,7 +15,7 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, cases, train
+from tests.fcdp.upstream.running import Run, adam, cases, steps, train
 from tests.ranks import Pools
 
 LAYERS = 3
@@ -84,17 +84,12 @@ def test_resharding_by_hand(run: Run) -> None:
     """Built to stay gathered, resharded by hand between forward and backward."""
     model = transformer(run, reshard_after_forward=False)
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         loss = loss_of(run, model, step)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         run.see("backward", collectives(loss.backward))
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 def see_collectives(run: Run, model: nn.Module, step: int) -> None:
@@ -137,16 +132,11 @@ def test_set_reshard_after_backward(run: Run) -> None:
     """Gathered across micro-batches: the second gathers nothing."""
     model = transformer(run)
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(2):
             model.set_reshard_after_backward(micro == 1)
             model.set_requires_gradient_sync(micro == 1)
             run.see("micro", collectives(loss_of(run, model, 10 * step + micro).backward))
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 def force_sums(model: nn.Module) -> None:

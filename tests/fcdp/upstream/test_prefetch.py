@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train
+from tests.fcdp.upstream.models import Transformer, mlps
+from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train, train_on_tokens
 
 
 @cases((2, True, False), (1, True, False), (4, True, False), (2, True, True), (2, False, False))
@@ -24,12 +24,7 @@ def test_modules_to_prefetch(run: Run, ahead: int, reshard: bool, checkpointing:
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
         layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
     run.cache(model)
-    train(
-        run,
-        model,
-        adam(model),
-        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
-    )
+    train_on_tokens(run, model)
 
 
 @cases()
@@ -143,12 +138,7 @@ def test_set_unshard_in_backward(run: Run) -> None:
     run.shard([model.embedding, *model.units()])
     model.embedding.set_unshard_in_backward(False)
     run.cache(model)
-    train(
-        run,
-        model,
-        adam(model),
-        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
-    )
+    train_on_tokens(run, model)
 
 
 @pytest.mark.skipif(

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from tests.fcdp.upstream.models import VOCABULARY, Transformer
-from tests.fcdp.upstream.running import Run, adam, cases, train
+from tests.fcdp.upstream.running import Run, cases, steps, train_on_tokens
 
 
 @cases((True, True), (True, False), (False, True), (False, False))
@@ -14,12 +14,7 @@ def test_tied_weights(run: Run, reshard: bool, checkpointing: bool) -> None:
     model = Transformer(tied=True, checkpointing=checkpointing)
     run.shard(model.units(), reshard_after_forward=reshard)
     run.cache(model)
-    train(
-        run,
-        model,
-        adam(model),
-        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
-    )
+    train_on_tokens(run, model)
 
 
 class Chunked(nn.Module):
@@ -49,12 +44,7 @@ def test_modules_in_one_group(run: Run, tie: bool, reshard: bool | None) -> None
     model = Chunked(tie=tie)
     run.shard(model.groups(tie=tie), reshard_after_forward=reshard)
     run.cache(model)
-    train(
-        run,
-        model,
-        adam(model),
-        lambda step: model(run.tokens(VOCABULARY, 2, 6, step=step)).square().mean(),
-    )
+    train_on_tokens(run, model)
 
 
 def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> None:
@@ -73,8 +63,7 @@ def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
     model = Chunked(tie=tie)
     run.shard(model.groups(tie=tie))
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             model.set_requires_gradient_sync(last)
@@ -82,10 +71,6 @@ def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
             hidden = model(run.tokens(VOCABULARY, 2, 8, step=10 * step + micro), skip_head=True)
             run.see(f"hidden {step}.{micro}", hidden)
             backward_by_chunks(model, hidden, chunks=4)
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
 
 
 @cases()
@@ -94,8 +79,7 @@ def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
     model = Chunked(tie=False)
     run.shard(model.groups(tie=False))
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
+    for step in steps(run, model):
         hidden = model(run.tokens(VOCABULARY, 2, 8, step=step), skip_head=True)
         for keep in (True, False):
             model.head.set_reshard_after_forward(not keep)
@@ -103,7 +87,3 @@ def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
             if keep:
                 backward_by_chunks(model, hidden, chunks=4)
         model.head.reshard()
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
