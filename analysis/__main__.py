@@ -220,7 +220,7 @@ def time_to_quality(
         table, figure, said = write(results)
     except (OSError, ValueError) as error:
         _fail(str(error))
-    typer.echo(f"table   {table}\nfigure  {figure}\nplans   {said}")
+    typer.echo(f"{table}\n\nfigure  {figure}\nplans   {said}")
 
 
 def _reproduce() -> None:

@@ -157,18 +157,17 @@ def quality(search: Sequence[Record], times: Sequence[Record]) -> Quality:
     return Quality(parameters=parameters, cases=tuple(cases(found, targets(found)[0])))
 
 
-def write(results: Path) -> tuple[Path, Path, Path]:
-    """Write the tables, the figure and what plans say beside the times, and return where.
+def write(results: Path) -> tuple[str, Path, Path]:
+    """Write the figure and what plans say beside the times; return the tables, and where.
 
     Raises ``ValueError`` or ``OSError`` without records of both matrices.
     """
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
     found = courses(search, times)
-    table, figure, said = (results / TIMES / f"quality.{end}" for end in ("md", "svg", "json"))
-    table.write_text(markdown(found), encoding="utf-8")
+    figure, said = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
     said.write_text(quality(search, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
     figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(found))))
-    return table, figure, said
+    return markdown(found), figure, said
 
 
 def targets(found: Sequence[Course]) -> list[float]:
@@ -195,7 +194,7 @@ def markdown(found: Sequence[Course]) -> str:
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
         said = zip(links, cases(found, loss), strict=True)
         parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in said))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
