@@ -28,7 +28,6 @@ from baselines.optimizers import AnyOptimizer
 from docs import memory
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.select import FILE
 from experiments.records.workload import AnyData, AnyModel
 from scripts import host_cost, matrices, tables
 from simulation.files import stored
@@ -141,13 +140,13 @@ def rewritten(page: str, content: str) -> str:
 
 def _records(matrix: str) -> list[Record]:
     """A committed run's records, repetitions pooled."""
-    return pooled(read(ROOT / "results" / matrix / FILE))
+    return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
 def _once(matrix: str, table: Callable[[list[Record]], str]) -> str:
     """The table, and figures that are drawn beside its records, once these are there."""
     folder = ROOT / "results" / matrix
-    if not stored(folder / FILE).exists():
+    if not stored(folder / "records.jsonl").exists():
         return "No records are committed yet."
     drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
     figures = (f"![{each.stem}]({each.relative_to(ROOT / 'results')})" for each in drawn)

@@ -89,18 +89,16 @@ def _of_phase(record: Record, phase: str) -> str:
 
 def by_rollout(records: Sequence[Record]) -> str:
     """A row per way of having answers: an iteration, and what a rollout is told, as Markdown."""
-    names = ("sync_seconds", "sync_bytes", "generation_seconds", "scoring_seconds")
-    names += ("update_seconds", "changed_share", "bits_per_parameter", "versions_behind")
-    metrics = {name: METRICS[name] for name in names}
+    there = {n: m for n, m in METRICS.items() if any(_measured(r, n) is not None for r in records)}
     rows = [
         (
             record.cell.objective.name,
             f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
-            *(text.metric(one, _measured(record, name)) for name, one in metrics.items()),
+            *(text.metric(one, _measured(record, name)) for name, one in there.items()),
         )
         for record in records
     ]
-    return text.table(("Answers", "iteration", *(one.title for one in metrics.values())), rows)
+    return text.table(("Answers", "iteration", *(one.title for one in there.values())), rows)
 
 
 def condensed(records: Sequence[Record]) -> str:

@@ -49,9 +49,10 @@ def test_phases_stand_beside_fsdp2s() -> None:
 def test_rollouts_stand_beside_the_trainers_own_answers() -> None:
     told = {"update_seconds": 1.0, "bits_per_parameter": 1.5, "versions_behind": 1.0}
     own, other = (record(cell(strategy="fcdp"), **more) for more in ({"update_seconds": 1.0}, told))
-    first, second = tables.by_rollout([own, other]).splitlines()[-2:]
-    assert first.endswith("| 1 | – | – | – |")
-    assert second.endswith("| 1 | – | 1.500 | 1 |")
+    head, _, first, second = tables.by_rollout([own, other]).splitlines()
+    assert head.endswith("| update s | versions behind | bits per parameter |")
+    assert first.endswith("| 1 | – | – |")
+    assert second.endswith("| 1 | 1 | 1.500 |")
 
 
 def test_a_place_is_filled_once_there_are_records(
