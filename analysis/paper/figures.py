@@ -364,7 +364,7 @@ def ranges(
     """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
-        figure = Figure(figsize=(3.5, 0.4 * len(numbers) + 1.2), layout="constrained")
+        figure = Figure(figsize=(3.5, 0.31 * len(numbers) + 1.2), layout="constrained")
         ax = figure.subplots()
         for at, claim in enumerate(numbers):
             found, number = of.ranges[claim.id], of.paper[claim.id].number
@@ -385,7 +385,8 @@ def ranges(
         ax.minorticks_off()
         ax.set_xlabel("ours over the paper's number")
         ax.set_yticks([])
-        ax.set_ylim(len(numbers) - 0.5, -0.8)
+        ax.spines["left"].set_visible(False)
+        ax.set_ylim(len(numbers) - 0.5, -0.9)
         handles = [
             Line2D([], [], color=COLOURS[1], lw=2.5, label="over all that it does not say"),
             Line2D([], [], color=COLOURS[2], marker="o", linestyle="none", label="best point"),
