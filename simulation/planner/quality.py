@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from pydantic import Field
+
 from simulation.files import Strict
 from simulation.planner.search import Option
 
@@ -16,7 +18,7 @@ class Case(Strict):
     """Who comes first to a loss on one link."""
 
     #: Seconds that the exact strategy's bytes take on the link, over those of its computation.
-    share: float
+    share: float = Field(gt=0)
     exact: str
     first: str
     #: Times as soon as the exact one, and whether seeds and rounds leave it open.
