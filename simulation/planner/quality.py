@@ -52,8 +52,8 @@ class Quality(Strict):
         share = busy["inter_node"] / busy["compute"]
         case = min(self.cases, key=lambda one: abs(math.log(one.share / share)))
         return (
-            f"time to quality, emulated with {self.parameters / 1e6:.1f} M parameters where the "
-            f"link takes {case.share:.2g} times the computation (here {share:.2g} times): "
+            f"time to quality, emulated on CPUs with {self.parameters / 1e6:.1f} M parameters, "
+            f"where the link takes {case.share:.2g} times the computation (here {share:.2g}): "
             + case.said(f"{case.exact}'s loss at half of its steps")
         )
 
