@@ -217,10 +217,10 @@ def time_to_quality(
     from analysis.quality import write
 
     try:
-        table, figure = write(results)
+        table, figure, said = write(results)
     except (OSError, ValueError) as error:
         _fail(str(error))
-    typer.echo(f"table   {table}\nfigure  {figure}")
+    typer.echo(f"{table}\n\nfigure  {figure}\nplans   {said}")
 
 
 def _reproduce() -> None:

@@ -21,6 +21,7 @@ from experiments.records.cell import Cell
 from experiments.records.comparison import grouped, interval, pooled
 from experiments.records.record import Record, read
 from experiments.records.select import FILE
+from simulation.planner.quality import Case, Quality
 from simulation.quantities import format_link
 
 #: The matrix of the search, and that of the times.
@@ -79,6 +80,8 @@ class Course:
     seconds: float
     least: float
     most: float
+    #: Seconds that a step's bytes take on the link.
+    link_seconds: float
 
     def seconds_to(self, loss: float) -> tuple[float, float, float] | None:
         """Seconds to a loss: of the median seed, and of the first and last with their rounds."""
@@ -142,21 +145,29 @@ def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
             if record is None or record.measurement is None:
                 raise ValueError(f"{trial.subject}, {format_link(link)}: is not among the times")
             rounds = record.measurement.round_seconds
-            courses.append(Course(trial, link, median(rounds), *interval(rounds)))
+            taken = 8 * record.measurement.inter_node_bytes_per_step / (link or math.inf)
+            courses.append(Course(trial, link, median(rounds), *interval(rounds), taken))
     return courses
 
 
-def write(results: Path) -> tuple[Path, Path]:
-    """Write the tables and the figure beside the times, and return where.
+def quality(search: Sequence[Record], times: Sequence[Record]) -> Quality:
+    """What plans say: of the loss after half of the exact strategy's steps."""
+    found = courses(search, times)
+    parameters = next(each.measurement.parameters for each in times if each.measurement)
+    return Quality(parameters=parameters, cases=tuple(cases(found, targets(found)[0])))
+
+
+def write(results: Path) -> tuple[str, Path, Path]:
+    """Write the figure and what plans say beside the times; return the tables, and where.
 
     Raises ``ValueError`` or ``OSError`` without records of both matrices.
     """
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
     found = courses(search, times)
-    table, figure = (results / TIMES / f"quality.{end}" for end in ("md", "svg"))
-    table.write_text(markdown(found), encoding="utf-8")
+    figure, said = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
+    said.write_text(quality(search, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
     figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(found))))
-    return table, figure
+    return markdown(found), figure, said
 
 
 def targets(found: Sequence[Course]) -> list[float]:
@@ -172,7 +183,7 @@ def targets(found: Sequence[Course]) -> list[float]:
 
 def markdown(found: Sequence[Course]) -> str:
     """Tables of seconds to each target by link, and a sentence for each."""
-    on_link = [list(of) for _, of in groupby(found, key=lambda course: course.bits_per_s)]
+    on_link = _on_link(found)
     links = [format_link(of[0].bits_per_s) for of in on_link]
     parts = [text.table(("Strategy", "Learning rate", "β", "loss at the end"), _ends(on_link[0]))]
     for loss in targets(found):
@@ -181,8 +192,9 @@ def markdown(found: Sequence[Course]) -> str:
             for of in zip(*on_link, strict=True)
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
-        parts.append("\n".join(f"- {sentence(of, loss)}" for of in on_link))
-    return "\n\n".join(parts) + "\n"
+        said = zip(links, cases(found, loss), strict=True)
+        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in said))
+    return "\n\n".join(parts)
 
 
 def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
@@ -201,30 +213,41 @@ def _seconds(course: Course, loss: float) -> str:
     return f"{middle} ({least}–{most})"
 
 
-def sentence(on_link: Sequence[Course], loss: float) -> str:
-    """Which strategy is the first to come to a loss on one link, the exact one first in order."""
-    exact, link = on_link[0], format_link(on_link[0].bits_per_s)
+def cases(found: Sequence[Course], loss: float) -> list[Case]:
+    """Who comes first to the loss on each link; computation is all that a step takes beside bytes.
+
+    The exact strategy is the first in order; computation's seconds are those on the fastest link.
+    """
+    on_link = _on_link(found)
+    fastest = on_link[-1][0]
+    computing = fastest.seconds - fastest.link_seconds
+    return [_case(of, loss, of[0].link_seconds / computing) for of in on_link]
+
+
+def _case(on_link: Sequence[Course], loss: float, share: float) -> Case:
+    exact = on_link[0]
     there = [(course, seconds) for course in on_link if (seconds := course.seconds_to(loss))]
     first, (middle, _, most) = min(there, key=lambda each: each[1][0])
     own = next(seconds for course, seconds in there if course is exact)
-    if first is exact:
-        return f"On {link} {exact.trial.label} is the first to come to {loss:g}, and exact."
-    if most >= own[1]:
-        alike = f"{exact.trial.label} and {first.trial.label} come to {loss:g} alike"
-        return f"On {link} exact is as fast: {alike}."
-    above = mean(first.trial.ends) / mean(exact.trial.ends) - 1
-    where = "above" if above > 0 else "below"
-    return (
-        f"On {link} {first.trial.label} comes to {loss:g} {text.times(own[0] / middle)} sooner "
-        f"than {exact.trial.label}; at the end it is {100 * abs(above):.1f} % {where} it."
+    return Case(
+        share=share,
+        exact=exact.trial.label,
+        first=first.trial.label,
+        sooner=own[0] / middle,
+        alike=first is not exact and most >= own[1],
+        above=mean(first.trial.ends) / mean(exact.trial.ends) - 1,
     )
+
+
+def _on_link(found: Sequence[Course]) -> list[list[Course]]:
+    return [list(of) for _, of in groupby(found, key=lambda course: course.bits_per_s)]
 
 
 def draw(found: Sequence[Course]) -> Figure:
     """Held-out loss over seconds, a panel per link: the mean of the seeds, and all of them."""
     labels = {course.trial.subject: course.trial.label for course in found}
     looks = strategies.styles(labels)
-    on_link = [list(of) for _, of in groupby(found, key=lambda course: course.bits_per_s)]
+    on_link = _on_link(found)
     with style():
         figure = Figure(figsize=(2.6 * len(on_link), 3.4), layout="constrained")
         grid = figure.subplots(1, len(on_link), sharey=True, squeeze=False)[0]

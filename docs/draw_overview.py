@@ -19,8 +19,8 @@ NODES, RANKS_PER_NODE = 2, 2
 #: 10B parameters, of which adapters are a hundredth more; gathers and reductions in bf16.
 PARAMETERS, LAYERS, ITEMSIZE, ADAPTERS = 10e9, 48, 2, 0.01
 
-#: In inches, as all coordinates: of the figure, of one panel, and from one panel to the next.
-WIDTH, HEIGHT, PANEL, STRIDE = 10.0, 5.7, 4.75, 5.05
+#: In inches, as all coordinates: a panel, from one to the next, and the heading above them.
+PANEL, HEIGHT, STRIDE, HEAD = 4.75, 5.25, 5.05, 0.45
 MARGIN = 0.1
 #: Lower edges of the nodes, and the band of the link between them.
 NODE_BOXES = ((3.6, "node 0"), (0.8, "node 1"))
@@ -100,11 +100,10 @@ def gigabytes(count: float) -> str:
 
 @dataclass
 class Panel:
-    """One half of the figure, drawn from its left edge on."""
+    """One half of the figure."""
 
     axes: Axes
     palette: Palette
-    left: float
     amounts: Bytes
 
     def zero3(self) -> None:
@@ -194,7 +193,7 @@ class Panel:
         rotation: int = 0,
     ) -> None:
         self.axes.text(
-            self.left + x, y, text, color=colour, ha=ha, va=va, fontsize=size,
+            x, y, text, color=colour, ha=ha, va=va, fontsize=size,
             fontweight=weight, rotation=rotation, linespacing=1.25,
         )  # fmt: skip
 
@@ -211,7 +210,7 @@ class Panel:
     ) -> None:
         self.axes.add_patch(
             FancyBboxPatch(
-                (self.left + x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06",
+                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06",
                 fc=colour, ec=edge or self.palette.edge, lw=1, ls="--" if dashed else "-",
             )
         )  # fmt: skip
@@ -219,27 +218,41 @@ class Panel:
     def _arrow(
         self, start: tuple[float, float], end: tuple[float, float], colour: str, *, both: bool
     ) -> None:
-        tail, head = ((self.left + x, y) for x, y in (start, end))
         style = {"arrowstyle": "<|-|>" if both else "-|>", "color": colour, "lw": 2}
         self.axes.annotate(
-            "", head, tail, arrowprops={**style, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 14}
+            "", end, start, arrowprops={**style, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 14}
         )
 
 
-def draw(palette: Palette) -> Figure:
-    """The figure in one palette."""
-    figure = Figure(figsize=(WIDTH, HEIGHT), facecolor=palette.background)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(-MARGIN, WIDTH - MARGIN)
-    axes.set_ylim(0, HEIGHT)
-    axes.set_axis_off()
-    amounts = quantities()
-    axes.text(0, 5.45, HEADING, color=palette.quiet, ha="left", va="center", fontsize=FONT)
-    Panel(axes, palette, 0.0, amounts).zero3()
-    Panel(axes, palette, STRIDE, amounts).fcdp()
+def draw(palette: Palette, columns: int = 2) -> Figure:
+    """The figure in one palette, its halves beside each other or, in one column, stacked."""
+    rows = 2 // columns
+    width, height = columns * STRIDE - MARGIN, rows * HEIGHT + HEAD
+    figure = Figure(figsize=(width, height), facecolor=palette.background)
+    heading = HEADING if columns == 2 else HEADING.replace(": ", ":\n")
+    figure.text(
+        MARGIN / width, 1 - 0.25 / height, heading, color=palette.quiet, va="center", fontsize=FONT
+    )
+    panels, amounts = [], quantities()
+    for at in range(2):
+        left, bottom = at % columns * STRIDE, (rows - 1 - at // columns) * HEIGHT
+        size = PANEL + 2 * MARGIN, HEIGHT
+        axes = figure.add_axes(
+            (left / width, bottom / height, size[0] / width, size[1] / height),
+            xlim=(-MARGIN, PANEL + MARGIN),
+            ylim=(0, HEIGHT),
+        )
+        axes.set_axis_off()
+        panels.append(Panel(axes, palette, amounts))
+    panels[0].zero3()
+    panels[1].fcdp()
     return figure
 
 
 def figures() -> dict[str, Figure]:
-    """The figures by the names of their files."""
-    return {f"overview-{palette.name}": draw(palette) for palette in PALETTES}
+    """The figures by the names of their files; narrow ones are for phones."""
+    return {
+        f"overview-{palette.name}{end}": draw(palette, columns)
+        for palette in PALETTES
+        for end, columns in (("", 2), ("-narrow", 1))
+    }

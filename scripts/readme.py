@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from analysis import text
+from analysis import quality, text
 from analysis.claims import papers
 from analysis.compare.audit import audit
 from analysis.load import runs
@@ -30,6 +30,7 @@ from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
 from scripts import host_cost, matrices, tables
+from simulation.files import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -100,6 +101,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "frozen": lambda: tables.by_base(_records("frozen")),
         "quantised": lambda: tables.over_seeds(_records("quantised")),
         "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "phases": lambda: _once("post-training", tables.by_phase),
+        "rollouts": lambda: _once("rollout", tables.by_rollout),
+        "quality": lambda: _once(
+            quality.TIMES,
+            lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
+        ),
         "host-time": lambda: host_cost.tables(host_cost.committed()),
         "memory": memory.of_caches,
         "others": memory.of_others,
@@ -136,6 +143,16 @@ def rewritten(page: str, content: str) -> str:
 def _records(matrix: str) -> list[Record]:
     """A committed run's records, repetitions pooled."""
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
+
+
+def _once(matrix: str, table: Callable[[list[Record]], str]) -> str:
+    """The table, and figures that are drawn beside its records, once these are there."""
+    folder = ROOT / "results" / matrix
+    if not stored(folder / "records.jsonl").exists():
+        return "No records are committed yet."
+    drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
+    figures = (f"![{each.stem}]({each.relative_to(ROOT / 'results')})" for each in drawn)
+    return "\n\n".join([table(_records(matrix)), *figures])
 
 
 def _answered(command: str) -> str:

@@ -14,7 +14,7 @@ from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, interval, paired
-from experiments.records.record import Machine, Record
+from experiments.records.record import METRICS, Machine, Record
 from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
@@ -85,6 +85,20 @@ def by_phase(records: Sequence[Record]) -> str:
 def _of_phase(record: Record, phase: str) -> str:
     seconds, sent = (_measured(record, f"{phase}_{of}") for of in ("seconds", "bytes"))
     return f"{text.number(seconds)} s, {text.megabytes(sent)} MB" if seconds else text.ABSENT
+
+
+def by_rollout(records: Sequence[Record]) -> str:
+    """A row per way of having answers: an iteration, and what a rollout is told, as Markdown."""
+    there = {n: m for n, m in METRICS.items() if any(_measured(r, n) is not None for r in records)}
+    rows = [
+        (
+            record.cell.objective.name,
+            f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
+            *(text.metric(one, _measured(record, name)) for name, one in there.items()),
+        )
+        for record in records
+    ]
+    return text.table(("Answers", "iteration", *(one.title for one in there.values())), rows)
 
 
 def condensed(records: Sequence[Record]) -> str:

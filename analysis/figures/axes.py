@@ -268,6 +268,8 @@ def draw_rewards(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     if not ax.lines:
         ax.set_axis_off()
     ax.set(xscale="log", xlabel="seconds", ylabel="reward")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("")
 
 
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:

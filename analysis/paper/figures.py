@@ -358,29 +358,35 @@ PAPER = "#7F7F7F"
 def ranges(
     name: str, title: str, claims: Sequence[Claim], of: Region, said: Mapping[str, str]
 ) -> Drawing:
-    """A line per number, by its short name: ours over its range, of the paper's; the best point."""
+    """A line per number, below its short name: ours over its range, of the paper's; the best point.
+
+    As narrow as a phone.
+    """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
-        figure = Figure(figsize=(7.2, 0.34 * len(numbers) + 1.2), layout="constrained")
+        figure = Figure(figsize=(3.5, 0.31 * len(numbers) + 1.2), layout="constrained")
         ax = figure.subplots()
         for at, claim in enumerate(numbers):
             found, number = of.ranges[claim.id], of.paper[claim.id].number
             relative = of.paper[claim.id].tolerance.relative
             if relative is not None:
                 ends = (1 - relative, 1 + relative)
-                ax.fill_betweenx((at - 0.4, at + 0.4), *ends, color=PAPER, alpha=0.3, lw=0)
+                ax.fill_betweenx((at - 0.2, at + 0.2), *ends, color=PAPER, alpha=0.3, lw=0)
             low = max(found.low / number, _LEAST)
             ax.plot((low, max(found.high / number, low)), (at, at), color=COLOURS[1], lw=2.5)
             ax.plot(found.best / number, at, color=COLOURS[2], marker="o", linestyle="none")
+            named = f"{said.get(claim.id, claim.claim)}: {quoted(claim.number, claim.unit)}"
+            ground: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            place = ax.get_yaxis_transform()
+            ax.text(0, at - 0.25, named, transform=place, fontsize=7.5, bbox=ground)
         ax.axvline(1, color=PAPER, lw=1)
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
         ax.minorticks_off()
         ax.set_xlabel("ours over the paper's number")
-        names = [f"{said.get(c.id, c.claim)}: {quoted(c.number, c.unit)}" for c in numbers]
-        ax.set_yticks(range(len(numbers)), names)
-        ax.set_ylim(len(numbers) - 0.5, -0.5)
-        ax.grid(False, axis="y")
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        ax.set_ylim(len(numbers) - 0.5, -0.9)
         handles = [
             Line2D([], [], color=COLOURS[1], lw=2.5, label="over all that it does not say"),
             Line2D([], [], color=COLOURS[2], marker="o", linestyle="none", label="best point"),

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import pandas as pd
-
-from analysis import strategies, text
+from analysis import text
 from analysis.claims import papers
 from analysis.claims.papers import LABELS, Claims
 from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
-from analysis.compare.baseline import compare, headlines
+from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
@@ -26,7 +24,6 @@ from analysis.paper.chapter import Chapter, chapter
 from analysis.paper.region import Region, region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
-from simulation.quantities import format_link
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,6 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         "reproduction.html.j2",
         **values,
         noted={note for one in (first, *others) for note in one.noted},
-        summary=_in_short(of, values["chapter"]),
         figures=drawn,
         validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
@@ -170,7 +166,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "pairs": pairs,
         "validation": simulator.agreements(pairs) if len(pairs) else [],
         "orders": simulator.choices(ordered) if ordered else [],
-        "wrong": simulator.wrong_in_words(ordered),
         "constants": simulator.constants({run.matrix: run.records for run in timed}),
         "fitted_to": ", ".join(FITTED_TO),
         "framing": simulator.FRAMING,
@@ -249,32 +244,3 @@ def _line(
         line["command"] = use.command or f"python -m experiments run {check.matrix}"
         line["resources"] = run.resources if run else claim.needs or use.resources or ""
     return line
-
-
-#: The committed run of all link speeds, from which the gains of our own clusters are quoted.
-_REFERENCE = "reference"
-
-
-def _in_short(of: Sequence[AnyRun], chapter: Chapter) -> dict[str, Any]:
-    """The page's opening: cells by evidence, gains, the FCDP paper's results by verdict."""
-    timed = [run for run in of if isinstance(run, Run)]
-    reference = [run for run in timed if run.matrix == _REFERENCE]
-    return {
-        "matrices": len(timed),
-        "gains": [_gain(one.best) for run in reference for one in headlines(compare(run.records))],
-        "verdicts": list(Counter(row[4] for row in chapter.opening).items()),
-    }
-
-
-def _gain(best: pd.Series) -> str:
-    """The largest speed-up of one way of tuning, with its bytes and the next best."""
-    other, baseline = best["fastest_other"], strategies.label(best["baseline"])
-    over = text.times(best["speed_up_over_fastest_other"])
-    beside = f" ({over} that of {strategies.label(other)}, the fastest other)"
-    return (
-        f"{text.TUNINGS[best['tuning']]}, {format_link(best['inter_bandwidth_bits_per_s'])} "
-        f"between nodes, {best['evidence']}: {strategies.label(best['strategy'])} reaches up to "
-        f"{text.times(best['speed_up'])} the throughput of {baseline}"
-        f"{'' if other == best['baseline'] else beside}, "
-        f"with {text.percent(best['bytes_of_baseline'])} of its bytes between nodes."
-    )

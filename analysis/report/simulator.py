@@ -8,7 +8,6 @@ beyond their interval: of others the records do not say which is faster.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -170,10 +169,6 @@ class Timed:
     seconds: float
     predicted: float
 
-    @property
-    def name(self) -> str:
-        return self.record.cell_id
-
 
 @dataclass(frozen=True)
 class Order:
@@ -181,14 +176,9 @@ class Order:
     #: Whether times of it may be read: nothing else ran beside its cells, as far as is known.
     quiet: bool
     pairs: int
-    wrong: tuple[tuple[Timed, Timed], ...]
-    #: Relative cost of taking the predicted fastest of strategies that train the same, each with
-    #: what was taken and the fastest.
-    costs: tuple[tuple[float, Timed, Timed], ...]
-
-    @property
-    def right(self) -> int:
-        return self.pairs - len(self.wrong)
+    right: int
+    #: Relative cost of taking the predicted fastest of strategies that train the same.
+    costs: tuple[float, ...]
 
 
 def order(
@@ -215,8 +205,8 @@ def order(
     costs = [cost for cells in timed if (cost := _cost(cells)) is not None]
     if not pairs and not costs:
         return None
-    wrong = tuple(pair for pair in pairs if pair[0].predicted >= pair[1].predicted)
-    return Order(matrix, quiet, len(pairs), wrong, tuple(costs))
+    right = sum(fast.predicted < slow.predicted for fast, slow in pairs)
+    return Order(matrix, quiet, len(pairs), right, tuple(costs))
 
 
 def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
@@ -228,7 +218,7 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
             yield fast, slow
 
 
-def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
+def _cost(cells: Sequence[Timed]) -> float | None:
     """The cost of the predicted fastest; of several that are predicted alike, the slowest."""
     # Those that lose nothing on their way, and step with all others: a plan takes no other.
     of = [(cell, cell.record.cell) for cell in cells]
@@ -236,9 +226,8 @@ def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
     same = [cell for cell, at in exact if not quantised(at)]
     if len(same) < 2:
         return None
-    fastest = min(same, key=lambda cell: cell.seconds)
     taken = min(same, key=lambda cell: (cell.predicted, -cell.seconds))
-    return taken.seconds / fastest.seconds - 1, taken, fastest
+    return taken.seconds / min(cell.seconds for cell in same) - 1
 
 
 def choices(orders: Sequence[Order]) -> list[Shown]:
@@ -251,7 +240,7 @@ def choices(orders: Sequence[Order]) -> list[Shown]:
 def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
     pairs = sum(each.pairs for each in orders)
     right = sum(each.right for each in orders)
-    costs = [cost for each in orders for cost, _, _ in each.costs]
+    costs = [cost for each in orders for cost in each.costs]
     return {
         "matrix": name,
         "quiet": quiet,
@@ -261,20 +250,6 @@ def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
         "median_cost": f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
         "largest_cost": f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
     }
-
-
-def wrong_in_words(orders: Sequence[Order]) -> list[str]:
-    """Why pairs of matrices whose times may be read are wrong: cells that are in most of them."""
-    counts = Counter(
-        (each.matrix, cell.record.cell.strategy)
-        for each in orders
-        if each.quiet
-        for pair in each.wrong
-        for cell in pair
-    )
-    return [
-        f"{strategy} ({matrix}, {count})" for (matrix, strategy), count in counts.most_common(6)
-    ]
 
 
 #: How near the figure's band is, as a share.

@@ -14,6 +14,7 @@ from rich.text import Text
 from baselines.registry import find
 from simulation import goodput
 from simulation.hardware import Hardware
+from simulation.planner import quality
 from simulation.planner.plan import Plan, differs, lacking, replicates
 from simulation.planner.request import Request
 from simulation.planner.search import Option, Verdict, fits, rests_on, search, tokens_range
@@ -111,6 +112,7 @@ def table(plan: Plan) -> RenderableType:
     if None in (plan.request.kernels, plan.request.attention):
         notes.append(Text("ranges hold kernels not named: --kernels, --attention", style="dim"))
     notes += [Text(line, style="yellow") for line in _absurd(plan)]
+    notes += [Text(line) for line in _to_quality(plan)]
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
 
@@ -125,6 +127,15 @@ def _absurd(plan: Plan) -> Iterator[str]:
             f"{step:.3g} tokens per step leave {steps:,.0f} for {plan.request.tokens:.3g} in all: "
             "a smaller batch trains better (--global-batch, --micro-batch)"
         )
+
+
+def _to_quality(plan: Plan) -> Iterator[str]:
+    """What is known of training exactly or not, where all parameters are trained by FCDP."""
+    measured = quality.committed()
+    exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
+    full = plan.request.lora_rank is None and plan.request.hardware.nodes > 1
+    if measured is not None and exact is not None and full:
+        yield measured.of(exact)
 
 
 def _next(plan: Plan) -> str:

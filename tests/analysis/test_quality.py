@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from analysis.__main__ import app
 from analysis.quality import (
     SEARCH,
     TIMES,
-    Course,
     Trial,
     best,
+    cases,
     courses,
     markdown,
-    sentence,
+    quality,
     subject,
     targets,
 )
@@ -27,12 +30,16 @@ from experiments.matrix.reader import read
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Record
 from experiments.records.record import read as load
+from simulation.planner import quality as planned
+from simulation.planner.plan import Plan, plan
+from simulation.planner.quality import Quality
+from simulation.planner.report import table
 from tests.analysis import made_up
 from tests.docs import ROOT
 from tests.experiments.stand_in import record
+from tests.simulation.planner.made_up import request
 
 SLOW, FAST = 5_000_000, 1_000_000_000
-COMMITTED = ROOT / "results" / TIMES / "quality.md"
 #: Losses after 4, 8, … steps that each strategy comes to, at the better of two rates.
 EXACT, APART = (4.0, 3.0, 2.5, 2.0), (4.2, 3.2, 2.7, 2.2)
 
@@ -75,6 +82,7 @@ def times(slow: float = 8.0, fast: float = 1.0) -> list[Record]:
             cell(TIMES, strategy, link),
             step_seconds=[seconds * (1 + 0.01 * (at % 3 - 1)) for at in range(32)],
             steps_per_round=4 if strategy == "diloco" else 1,
+            inter_node_bytes_per_step=1e6,
         )
         for link, exact in ((FAST, fast), (SLOW, slow))
         for strategy, seconds in (("fcdp", exact), ("diloco", 1.0))
@@ -109,28 +117,64 @@ def test_steps_to_a_loss_are_between_measurements(loss: float, steps: float | No
     assert found == (None if steps is None else [steps])
 
 
+def said(timed: list[Record], loss: float) -> list[str]:
+    return [case.said(f"{loss:g}") for case in cases(courses(search(), timed), loss)]
+
+
 def test_who_is_first_depends_on_the_link() -> None:
     """Exact takes 7.98 steps, and DiLoCo 9.56, which the link makes no longer."""
-    slow, fast = _on_links(times())
-    assert targets(slow) == [3.01, 2.01]
-    assert sentence(slow, 3.01) == (
-        "On 5 Mbit/s DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; "
-        "at the end it is 10.0 % above it."
-    )
-    assert sentence(fast, 3.01) == "On 1 Gbit/s FCDP is the first to come to 3.01, and exact."
+    found = courses(search(), times())
+    assert [course.bits_per_s for course in found] == [SLOW, SLOW, FAST, FAST]
+    assert targets(found) == [3.01, 2.01]
+    assert said(times(), 3.01) == [
+        "DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; at the end it is 10.0 % above it",
+        "FCDP is the first to come to 3.01, and exact",
+    ]
     # What is not exact never comes to what the exact one ends with.
-    assert sentence(slow, 2.01) == "On 5 Mbit/s FCDP is the first to come to 2.01, and exact."
+    assert said(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
 
 
 def test_what_seeds_do_not_tell_apart_is_alike() -> None:
-    slow, _ = _on_links(times(slow=1.2))
-    assert sentence(slow, 3.01).startswith("On 5 Mbit/s exact is as fast: FCDP and DiLoCo τ = 4 ")
+    slow, _ = said(times(slow=1.2), 3.01)
+    assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 
 
-def _on_links(timed: list[Record]) -> tuple[list[Course], list[Course]]:
-    found = courses(search(), timed)
-    assert [course.bits_per_s for course in found] == [SLOW, SLOW, FAST, FAST]
-    return found[:2], found[2:]
+def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how long the link takes, of plans for as slow a link, and for one a little slower."""
+    monkeypatch.setattr(planned, "RECORD", ROOT / "none.json")
+    whole = request(gbit_s=1, strategies=("fcdp",), recomputed=(1.0,))
+    made = plan(whole)
+    assert made is not None
+    assert "time to quality" not in printed(made)
+    assert made.option.speed.busy_seconds["inter_node"] > 0
+    measured = quality(search(), times())
+    monkeypatch.setattr(planned, "committed", lambda: measured)
+    loss = "FCDP's loss at half of its steps"
+    for case in measured.cases:
+        for factor in (1.0, 1.5):
+            seconds = {"compute": 2.0, "inter_node": 2.0 * factor * case.share}
+            speed = replace(made.option.speed, busy_seconds=seconds)
+            option = replace(made.option, speed=speed)
+            verdict = replace(made.verdicts[0], options=(option,))
+            text = printed(replace(made, verdicts=(verdict,)))
+            assert f"takes {case.share:.2g} times the computation" in text
+            assert case.said(loss) in text
+    adapted = replace(made, request=request(gbit_s=1, strategies=("fcdp",), lora_rank=8))
+    assert "time to quality" not in printed(adapted)
+
+
+def printed(made: Plan) -> str:
+    console = Console(width=80, file=StringIO())
+    console.print(table(made))
+    assert isinstance(console.file, StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def test_the_link_takes_what_its_bytes_do_on_it() -> None:
+    """Of a second on the fast link 8 ms are bytes', on the slow one 1.6 s."""
+    slow, fast = quality(search(), times()).cases
+    assert fast.share == pytest.approx(0.008 / 0.992)
+    assert slow.share == pytest.approx(1.6 / 0.992)
 
 
 def test_tables_say_what_is_not_reached() -> None:
@@ -147,7 +191,9 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
         (tmp_path / name / "records.jsonl").write_text(lines)
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert (tmp_path / TIMES / "quality.md").read_text() == markdown(courses(search(), times()))
+    assert markdown(courses(search(), times())) in done.output
+    said = (tmp_path / TIMES / "quality.json").read_text()
+    assert Quality.model_validate_json(said) == quality(search(), times())
     assert "held-out loss" in (tmp_path / TIMES / "quality.svg").read_text()
     (tmp_path / TIMES / "records.jsonl").unlink()
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
@@ -165,10 +211,10 @@ def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
     alike = ("model", "sequence_length", "micro_batch", "accumulation", "dtype")
     assert len({tuple(getattr(c, n) for n in alike) for cells in of.values() for c in cells}) == 1
     trials = Counter(subject(each) for each in of[SEARCH])
-    assert set(trials.values()) == {4 * 3}
+    assert set(trials.values()) == {5 * 3}
 
 
-@pytest.mark.skipif(not COMMITTED.exists(), reason="no records are committed")
+@pytest.mark.skipif(not planned.RECORD.exists(), reason="no records are committed")
 def test_what_is_committed_is_what_the_records_give() -> None:
     search, timed = (load(ROOT / "results" / name / "records.jsonl") for name in (SEARCH, TIMES))
-    assert COMMITTED.read_text() == markdown(courses(search, timed))
+    assert planned.committed() == quality(search, timed)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from typer.main import get_group
 import analysis.__main__
 import experiments.__main__
 from examples import train
+from experiments.matrix.files import available
 from tests.docs import DOCS, ROOT, block
 from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
 
@@ -224,6 +226,7 @@ def check_program(words: list[str]) -> None:
                 told = []
         case ["torchrun", *_]:
             torchrun = get_args_parser().parse_args(words[1:])
+            assert (ROOT / "examples" / torchrun.training_script).is_file()
             parse_training(torchrun.training_script_args)
             told = []
         case ["sky", "launch", *_]:
@@ -266,3 +269,25 @@ def test_commands_in_sentences_name_what_there_is() -> None:
             assert {word for word in words if word.startswith("--")} <= options, (page.name, words)
             found += 1
     assert found > 15
+
+
+def test_every_page_of_the_repository_names_what_there_is() -> None:
+    """Modules, matrices and targets of make, in blocks and in sentences."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
+    found: Counter[str] = Counter()
+    folders = ("baselines", "docs", "examples", "experiments", "fcdp", "launch", "results")
+    inside = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
+    for page in (*ROOT.glob("*.md"), *inside):
+        text = page.read_text(encoding="utf-8")
+        for module in re.findall(r"\bpython -m ([\w.]*\w)", text):
+            assert find_spec(module), (page, module)
+        for matrix in re.findall(r"\bexperiments run ([\w./-]*\w)", text):
+            assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
+            assert target in targets, (page, target)
+            found["make"] += 1
+        found["modules"] += text.count("python -m ")
+    assert found["modules"] > 300
+    assert found["make"] > 30

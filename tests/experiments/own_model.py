@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from baselines.strategy import causal_loss
@@ -103,6 +104,29 @@ class Objective:
 
 def objective(sequence_length: int) -> Objective:
     return Objective()
+
+
+class Unequal(Objective):
+    """One whose rank 1 does something once more than rank 0, or less."""
+
+    def __init__(self, what: str) -> None:
+        self.more = what if dist.get_rank() else ""
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Any
+    ) -> Sequence[torch.Tensor]:
+        for _ in range(2 if self.more == "scored" else 1):
+            causal_loss(model, batches[0])
+        prepared = super().prepare(model, batches, ended)
+        if self.more == "told":
+            ended("scoring")
+        return [*prepared, prepared[0]] if self.more == "prepared" else prepared
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if self.more == "not learnt":
+            return torch.zeros((), requires_grad=True)
+        found = super().loss(model, batch)
+        return super().loss(model, batch) if self.more == "learnt" else found
 
 
 def lengths(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from experiments.records.record import Machine
 from scripts import readme, tables
+from tests.analysis.conftest import write_records
 from tests.experiments.stand_in import cell, record
 
 
@@ -41,3 +44,25 @@ def test_phases_stand_beside_fsdp2s() -> None:
     first, second = tables.by_phase([slow, fast]).splitlines()[-2:]
     assert first.startswith("| fsdp2 | – | 1.00 s, 2.00 MB | 1.00 s, 4.00 MB | 4.00 s, ")
     assert "| 2.00 s, 6.30 MB | 2.0× |" in second
+
+
+def test_rollouts_stand_beside_the_trainers_own_answers() -> None:
+    told = {"update_seconds": 1.0, "bits_per_parameter": 1.5, "versions_behind": 1.0}
+    own, other = (record(cell(strategy="fcdp"), **more) for more in ({"update_seconds": 1.0}, told))
+    head, _, first, second = tables.by_rollout([own, other]).splitlines()
+    assert head.endswith("| update s | versions behind | bits per parameter |")
+    assert first.endswith("| 1 | – | – |")
+    assert second.endswith("| 1 | 1 | 1.500 |")
+
+
+def test_a_place_is_filled_once_there_are_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    folder = tmp_path / "results" / "rollout"
+    assert readme._once("rollout", tables.by_rollout) == "No records are committed yet."
+    (folder / "report").mkdir(parents=True)
+    write_records([record(cell())], folder / "records.jsonl")
+    (folder / "report" / "rollout-phases.png").touch()
+    filled = readme._once("rollout", tables.by_rollout)
+    assert filled.endswith("\n\n![rollout-phases](rollout/report/rollout-phases.png)")

@@ -7,7 +7,6 @@ scores with a frozen model), on which the strategy then steps as on any others, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,8 +14,7 @@ import torch.nn as nn
 from baselines.strategy import Trainable
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM, OwnObjective
-from experiments.worker import configured
-from experiments.worker.objectives import distillation, dpo, grpo
+from experiments.worker.objectives import distillation, dpo, grpo, own
 from experiments.worker.objectives.objective import Ended, Objective, Shard
 
 _KINDS: Mapping[str, Callable[..., Objective]] = {
@@ -24,8 +22,6 @@ _KINDS: Mapping[str, Callable[..., Objective]] = {
     "grpo": grpo.make,
     "distillation": distillation.make,
 }
-#: What a user's own must have.
-_PARTS = ("epochs", "rewards", "prepare", "loss")
 
 
 def of(
@@ -39,7 +35,7 @@ def of(
     if isinstance(spec, CausalLM):
         return None
     if isinstance(spec, OwnObjective):
-        return _own(spec, cell)
+        return own.make(spec, cell)
     return _KINDS[spec.kind](cell, model, blocks, rank, shard)
 
 
@@ -58,16 +54,3 @@ def iterate(
     losses = [trainable.step(prepared) for _ in range(objective.epochs)]
     ended("update")
     return torch.stack(losses).mean()
-
-
-def _own(spec: OwnObjective, cell: Cell) -> Objective:
-    where = cell.origin.key("objective", "function")
-    made: Any = configured.find_function(spec.function, where)(cell.sequence_length)
-    lacking = [name for name in _PARTS if not hasattr(made, name)]
-    if lacking:
-        raise ValueError(
-            f"{where}: {spec.function} returned a {type(made).__name__} without "
-            f"{', '.join(lacking)}; it must return an Objective of experiments.worker.objectives"
-        )
-    checked: Objective = made
-    return checked

@@ -45,15 +45,13 @@ def order(
 def test_a_wrong_choice_costs_what_it_is_slower() -> None:
     found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
     assert (found.pairs, found.right) == (3, 2)
-    ((cost, taken, fastest),) = found.costs
-    assert cost == pytest.approx(0.5)
-    assert (taken.record.cell.strategy, fastest.record.cell.strategy) == ("fsdp2", "fcdp")
+    assert found.costs == (pytest.approx(0.5),)
 
 
 def test_of_cells_that_are_predicted_alike_the_slowest_is_taken() -> None:
     found = order({"deepspeed-zero3": 1.0, "fsdp2": 1.0, "fcdp": 1.0})
     assert found.right == 0
-    assert [cost for cost, *_ in found.costs] == [pytest.approx(1.0)]
+    assert found.costs == (pytest.approx(1.0),)
 
 
 def test_cells_within_each_others_interval_are_no_pair() -> None:

@@ -209,7 +209,7 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_page_opens_with_what_the_records_say(page: str) -> None:
     opening = page.split("<main>")[1].split("<h2", 2)[1]
     assert "emulated" in opening
-    assert "FCDP paper’s own results" in opening
+    assert "Does the idea hold?" in opening
 
 
 def test_each_figure_is_small_and_has_its_records(page: str) -> None:

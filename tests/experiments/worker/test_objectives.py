@@ -13,17 +13,23 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from pydantic import ValidationError
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 
 from baselines.strategy import Job, Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
 from experiments.worker import data, models, objectives
+from experiments.worker.objectives import own
+from experiments.worker.objectives.objective import Ended
+from fcdp.failure import backends_of, break_all
+from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
-from tests.ranks import Pools
+from tests.ranks import Pools, RankFailure
 
 SMALL = model_spec("gpt2", layers=2, width=32, heads=2)
 ANSWERS = GRPO(kind="grpo", new_tokens=6, group=4)
@@ -63,7 +69,9 @@ class Trained:
     closed_form_bytes: float
 
 
-def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Trained:
+def trained(
+    of: Cell, nodes: int, ranks_per_node: int, iterations: int, ended: Ended = lambda phase: None
+) -> Trained:
     """Iterations of the cell on this rank."""
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
@@ -99,7 +107,7 @@ def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Train
     losses, sent = [], []
     for _ in range(iterations):
         step = list(islice(batches, of.accumulation))
-        losses.append(objectives.iterate(objective, trainable, step, lambda phase: None).item())
+        losses.append(objectives.iterate(objective, trainable, step, ended).item())
         sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return Trained(
@@ -246,3 +254,40 @@ def test_a_users_objective_and_a_teacher_are_checked() -> None:
     other = SMALL.model_copy(update={"vocabulary": 300})
     with pytest.raises(ValueError, match=r"teacher: gpt2-2x32 has a vocabulary of 300 tokens, and"):
         prepared(Distillation(kind="distillation", teacher=other))
+
+
+def unequal(strategy: str, what: str) -> None:
+    """An iteration of which rank 1 does something more often; it ends all that a rank waits for."""
+    made = own_model.Unequal(what)
+    with (
+        mock.patch.object(own, "LOOK_S", 0.1),
+        mock.patch.object(own_model, "objective", return_value=made),
+    ):
+        try:
+            trained(wanted(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
+        except BaseException:
+            # As the end of its process would.
+            break_all([each for group in _world.pg_map for each in backends_of(group)])
+            raise
+
+
+#: Ranks that wait for each other: either may be the one that says so.
+_WAITS = r"rank . has called the model . times and is .*, rank . is at the end of \w+ after 1; must"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "problem"),
+    [
+        ("fcdp", "scored", r"epochs, by rank = \[\(1, 1, 2\), \(2, 1, 2\)\]; must be alike"),
+        ("fsdp2", "scored", _WAITS.replace("is .*", "is in a call")),
+        ("fcdp", "told", _WAITS),
+        ("fcdp", "prepared", r"epochs, by rank = \[\(1, 1, 2\), \(1, 2, 2\)\]; must be alike"),
+        ("fcdp", "learnt", "loss calls the model again; it must, once"),
+        ("fcdp", "not learnt", "loss has not called the model; it must, once"),
+    ],
+)
+def test_ranks_that_do_not_call_alike_say_so(
+    ranks: Pools, strategy: str, what: str, problem: str
+) -> None:
+    with pytest.raises(RankFailure, match=f"ValueError: objective.function: {OWN}:.*{problem}"):
+        ranks.run(2, unequal, strategy, what, timeout_s=60)

@@ -1,0 +1,153 @@
+"""A user's own objective, held to calls of the model that are alike on all ranks.
+
+Each call is a collective, so that ranks which call it unequally wait for each other: one in a call,
+others at the end of a phase. Who has waited there for seconds says so in the process group's store,
+and a rank that has called the model more often by then ends with a sentence in place of its wait.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.distributed_c10d import _world
+
+from experiments.records.cell import Cell
+from experiments.records.objective import OwnObjective
+from experiments.worker import configured
+from experiments.worker.objectives.objective import Ended, Objective, Phase
+from fcdp.failure import Announcement, Board, backends_of, break_all
+
+#: What it must have.
+_PARTS = ("epochs", "rewards", "prepare", "loss")
+#: Seconds between two looks at who waits; a wait that takes two of them is a long one.
+LOOK_S = 5.0
+
+
+def make(spec: OwnObjective, cell: Cell) -> Own:
+    """The objective that the user's function makes; ``ValueError`` where it is none."""
+    where = cell.origin.key("objective", "function")
+    made: Any = configured.find_function(spec.function, where)(cell.sequence_length)
+    lacking = [name for name in _PARTS if not hasattr(made, name)]
+    if lacking:
+        raise ValueError(
+            f"{where}: {spec.function} returned a {type(made).__name__} without "
+            f"{', '.join(lacking)}; it must return an Objective of experiments.worker.objectives"
+        )
+    return Own(made, f"{where}: {spec.function}")
+
+
+class Own:
+    """The user's objective; raises ``ValueError`` where calls of the model are not alike."""
+
+    def __init__(self, made: Objective, where: str) -> None:
+        self._made, self._where = made, where
+        self._iteration = 0
+        #: Ends of phases and calls of this iteration so far, and the end at which this rank waits.
+        self._state: tuple[int, int, str] = (0, 0, "")
+        #: What is wrong, once the thread has found it.
+        self._wrong = ""
+
+    @property
+    def epochs(self) -> int:
+        return self._made.epochs
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        return self._made.rewards
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
+    ) -> Sequence[torch.Tensor]:
+        """What the user's returns, once all ranks have made as many of it."""
+
+        def told(phase: Phase) -> None:
+            with self._waiting(f"the end of {phase}"):
+                ended(phase)
+
+        self._iteration, self._state = self._iteration + 1, (0, 0, "")
+        with self._counted(model), self._watched():
+            prepared = self._made.prepare(model, batches, told)
+            with self._waiting("the end of prepare"):
+                every: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(every, (self._state[1], len(prepared), self.epochs))
+        if len({*every}) > 1:
+            raise ValueError(
+                f"{self._where}: calls of the model, micro-batches and epochs, by rank = {every}; "
+                "must be alike"
+            )
+        return prepared
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self._state = 0, 0, ""
+        with self._counted(model, most=1):
+            found = self._made.loss(model, batch)
+        if not self._state[1]:
+            raise ValueError(f"{self._where}: loss has not called the model; it must, once")
+        return found
+
+    @contextmanager
+    def _counted(self, model: nn.Module, most: float = math.inf) -> Iterator[None]:
+        """Count calls before they exchange anything, and allow so many."""
+
+        def count(*_: object) -> None:
+            ends, calls, _at = self._state
+            if calls == most:
+                raise ValueError(f"{self._where}: loss calls the model again; it must, once")
+            self._state = ends, calls + 1, ""
+
+        hook = model.register_forward_pre_hook(count, prepend=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def _waiting(self, at: str) -> Iterator[None]:
+        ends, calls, _ = self._state
+        self._state = ends, calls, at
+        yield
+        self._state = ends + 1, calls, ""
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have a thread look at whether the other ranks can still come, and end what waits."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._look, args=(over.wait,), daemon=True)
+        thread.start()
+        try:
+            yield
+        except RuntimeError as error:
+            if self._wrong:
+                raise ValueError(self._wrong) from error
+            raise
+        finally:
+            over.set()
+            thread.join()
+
+    def _look(self, over: Callable[[float], bool]) -> None:
+        rank = dist.get_rank()
+        board: Board | None = None
+        seen: tuple[int, int, str] | None = None
+        while not over(LOOK_S):
+            board = board or Board("objective")
+            ends, calls, at = state = self._state
+            key = f"{self._iteration}/{ends}"
+            if at and state == seen:
+                board.put(key, Announcement(f"rank {rank} is at {at}", calls))
+            there = board.read(key)
+            if there and (calls > there.exchanges or not there.text.endswith(at)):
+                self._wrong = (
+                    f"{self._where}: rank {rank} has called the model {calls} times and is "
+                    f"{f'at {at}' if at else 'in a call'}, {there.text} after {there.exchanges}; "
+                    "must be alike"
+                )
+                break_all([each for group in [*_world.pg_map] for each in backends_of(group)])
+                return
+            seen = state
