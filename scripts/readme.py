@@ -29,7 +29,7 @@ from docs import memory
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
-from scripts import host_cost, matrices, tables
+from scripts import coding_speed, host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -100,6 +100,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "frozen": lambda: tables.by_base(_records("frozen")),
         "quantised": lambda: tables.over_seeds(_records("quantised")),
         "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "coding": lambda: coding_speed.table(coding_speed.committed()),
         "host-time": lambda: host_cost.tables(host_cost.committed()),
         "memory": memory.of_caches,
         "others": memory.of_others,
