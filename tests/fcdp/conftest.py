@@ -16,7 +16,6 @@ from tests.ranks import Pools
 
 #: Files whose tests run on the accelerator, too: the first of each file, all with ``--exhaustive``.
 ALSO = (
-    "delta.test_rates",
     "upstream.",
     "test_accumulate",
     "test_api",

@@ -17,6 +17,7 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp import training
 from tests.fcdp.delta.test_training import UPDATES
+from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
 
@@ -94,12 +95,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("rate", "steps"), [(rate, steps) for rate in rates])
 
 
+@pytest.mark.parametrize("there", ["processes", "accelerator"])
 def test_training_is_bit_for_bit_as_without(
-    ranks: Pools, rate: float, steps: int, tmp_path: Path
+    ranks: Pools, apart: Pools, there: str, rate: float, steps: int, tmp_path: Path
 ) -> None:
+    pools = OnStreams(apart, samples=False) if there == "accelerator" else ranks
     codec = fcdp.Delta("always" if rate > 1e-5 else "smallest")
-    expected = ranks.run(4, train, rate, steps, None, tmp_path)
-    actual = ranks.run(4, train, rate, steps, codec, tmp_path)
+    expected = pools.run(4, train, rate, steps, None, tmp_path)
+    actual = pools.run(4, train, rate, steps, codec, tmp_path)
     for mine, other in zip(actual, expected, strict=True):
         assert all(map(torch.equal, mine.computed, other.computed))
         assert len(mine.computed) == len(other.computed)
