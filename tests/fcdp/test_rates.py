@@ -31,14 +31,17 @@ class Trained(NamedTuple):
     sent: dict[str, int]
 
 
-def train(rate: float, steps: int, codec: fcdp.Delta | None, directory: Path) -> Trained:
-    topology = training.topology_of(2, 2)
+def train(
+    ranks_per_node: int, rate: float, steps: int, codec: fcdp.Delta | None, directory: Path
+) -> Trained:
+    topology = training.topology_of(2, ranks_per_node)
     exact = fcdp.Exact("always") if codec and topology.mesh.device_type == "cpu" else None
+    one = 600 // ranks_per_node  # unit of three
     settings = Settings(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.bfloat16,
         reshard_after_forward=True,  # of the last unit too, which is in the cache only then
-        policy=fcdp.Budget(device=300, host=300, disk=300, directory=directory),
+        policy=fcdp.Budget(device=one, host=one, disk=one, directory=directory),
         gather_codec=codec,
         reduce_codec=exact,
     )
@@ -95,14 +98,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("rate", "steps"), [(rate, steps) for rate in rates])
 
 
-@pytest.mark.parametrize("there", ["processes", "accelerator"])
+@pytest.mark.parametrize("ranks_per_node", [2, 1], ids=["processes", "accelerator"])
 def test_training_is_bit_for_bit_as_without(
-    ranks: Pools, apart: Pools, there: str, rate: float, steps: int, tmp_path: Path
+    ranks: Pools, apart: Pools, ranks_per_node: int, rate: float, steps: int, tmp_path: Path
 ) -> None:
-    pools = OnStreams(apart, samples=False) if there == "accelerator" else ranks
+    pools = ranks if ranks_per_node > 1 else OnStreams(apart, samples=False)
     codec = fcdp.Delta("always" if rate > 1e-5 else "smallest")
-    expected = pools.run(4, train, rate, steps, None, tmp_path)
-    actual = pools.run(4, train, rate, steps, codec, tmp_path)
+    size = 2 * ranks_per_node
+    expected = pools.run(size, train, ranks_per_node, rate, steps, None, tmp_path)
+    actual = pools.run(size, train, ranks_per_node, rate, steps, codec, tmp_path)
     for mine, other in zip(actual, expected, strict=True):
         assert all(map(torch.equal, mine.computed, other.computed))
         assert len(mine.computed) == len(other.computed)
