@@ -29,7 +29,7 @@ from docs import memory
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
-from scripts import host_cost, matrices, tables
+from scripts import coding_speed, host_cost, matrices, tables
 from simulation.files import stored
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +107,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
             quality.TIMES,
             lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
         ),
+        "coding": lambda: coding_speed.table(coding_speed.committed()),
         "host-time": lambda: host_cost.tables(host_cost.committed()),
         "memory": memory.of_caches,
         "others": memory.of_others,

@@ -191,7 +191,8 @@ class Exchanges:
         """A step's share of a round's all-reduce of displacements, which are fp32."""
         nbytes = 4.0 * self.workload.trained
         if self.schedule.shards == "rank":
-            half = flat(nbytes, self._nodes, self._ranks)
+            by_gloo = self.hardware.backend == "gloo" or self.workload.outer_on == "host"
+            half = (hierarchical if by_gloo else flat)(nbytes, self._nodes, self._ranks)
         else:  # between ranks with the same part of a worker
             half = inter_node(nbytes, self._nodes)
         return all_reduce(half) / self.workload.interval

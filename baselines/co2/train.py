@@ -20,7 +20,8 @@ keeps a share of what it has trained meanwhile. Not its four bits: fragments cro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,10 @@ from baselines.settings import (
 from baselines.strategy import CacheUse, Job, Trainable, numel, trainable_parameters, trained_numel
 from fcdp import Topology
 from fcdp.arena import Arena, aligned
+from fcdp.exchange import Pending, Then, all_reduce
+
+#: Starts to add up a buffer over workers.
+AddUp = Callable[[torch.Tensor], Pending | None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,9 @@ class Place:
 
     #: The training of one worker, which knows nothing of the others.
     loop: FSDP2
-    #: The ranks with the same part of each worker, one per worker.
-    peers: dist.ProcessGroup
+    #: Among the ranks with the same part of each worker, one per worker.
+    add_up: AddUp
+    workers: int
     #: The ranks that this worker is sharded over; ``None``: it is whole on this one.
     parts: dist.ProcessGroup | None
     #: Least bytes that one node sends to other workers when displacements cross once.
@@ -74,8 +80,12 @@ def place(model: nn.Module, job: Job) -> Place:
     backend = "gloo" if settings.outer_on == "host" else None
     if settings.worker == "rank":
         model.to(topology.mesh.device_type)
-        everyone = _group(range(topology.world_size), backend)
-        return Place(_Whole(model, job, 0.0), everyone, None, exchange)
+        by_gloo = backend is not None or topology.mesh.device_type == "cpu"
+        if by_gloo and topology.nodes > 1 and topology.ranks_per_node > 1:
+            add_up = _over_nodes(topology)
+        else:
+            add_up = _at_once(_group(range(topology.world_size), backend))
+        return Place(_Whole(model, job, 0.0), add_up, topology.world_size, None, exchange)
     mesh = _by_worker(topology, together)
     parts = mesh["part"]
     loop: FSDP2
@@ -88,7 +98,7 @@ def place(model: nn.Module, job: Job) -> Place:
     # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
     workers = mesh["worker"]
     peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
-    return Place(loop, peers, parts.get_group(), exchange)
+    return Place(loop, _at_once(peers), peers.size(), parts.get_group(), exchange)
 
 
 def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
@@ -97,6 +107,22 @@ def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _at_once(group: dist.ProcessGroup) -> AddUp:
+    """All-reduces of the backend's."""
+    return lambda buffer: dist.all_reduce(buffer, group=group, async_op=True)
+
+
+def _over_nodes(topology: Topology) -> AddUp:
+    """All-reduces on the host, inside the node and across apart, one by one on a thread.
+
+    Round gloo's ring of all ranks a node would send nearly all of it, twice.
+    """
+    mesh = init_device_mesh("cpu", (topology.world_size,))
+    own = Topology.of_mesh(mesh, topology.ranks_per_node)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="co2")
+    return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
 
 
 def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
@@ -134,17 +160,17 @@ class Average:
     move it.
     """
 
-    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, buffer: torch.Tensor, at: Place) -> None:
         self.buffer = buffer
-        self._group = group
-        self._work: dist.Work | None = None
+        self._at = at
+        self._work: Pending | None = None
         #: Whether the buffer has a round's sum in it, or will have.
         self.started = False
 
     def start(self) -> None:
         """Start to add up all workers' buffers."""
         assert self._work is None, "the last all-reduce has not been waited for"
-        self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
+        self._work = self._at.add_up(self.buffer)
         self.started = True
 
     def settle(self) -> None:
@@ -157,7 +183,7 @@ class Average:
         """Have the mean in the buffer, which may then be overwritten."""
         self.settle()
         self.started = False
-        self.buffer.div_(self._group.size())
+        self.buffer.div_(self._at.workers)
 
 
 class Flat:
@@ -290,10 +316,12 @@ class Fragment:
         self._elements = numel(params)
         self._flat = Flat(params)
         self._device = torch.device(job.topology.mesh.device_type)
-        self._memory = Memory(settings.outer_on, self._flat.numel, _SCALARS, self._device)
+        sent = self._flat.numel + _SCALARS
+        more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
+        self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
         self._flat.copy_to(self._memory.start)
         self._outer = OuterState(self._memory.start, self._memory.momentum)
-        self._average = Average(self._memory.snapshot, at.peers)
+        self._average = Average(self._memory.snapshot, at)
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
@@ -367,7 +395,7 @@ class Fragment:
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer's displacement (elements) and scalars."""
         buffer, numel = self._average.buffer, self._flat.numel
-        return buffer[:numel], buffer[numel:]
+        return buffer[:numel], buffer[numel : numel + _SCALARS]
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""

@@ -111,7 +111,8 @@ def _encode(
 ) -> tuple[_Chunk, list[torch.Tensor]]:
     numbers = new - base
     raw = _raw(new)
-    numbers = F.pad(numbers, (0, -numbers.numel() % GRANULE))
+    if numbers.numel() % GRANULE:
+        numbers = F.pad(numbers, (0, -numbers.numel() % GRANULE))
     form = _choose(numbers)
     if form == _NOTHING:
         return _Chunk(form, 0, 0, 0), []
@@ -128,17 +129,22 @@ def _encode(
         return (row, [told, fill]) if told.numel() + fill.numel() < 2 * new.numel() else raw
     codes = _CODES[form]
     words = codes.pack(numbers)
-    some = numbers.view(-1, codes.per_word).index_select(0, codes.escaped(words))
+    bitmap, kept = [], None
+    if form == _SPARSE:
+        flags = words.to(torch.bool)
+        kept = places(flags)
+        bitmap, words = [pack_flags(flags)], words.index_select(0, kept)
+    at = codes.escaped(words)
+    if kept is not None:
+        at = kept.index_select(0, at)
+    some = numbers.view(-1, codes.per_word).index_select(0, at)
     escaped = _where(some.view(-1), codes.escapes(some).view(-1))
     near = escaped.to(torch.int8)
     far = near != escaped
     wide = _where(escaped, far)
     near.masked_fill_(far, 0)  # no escaped number is zero
-    parts = [words, wide, near]
-    if form == _SPARSE:
-        flags = words != 0
-        parts[:1] = [pack_flags(flags), _where(words, flags)]
-    row = _Chunk(form, parts[-3].numel(), near.numel(), wide.numel())
+    parts = [*bitmap, words, wide, near]
+    row = _Chunk(form, words.numel(), near.numel(), wide.numel())
     body = [part.view(torch.uint8) for part in parts]
     if near.numel() % 2:
         body.append(body[-1].new_zeros(1))  # words begin at even bytes
@@ -152,12 +158,12 @@ def _where(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
 
 def _choose(numbers: torch.Tensor) -> int:
     """The form whose bytes are the fewest, judged by a sample where that is enough."""
-    sample = numbers.view(-1, 8)[::_SAMPLED].float()
-    if not sample.any() and not numbers.any():
+    sample = numbers.view(-1, 8)[::_SAMPLED].contiguous()
+    counts = sample.view(-1).clamp(-128, 128).abs_().bincount(minlength=129).tolist()
+    if counts[0] == sample.numel() and not numbers.view(torch.uint8).any():
         return _NOTHING
-    magnitudes = sample.abs_()
-    beyond = [(magnitudes >= limit).float().mean().item() for limit in (2, 8, 128)]
-    some = magnitudes.amax(1).ne_(0).mean().item()
+    beyond = [sum(counts[limit:]) / sample.numel() for limit in (2, 8, 128)]
+    some = sample.view(torch.int64).ne(0).view(-1, 2).any(1).float().mean().item()
     two, four, wide = beyond
     bits = {
         _SPARSE: 1 / 8 + 2 * some + 8 * two,

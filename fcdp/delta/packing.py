@@ -72,7 +72,7 @@ class Codes:
         low = sum((self.limit - 1) << at for at in range(0, 16, self.bits))
         # A code's highest bit of this sum is set where any lower bit of the code is.
         others = (words & low).add_(low)
-        return places((words & ~others).bitwise_and_(~low) != 0)
+        return places((words & ~others).bitwise_and_(~low).to(torch.bool))
 
     def escapes(self, numbers: torch.Tensor) -> torch.Tensor:
         """Whether each of ``numbers`` (int16) is escaped, a bool each."""

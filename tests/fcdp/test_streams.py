@@ -120,6 +120,7 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
     tapes = [accelerator.run(unshard_early, 6, 3, 2)[1], recorded(settings)]
     with mock.patch("fcdp.all_gather.PARTS_MOST", 1):  # as with many nodes
         tapes.append(recorded(settings))
+    tapes.append(recorded(replace(settings, steps=2, gather_codec=fcdp.Delta())))
     flat = recorded(replace(settings, exchanges="flat"))
     return [
         {

@@ -149,6 +149,14 @@ def test_each_choice_sends_what_its_closed_form_says(
     assert finished.measurement.losses == expected
 
 
+@pytest.mark.parametrize("strategy", ["co2", "local-sgd"])
+def test_whole_workers_of_a_node_send_their_displacement_once(run: Runner, strategy: str) -> None:
+    finished = run(strategy, {"interval": 1, "steps": 2})
+    least = finished.measurement.inter_node_bytes_closed_form
+    assert least == payload(finished)
+    assert least <= finished.sent <= 1.05 * least + FIXED_BYTES < 1.4 * least
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed-zero3"])
 def test_accumulation_multiplies_the_bytes_of_zero3(run: Runner, strategy: str) -> None:
     assert run(strategy, ACCUMULATION_4).sent > 2 * run(strategy).sent

@@ -83,9 +83,11 @@ def test_a_link_that_has_become_faster_is_learned_again() -> None:
     economy.learn_again()
     assert not economy.faster
     assert not economy.pays(0.1, 1)
-    for _ in range(9):
-        economy.saw_told(0.01, 0)  # another usual, of nothing
-    assert not economy.faster
+    # Another usual, 0.01 a byte: shards of no bytes are taken for ones of one.
+    for took, nbytes, faster in ((0.02, 2, False), (0.006, 0, False), (0.004, 0, True)):
+        for _ in range(8):
+            economy.saw_told(took, nbytes)
+        assert economy.faster is faster
     for _ in range(2):
         economy.saw_whole(1.0, SHARD)
     assert economy.pays(0.1, 1)

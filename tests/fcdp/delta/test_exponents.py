@@ -69,6 +69,7 @@ def test_what_each_level_holds() -> None:
 
 
 def test_sizes_are_the_parts() -> None:
+    assert [exponents.sizes(count, [0, 0, 0])[-2] for count in (255, 256, 257)] == [2, 2, 3]
     for count in COUNTS:
         counts, parts = exponents.write(gradients(count))
         assert [part.numel() for part in parts] == exponents.sizes(count, counts)

@@ -19,12 +19,13 @@ def _versions(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("count", [0, 1, 2, 129, 5001])
 def test_shards_of_each_dtype_arrive(count: int, dtype: torch.dtype) -> None:
     new, base = _versions(count, dtype)
-    written = message.write(new, base, 7)
-    most = message.most_bytes(new)
-    assert written.numel() <= most <= new.nbytes + 40
-    row = base.clone()
-    message.read(torch.cat([written, written.new_full((3,), 9)]), row, 7)
-    assert torch.equal(row.view(torch.uint8), new.view(torch.uint8))
+    for version, before in ((7, base), (message.ALONE, None)):
+        written = message.write(new, before, version)
+        most = message.most_bytes(new)
+        assert written.numel() <= most <= new.nbytes + 40
+        row = base.clone()
+        assert message.read(torch.cat([written, written.new_full((3,), 9)]), row, version)
+        assert torch.equal(row.view(torch.uint8), new.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +57,10 @@ def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
 def test_a_whole_shard_is_told_from_a_difference_from_any_version(version: int) -> None:
     new, base = _versions(9, torch.bfloat16)
     row = base.clone()
-    assert not message.is_whole(message.write(new, base, version))
+    told = message.write(new, base, version)
+    assert not message.is_whole(told)
+    with pytest.raises(ValueError, match=f"from version {version} of a shard"):
+        message.read(told, row, message.ALONE)
     assert message.is_whole(message.whole(new))
     assert not message.read(message.whole(new), row, version)
     assert torch.equal(row, new)

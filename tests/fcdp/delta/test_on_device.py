@@ -19,6 +19,7 @@ def _moved(base: torch.Tensor, change: float) -> torch.Tensor:
     if change == 0.3:
         steps *= torch.rand(base.numel()) < 0.05
     words[:, -1] += steps.to(torch.int16)
+    words[:, :-1] += 1  # whatever the update
     return words.view(-1).view(base.dtype)
 
 

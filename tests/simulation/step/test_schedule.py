@@ -232,6 +232,9 @@ def test_a_step_sends_its_share_of_the_mean_in_fp32(strategy: str, interval: int
     found = predicted(strategy, interval=interval, accumulation=3)
     ring = 2 * (WORLD - 1) / WORLD * 4 * workload(strategy).trained
     assert found.inter_node_bytes == pytest.approx(ring / interval)
+    # By gloo, inside of the node first: between two nodes it crosses once.
+    on_host = predicted(strategy, interval=interval, outer_on="host")
+    assert on_host.inter_node_bytes == pytest.approx(4 * workload(strategy).trained / interval)
 
 
 def test_workers_of_a_node_exchange_what_they_are_sharded_in() -> None:
