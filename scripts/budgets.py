@@ -33,11 +33,11 @@ class Budget(NamedTuple):
 BUDGETS = {
     "lines of source": Budget(most=49_250, aim=34_000),
     "lines of fcdp": Budget(most=12_250, aim=7_500),
-    "lines of baselines": Budget(most=8_200, aim=6_500),
+    "lines of baselines": Budget(most=8_250, aim=6_500),
     "lines of simulation": Budget(most=9_050, aim=6_500),
     "lines of experiments": Budget(most=12_600, aim=8_500),
     "lines of analysis": Budget(most=7_200, aim=5_000),
-    "lines of scripts": Budget(most=2_850, aim=3_000),
+    "lines of scripts": Budget(most=3_000, aim=3_000),
     "lines of tests": Budget(most=48_400, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=48, aim=40),

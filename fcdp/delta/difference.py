@@ -193,7 +193,6 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
         base.copy_(reader.take(base.numel(), torch.int16))
     elif row.form == _EXPONENTS:
         counts = [*row[1:]]
-        _check(min(counts) >= 0)
         sizes_of = exponents.sizes(base.numel(), counts)
         parts = [reader.take(size, torch.uint8) for size in sizes_of]
         _check(exponents.read(parts, counts, base))
