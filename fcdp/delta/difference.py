@@ -159,7 +159,7 @@ def _where(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
 def _choose(numbers: torch.Tensor) -> int:
     """The form whose bytes are the fewest, judged by a sample where that is enough."""
     sample = numbers.view(-1, 8)[::_SAMPLED].contiguous()
-    counts = sample.view(-1).clamp(-128, 128).abs_().bincount(minlength=129).tolist()
+    counts = sample.view(-1).clamp(-128, 128).abs_().bincount(minlength=1).tolist()
     if counts[0] == sample.numel() and not numbers.view(torch.uint8).any():
         return _NOTHING
     beyond = [sum(counts[limit:]) / sample.numel() for limit in (2, 8, 128)]
@@ -193,7 +193,6 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
         base.copy_(reader.take(base.numel(), torch.int16))
     elif row.form == _EXPONENTS:
         counts = [*row[1:]]
-        _check(min(counts) >= 0)
         sizes_of = exponents.sizes(base.numel(), counts)
         parts = [reader.take(size, torch.uint8) for size in sizes_of]
         _check(exponents.read(parts, counts, base))

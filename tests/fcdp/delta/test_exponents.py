@@ -78,6 +78,7 @@ def test_sizes_are_the_parts() -> None:
 def test_counts_that_do_not_fit_are_refused() -> None:
     words = gradients(1000)
     encoded = encode(words, None)
+    assert encoded[:4].view(torch.int32).item() == 6  # as files have it
     for place in (4, 8, 12):  # of the table's row
         for change in (1, -1, -(2**31)):
             damaged = encoded.clone()
