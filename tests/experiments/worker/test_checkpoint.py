@@ -26,10 +26,9 @@ SETTINGS = {"checkpoint_every": 2, "warmup_steps": 3, "steps": 6, "dtype": "bflo
 
 
 @pytest.fixture(scope="module")
-def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
+def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    preload = [*PRELOADED, "experiments.worker.worker", "tests.experiments.cells"]
-    with EmulatedCluster(spec, preload=preload) as built:
+    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
         yield built
 
 
