@@ -74,9 +74,13 @@ def inline(drawing: Drawing, name: str) -> str:
     written = re.sub(r"\s*\n\s*", " ", _FOREIGN.sub("", content.getvalue()))
     used = {one or other for one, other in _REFERENCE.findall(written)}
     written = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", written)
-    # A hundredth of a point is more than a screen shows.
-    written = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", written)
+    written = re.sub(r"<[^>]+>", _rounded, written)
     box = re.search(r'viewBox="[^"]*"', written)
     assert box is not None
     described = f'role="img" aria-label="{escape(drawing.title)}" class="drawing"'
     return f"<svg {box[0]} {described}>" + written[written.index(">", box.end()) + 1 :]
+
+
+def _rounded(tag: re.Match[str]) -> str:
+    """Places in a tag, to a hundredth of a point; numbers of the figure's text stay as they are."""
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag[0])

@@ -20,7 +20,7 @@ def drawing() -> Drawing:
     ax = figure.subplots()
     ax.plot([1, 2, 3], [1, 3, 2], marker="o", color="#003F6B", label="a & b")
     ax.plot([1, 2], [2, 1], color="#D55E00")
-    ax.set_title("50 % of <all>")
+    ax.set_title("50 % of <all>, 0.12345")
     ax.annotate("10×", (2, 3), path_effects=[withStroke(linewidth=2.5, foreground="white")])
     return Drawing("made-up", "Made up", "A caption.", figure)
 
@@ -32,7 +32,7 @@ def parsed(svg: str) -> ElementTree.Element:
 def test_text_is_text_and_the_drawing_stays_as_it_was(drawing: Drawing) -> None:
     before = drawings.svg(drawing)
     svg = parsed(inline(drawing, "f1"))
-    assert "50 % of <all>" in ["".join(item.itertext()) for item in svg.iter("text")]
+    assert "50 % of <all>, 0.12345" in ["".join(item.itertext()) for item in svg.iter("text")]
     assert drawings.svg(drawing) == before
 
 
