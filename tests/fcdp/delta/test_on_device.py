@@ -18,6 +18,7 @@ def _moved(base: torch.Tensor, change: float) -> torch.Tensor:
     steps = (change * torch.randn(base.numel())).round().clamp(-3e4, 3e4)
     if change == 0.3:
         steps *= torch.rand(base.numel()) < 0.05
+        steps[::997], steps[5::997] = 300, 3  # no byte holds, and no two bits
     words[:, -1] += steps.to(torch.int16)
     words[:, :-1] += 1  # whatever the update
     return words.view(-1).view(base.dtype)
