@@ -152,7 +152,9 @@ def _once(matrix: str, table: Callable[[list[Record]], str]) -> str:
     if not stored(folder / "records.jsonl").exists():
         return "No records are committed yet."
     drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
-    figures = (f"![{each.stem}]({each.relative_to(ROOT / 'results')})" for each in drawn)
+    names = (each.stem.rpartition("-")[2] for each in drawn)
+    places = (each.relative_to(ROOT / "results") for each in drawn)
+    figures = (f"![{name}]({place})" for name, place in zip(names, places, strict=True))
     return "\n\n".join([table(_records(matrix)), *figures])
 
 

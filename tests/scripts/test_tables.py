@@ -65,4 +65,4 @@ def test_a_place_is_filled_once_there_are_records(
     write_records([record(cell())], folder / "records.jsonl")
     (folder / "report" / "rollout-phases.png").touch()
     filled = readme._once("rollout", tables.by_rollout)
-    assert filled.endswith("\n\n![rollout-phases](rollout/report/rollout-phases.png)")
+    assert filled.endswith("\n\n![phases](rollout/report/rollout-phases.png)")

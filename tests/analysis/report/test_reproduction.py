@@ -219,7 +219,7 @@ def test_each_figure_is_small_and_has_its_records(page: str) -> None:
         linked = re.findall('href="(.*?)"', caption.split("</figcaption>")[0])
         assert linked
         assert set(linked) <= {"parity/records.jsonl", "../analysis/paper/region.json"}
-    assert max(len(each) for each in re.findall("<svg .*?</svg>", page, re.DOTALL)) < 40_000
+    assert max(len(each) for each in re.findall("<svg .*?</svg>", page, re.DOTALL)) < 80_000
     assert "data:image" not in page
 
 
