@@ -117,11 +117,12 @@ class RunDirectory:
     def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
         """Records that ``resume`` keeps: not of failures before the first step of a cell.
 
-        With ``retry_failed`` of no failure. Raises ``ValueError`` for records of another matrix, or
-        that another kind of cluster left: a simulated cell has the id of the same cell where it
-        runs.
+        Nor of cells that were skipped, and that the matrix has by now. With ``retry_failed`` of no
+        failure. Raises ``ValueError`` for records of another matrix, or that another kind of
+        cluster left: a simulated cell has the id of the same cell where it runs.
         """
         finished = self._all()
+        to_run = {entry.cell.id for entry in matrix.cells if entry.skip_reason is None}
         for record in finished:
             for what, theirs, ours in (
                 ("of matrix", record.cell.matrix, matrix.name),
@@ -135,6 +136,7 @@ class RunDirectory:
         return [
             record
             for record in finished
+            if not (record.state == "skipped" and record.cell_id in to_run)
             if record.state not in RETRIED or not (retry_failed or self._never_began(record))
         ]
 

@@ -235,6 +235,14 @@ def test_a_cell_that_failed_before_its_first_step_runs_again(
     assert read_records(directory.records) == kept
 
 
+def test_a_cell_that_is_skipped_no_longer_runs(matrix: Matrix, directory: RunDirectory) -> None:
+    ran, skipped = (entry.cell for entry in matrix.cells[:2])
+    files.append(record(ran, "ok", None), directory.records)
+    files.append(record(skipped, "skipped", "of another file"), directory.records)
+    kept = directory.resume(matrix, retry_failed=False)
+    assert [each.cell_id for each in kept] == [ran.id]
+
+
 def test_starting_afresh_keeps_the_earlier_run(matrix: Matrix, directory: RunDirectory) -> None:
     assert directory.start_afresh() is None
     first = run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
