@@ -153,7 +153,8 @@ def batches(settings: Settings, rank: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + rank)
     while True:
         tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator, device="cpu")
-        yield tokens.to(torch.get_default_device())
+        # A loader that waited for the device would stand in for waits that are missing.
+        yield tokens.to(torch.get_default_device(), non_blocking=True)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
