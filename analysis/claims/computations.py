@@ -64,9 +64,10 @@ class Selection(Strict):
     sequence_length: int | None = Field(default=None, ge=1)
     policy: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
-    #: Workers that train apart: steps per round, β, and the penalty for the staleness gap.
+    #: Workers that train apart: steps per round, β, φ, and the penalty for the staleness gap.
     interval: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     outer_momentum: float | Literal["any"] | None = None
+    clip: float | Literal["any"] | None = None
     penalty: str | None = None
     #: Cyclic Data Parallelism: ``v1`` or ``v2``.
     rule: str | None = None
