@@ -211,7 +211,7 @@ def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
     alike = ("model", "sequence_length", "micro_batch", "accumulation", "dtype")
     assert len({tuple(getattr(c, n) for n in alike) for cells in of.values() for c in cells}) == 1
     trials = Counter(subject(each) for each in of[SEARCH])
-    assert set(trials.values()) == {6 * 3}
+    assert set(trials.values()) == {7 * 3}
 
 
 @pytest.mark.skipif(not planned.RECORD.exists(), reason="no records are committed")
