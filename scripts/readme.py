@@ -30,7 +30,6 @@ from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
 from scripts import coding_speed, host_cost, matrices, tables
-from simulation.files import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -101,9 +100,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "frozen": lambda: tables.by_base(_records("frozen")),
         "quantised": lambda: tables.over_seeds(_records("quantised")),
         "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
-        "phases": lambda: _once("post-training", tables.by_phase),
-        "rollouts": lambda: _once("rollout", tables.by_rollout),
-        "quality": lambda: _once(
+        "phases": lambda: _drawn("post-training", tables.by_phase),
+        "rollouts": lambda: _drawn("rollout", tables.by_rollout),
+        "quality": lambda: _drawn(
             quality.TIMES,
             lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
         ),
@@ -146,11 +145,9 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _once(matrix: str, table: Callable[[list[Record]], str]) -> str:
-    """The table, and figures that are drawn beside its records, once these are there."""
+def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:
+    """The table, and the figures that are drawn beside its records."""
     folder = ROOT / "results" / matrix
-    if not stored(folder / "records.jsonl").exists():
-        return "No records are committed yet."
     drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
     names = (each.stem.rpartition("-")[2] for each in drawn)
     places = (each.relative_to(ROOT / "results") for each in drawn)
