@@ -167,8 +167,11 @@ def check_encodable(units: Sequence[Unit], codec: Codec | Delta) -> None:
     """Raises ``ValueError`` for a unit whose gather is not of one dtype that the codec takes."""
     told = isinstance(codec, Delta)
     for unit in units:
-        dtype, *others = unit.gather_dtypes
-        if others or not (dtype in message.DTYPES if told else dtype.is_floating_point):
+        taken = (
+            dtype in message.DTYPES if told else dtype.is_floating_point
+            for dtype in unit.gather_dtypes
+        )
+        if len(unit.gather_dtypes) > 1 or not all(taken):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
                 f"gather_codec = {codec}: {unit.name} gathers parameters of {dtypes}; each unit "

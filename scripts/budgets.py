@@ -42,7 +42,7 @@ BUDGETS = {
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=48, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),
-    "tracked megabytes": Budget(most=28, aim=30),
+    "tracked megabytes": Budget(most=29, aim=30),
 }
 
 

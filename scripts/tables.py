@@ -434,8 +434,9 @@ def in_a_sentence(records: Sequence[Record]) -> str:
         f"Fine-tuned in full and in bf16 at {link} with k = {coded.cell.accumulation}, a model "
         f"trains {over_plain} as fast as with FCDP alone\nand {over_hsdp} as with HSDP where "
         f"gathers and reductions are [coded exactly](docs/differences.md), in\n{sent[0]} MB per "
-        f"step instead of {sent[1]}; a smaller one {over_zero3} as fast with FCDP alone as with "
-        "DeepSpeed's\nZeRO-3 ([records](results/delta-slow-link/records.jsonl))."
+        f"step instead of {sent[1]}, once Adam's first {coded.cell.warmup_steps} steps are over. A "
+        f"smaller one trains {over_zero3} as fast with\nFCDP alone as with DeepSpeed's ZeRO-3 "
+        "([records](results/delta-slow-link/records.jsonl))."
     )
 
 

@@ -22,7 +22,7 @@ from tests.order import longest_first
 TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
-    "cluster": "network namespaces, emulated clusters, launchers",
+    "cluster": "network namespaces, emulated clusters",
     "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.

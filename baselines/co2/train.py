@@ -156,8 +156,8 @@ class Average:
 
     Only this class touches the buffer while the all-reduce runs: the caller fills it before
     ``start`` and reads it after ``wait``. On CUDA the all-reduce waits for what the current stream
-    has queued, and whoever waits orders the current stream after it; on the host gloo's threads
-    move it.
+    has queued, and whoever waits orders the current stream after it; on the host threads of
+    gloo's, or one of ours, move it.
     """
 
     def __init__(self, buffer: torch.Tensor, at: Place) -> None:

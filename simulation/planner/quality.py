@@ -14,6 +14,10 @@ from simulation.planner.search import Option
 RECORD = Path(__file__).parents[2] / "results" / "time-to-quality" / "quality.json"
 
 
+#: Shares of a link's time that are further apart say nothing of each other.
+_ALIKE = 3
+
+
 class Case(Strict):
     """Who comes first to a loss on one link."""
 
@@ -46,11 +50,13 @@ class Quality(Strict):
     parameters: int
     cases: tuple[Case, ...]
 
-    def of(self, option: Option) -> str:
-        """What the case says whose link takes nearest to as long, against the computation."""
+    def of(self, option: Option) -> str | None:
+        """What the case says whose link takes about as long, against the computation, if any."""
         busy = option.speed.busy_seconds
         share = busy["inter_node"] / busy["compute"]
         case = min(self.cases, key=lambda one: abs(math.log(one.share / share)))
+        if abs(math.log(case.share / share)) > math.log(_ALIKE):
+            return None
         return (
             f"time to quality, emulated on CPUs with {self.parameters / 1e6:.1f} M parameters, "
             f"where the link takes {case.share:.2g} times the computation (here {share:.2g}): "

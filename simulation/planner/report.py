@@ -134,8 +134,8 @@ def _to_quality(plan: Plan) -> Iterator[str]:
     measured = quality.committed()
     exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
     full = plan.request.lora_rank is None and plan.request.hardware.nodes > 1
-    if measured is not None and exact is not None and full:
-        yield measured.of(exact)
+    if measured is not None and exact is not None and full and (said := measured.of(exact)):
+        yield said
 
 
 def _next(plan: Plan) -> str:

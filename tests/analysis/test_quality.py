@@ -14,6 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from analysis.__main__ import app
+from analysis.claims import papers
+from analysis.claims.computations import Ratio
 from analysis.quality import (
     SEARCH,
     TIMES,
@@ -214,7 +216,21 @@ def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
     assert set(trials.values()) == {7 * 3}
 
 
-@pytest.mark.skipif(not planned.RECORD.exists(), reason="no records are committed")
+def test_claims_are_judged_by_the_best_trials() -> None:
+    found = {
+        (of.strategy, "v1" if "v1" in of.subject else "v2"): (of.learning_rate, of.momentum)
+        for of in best(load(ROOT / "results" / SEARCH / "records.jsonl"))
+    }
+    checks = [each for claim in papers.load().claims for each in claim.checks]
+    computed = [each.compute for each in checks if each.matrix == SEARCH]
+    assert len(computed) == 3
+    for ratio in computed:
+        assert isinstance(ratio, Ratio)
+        for side in (ratio.of, ratio.over):
+            best_of = found[side.strategy or "", side.rule or "v2"]
+            assert (side.learning_rate, side.outer_momentum) == best_of
+
+
 def test_what_is_committed_is_what_the_records_give() -> None:
     search, timed = (load(ROOT / "results" / name / "records.jsonl") for name in (SEARCH, TIMES))
     assert planned.committed() == quality(search, timed)

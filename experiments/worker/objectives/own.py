@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -132,6 +132,10 @@ class Own:
             thread.join()
 
     def _look(self, over: Callable[[float], bool]) -> None:
+        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
+            self._compare(over)
+
+    def _compare(self, over: Callable[[float], bool]) -> None:
         rank = dist.get_rank()
         board: Board | None = None
         seen: tuple[int, int, str] | None = None
@@ -140,7 +144,7 @@ class Own:
             ends, calls, at = state = self._state
             key = f"{self._iteration}/{ends}"
             if at and state == seen:
-                board.put(key, Announcement(f"rank {rank} is at {at}", calls))
+                board.put(key, Announcement(f"another waits at {at}", calls))
             there = board.read(key)
             if there and (calls > there.exchanges or not there.text.endswith(at)):
                 self._wrong = (

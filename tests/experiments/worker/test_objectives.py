@@ -272,7 +272,9 @@ def unequal(strategy: str, what: str) -> None:
 
 
 #: Ranks that wait for each other: either may be the one that says so.
-_WAITS = r"rank . has called the model . times and is .*, rank . is at the end of \w+ after 1; must"
+_WAITS = (
+    r"rank . has called the model . times and is .*, another waits at the end of \w+ after 1; must"
+)
 
 
 @pytest.mark.parametrize(
