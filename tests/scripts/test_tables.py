@@ -55,14 +55,13 @@ def test_rollouts_stand_beside_the_trainers_own_answers() -> None:
     assert second.endswith("| 1 | 1 | 1.500 |")
 
 
-def test_a_place_is_filled_once_there_are_records(
+def test_figures_beside_the_records_follow_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     folder = tmp_path / "results" / "rollout"
-    assert readme._once("rollout", tables.by_rollout) == "No records are committed yet."
     (folder / "report").mkdir(parents=True)
     write_records([record(cell())], folder / "records.jsonl")
     (folder / "report" / "rollout-phases.png").touch()
-    filled = readme._once("rollout", tables.by_rollout)
+    filled = readme._drawn("rollout", tables.by_rollout)
     assert filled.endswith("\n\n![phases](rollout/report/rollout-phases.png)")
