@@ -150,9 +150,8 @@ def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
     return courses
 
 
-def quality(search: Sequence[Record], times: Sequence[Record]) -> Quality:
-    """What plans say: of the loss after half of the exact strategy's steps."""
-    found = courses(search, times)
+def quality(found: Sequence[Course], times: Sequence[Record]) -> Quality:
+    """Cases for plans to say: who comes to the loss after half of the exact strategy's steps."""
     parameters = next(each.measurement.parameters for each in times if each.measurement)
     return Quality(parameters=parameters, cases=tuple(cases(found, targets(found)[0])))
 
@@ -165,7 +164,7 @@ def write(results: Path) -> tuple[str, Path, Path]:
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
     found = courses(search, times)
     figure, said = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
-    said.write_text(quality(search, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    said.write_text(quality(found, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
     figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(found))))
     return markdown(found), figure, said
 

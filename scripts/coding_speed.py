@@ -1,4 +1,4 @@
-"""What exact coding takes: bytes of a shard per second of one core, to write and to read them.
+"""Speed of exact coding: bytes of a shard per second of one core, to write and to read them.
 
 python -m scripts.coding_speed    measure, and write the record; scripts.readme the table
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from simulation.files import Strict
 from simulation.planner.search import Option
 
-#: What ``python -m analysis time-to-quality`` writes; there may be none.
+#: Written by ``python -m analysis time-to-quality``; there may be none.
 RECORD = Path(__file__).parents[2] / "results" / "time-to-quality" / "quality.json"
 
 
@@ -51,7 +51,7 @@ class Quality(Strict):
     cases: tuple[Case, ...]
 
     def of(self, option: Option) -> str | None:
-        """What the case says whose link takes about as long, against the computation, if any."""
+        """Sentence of the case whose link takes about as long, against the computation, if any."""
         busy = option.speed.busy_seconds
         share = busy["inter_node"] / busy["compute"]
         case = min(self.cases, key=lambda one: abs(math.log(one.share / share)))

@@ -130,7 +130,7 @@ def _absurd(plan: Plan) -> Iterator[str]:
 
 
 def _to_quality(plan: Plan) -> Iterator[str]:
-    """What is known of training exactly or not, where all parameters are trained by FCDP."""
+    """Say whether others come to a loss sooner than training exactly, in full by FCDP."""
     measured = quality.committed()
     exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
     full = plan.request.lora_rank is None and plan.request.hardware.nodes > 1

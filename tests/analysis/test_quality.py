@@ -149,7 +149,7 @@ def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPa
     assert made is not None
     assert "time to quality" not in printed(made)
     assert made.option.speed.busy_seconds["inter_node"] > 0
-    measured = quality(search(), times())
+    measured = quality(courses(search(), times()), times())
     monkeypatch.setattr(planned, "committed", lambda: measured)
     loss = "FCDP's loss at half of its steps"
     for case in measured.cases:
@@ -173,8 +173,8 @@ def printed(made: Plan) -> str:
 
 
 def test_the_link_takes_what_its_bytes_do_on_it() -> None:
-    """Of a second on the fast link 8 ms are bytes', on the slow one 1.6 s."""
-    slow, fast = quality(search(), times()).cases
+    """Bytes take 8 ms of a second on the fast link, and 1.6 s on the slow one."""
+    slow, fast = quality(courses(search(), times()), times()).cases
     assert fast.share == pytest.approx(0.008 / 0.992)
     assert slow.share == pytest.approx(1.6 / 0.992)
 
@@ -195,7 +195,7 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert markdown(courses(search(), times())) in done.output
     said = (tmp_path / TIMES / "quality.json").read_text()
-    assert Quality.model_validate_json(said) == quality(search(), times())
+    assert Quality.model_validate_json(said) == quality(courses(search(), times()), times())
     assert "held-out loss" in (tmp_path / TIMES / "quality.svg").read_text()
     (tmp_path / TIMES / "records.jsonl").unlink()
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
@@ -233,4 +233,4 @@ def test_claims_are_judged_by_the_best_trials() -> None:
 
 def test_what_is_committed_is_what_the_records_give() -> None:
     search, timed = (load(ROOT / "results" / name / "records.jsonl") for name in (SEARCH, TIMES))
-    assert planned.committed() == quality(search, timed)
+    assert planned.committed() == quality(courses(search, timed), timed)

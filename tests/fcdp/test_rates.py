@@ -23,7 +23,7 @@ from tests.ranks import Pools
 
 
 class Trained(NamedTuple):
-    """What one rank computed, as bits, and where and how it had it."""
+    """Bits that one rank computed, and where and how it had them."""
 
     #: Losses, logits after each write, and parameters.
     computed: list[torch.Tensor]

@@ -24,7 +24,7 @@ from experiments.worker import configured
 from experiments.worker.objectives.objective import Ended, Objective, Phase
 from fcdp.failure import Announcement, Board, backends_of, break_all
 
-#: What it must have.
+#: Parts that it must have.
 _PARTS = ("epochs", "rewards", "prepare", "loss")
 #: Seconds between two looks at who waits; a wait that takes two of them is a long one.
 LOOK_S = 5.0
@@ -51,7 +51,7 @@ class Own:
         self._iteration = 0
         #: Ends of phases and calls of this iteration so far, and the end at which this rank waits.
         self._state: tuple[int, int, str] = (0, 0, "")
-        #: What is wrong, once the thread has found it.
+        #: The error's text, once the thread has found one.
         self._wrong = ""
 
     @property
@@ -65,7 +65,7 @@ class Own:
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
     ) -> Sequence[torch.Tensor]:
-        """What the user's returns, once all ranks have made as many of it."""
+        """Micro-batches of the user's, once all ranks have made as many."""
 
         def told(phase: Phase) -> None:
             with self._waiting(f"the end of {phase}"):
