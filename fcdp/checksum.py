@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 
 import torch
+import xxhash
 
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
@@ -24,10 +24,10 @@ def checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
     device are comparable with each other alone. ``out`` takes the sum where it is given.
     """
     if values.is_cpu:
-        # As fast as sums of words on large tensors, and without their ten calls on small ones.
+        # Faster than sums of words on large tensors, and without their ten calls on small ones.
         values = values.contiguous()  # may be a copy, which must outlive the sum
-        crc = zlib.crc32(bytes_of(values))
-        return torch.tensor(crc, device="cpu") if out is None else out.fill_(crc)
+        digest = xxhash.xxh3_64_intdigest(bytes_of(values)) >> 1  # int64 has a sign
+        return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
     return sum_of_words(values.contiguous().view(-1), out)
 
 

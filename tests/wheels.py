@@ -36,16 +36,20 @@ def built(hook: str, source: Path, target: Path) -> Path:
 
 
 def environment(wheel: Path, folder: Path, *packages: str) -> Path:
-    """The Python of a new environment with the wheel, and with packages installed here alone."""
+    """The Python of a new environment with the wheel, what it asks for, and ``packages``.
+
+    All but the wheel is what is installed here.
+    """
     made, shared = folder / "environment", folder / "shared"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
     python = made / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", wheel], check=True)
     shared.mkdir()
-    for name in packages:
-        link(name, shared)
     (site,) = made.glob("lib/*/site-packages")
+    (described,) = site.glob(f"{wheel.name.split('-')[0]}-*.dist-info")
+    for name in (*_needed(metadata.Distribution.at(described)), *packages):
+        link(name, shared)
     (site / "shared.pth").write_text(f"{shared}\n")
     return python
 
@@ -61,9 +65,14 @@ def link(name: str, target: Path) -> None:
         for root in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
             if not (target / root).exists():  # several packages may share a folder
                 (target / root).symlink_to(str(found.locate_file(root)))
-        needed = map(Requirement, found.requires or [])
-        queue += [
-            other.name
-            for other in needed
-            if other.marker is None or other.marker.evaluate({"extra": ""})
-        ]
+        queue += _needed(found)
+
+
+def _needed(package: metadata.Distribution) -> list[str]:
+    """Names of the packages that one asks for here, without its extras."""
+    needed = map(Requirement, package.requires or [])
+    return [
+        other.name
+        for other in needed
+        if other.marker is None or other.marker.evaluate({"extra": ""})
+    ]

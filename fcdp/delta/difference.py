@@ -22,9 +22,9 @@ from fcdp.delta import exponents, gaps
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, places, unpack_flags
 
 #: Words per chunk: what is worked on stays in a core's cache.
-CHUNK = 2**17
-#: One number in so many words of eight is looked at to choose a form.
-_SAMPLED = 16
+CHUNK = 2**19
+#: Words of eight numbers that are looked at, of all of a chunk, to choose a form.
+_SAMPLED = 2**10
 
 #: Forms beside the codes' bits: two-bit codes without zero words, and new words as they are.
 _NOTHING, _SPARSE, _RAW = 0, 1, 16
@@ -123,7 +123,7 @@ def _encode(
         if coding == "ordered":
             numbers = numbers.index_select(0, gaps.by_magnitude(base))
         # In order frequencies change on the way.
-        sizes, told = gaps.write(numbers, memory=5 if coding == "ordered" else 8)
+        sizes, told = gaps.write(numbers, window=12 if coding == "ordered" else 17)
         row = _Chunk(_ORDERED if coding == "ordered" else _GAPS, *sizes)
         fill = told.new_zeros(told.numel() % 2)  # words begin at even bytes
         return (row, [told, fill]) if told.numel() + fill.numel() < 2 * new.numel() else raw
@@ -158,12 +158,14 @@ def _where(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
 
 def _choose(numbers: torch.Tensor) -> int:
     """The form whose bytes are the fewest, judged by a sample where that is enough."""
-    sample = numbers.view(-1, 8)[::_SAMPLED].contiguous()
+    words = numbers.view(-1, 8)
+    sample = words[:: max(1, len(words) // _SAMPLED)].contiguous()
     counts = sample.view(-1).clamp(-128, 128).abs_().bincount(minlength=1).tolist()
     if counts[0] == sample.numel() and not numbers.view(torch.uint8).any():
         return _NOTHING
     beyond = [sum(counts[limit:]) / sample.numel() for limit in (2, 8, 128)]
-    some = sample.view(torch.int64).ne(0).view(-1, 2).any(1).float().mean().item()
+    halves = sample.view(torch.int64)
+    some = int((halves[:, 0] | halves[:, 1]).count_nonzero()) / len(sample)
     two, four, wide = beyond
     bits = {
         _SPARSE: 1 / 8 + 2 * some + 8 * two,
@@ -218,22 +220,23 @@ def _numbers(row: _Chunk, reader: _Reader, numel: int) -> torch.Tensor:
     codes = _CODES[row.form]
     count = -(-numel // GRANULE) * GRANULE // codes.per_word
     if row.form == _SPARSE:
-        flags = unpack_flags(reader.take(count // 8, torch.uint8))
+        kept = places(unpack_flags(reader.take(count // 8, torch.uint8)))
         given = reader.take(row.words, torch.int16)
-        _check(int(flags.sum()) == row.words)
-        words = torch.zeros(count, dtype=torch.int16, device="cpu").masked_scatter_(flags, given)
+        _check(kept.numel() == row.words)
+        words = torch.zeros(count, dtype=torch.int16, device="cpu").index_copy_(0, kept, given)
     else:
         words = reader.take(count, torch.int16)
     numbers = codes.unpack(words)
     wide = reader.take(row.wide, torch.int16)
     near = reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
-    places = codes.escaped(words)
-    some = numbers.view(-1, codes.per_word).index_select(0, places)
-    escapes, far = some == -codes.limit, near == 0
-    _check(int(escapes.sum()) == row.escaped and int(far.sum()) == row.wide)
-    escaped = near.to(torch.int16).masked_scatter_(far, wide)
-    numbers.view(-1, codes.per_word).index_copy_(0, places, some.masked_scatter_(escapes, escaped))
+    at = codes.escaped(words)
+    some = numbers.view(-1, codes.per_word).index_select(0, at)
+    escapes, far = places((some == -codes.limit).view(-1)), places(near == 0)
+    _check(escapes.numel() == row.escaped and far.numel() == row.wide)
+    escaped = near.to(torch.int16).index_copy_(0, far, wide)
+    some.view(-1).index_copy_(0, escapes, escaped)
+    numbers.view(-1, codes.per_word).index_copy_(0, at, some)
     return numbers
 
 

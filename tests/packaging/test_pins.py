@@ -125,7 +125,3 @@ def test_the_group_all_has_every_other() -> None:
 def test_a_group_of_users_own_is_no_part_of_all() -> None:
     assert {Requirement(line).name for line in IMAGES} == {"scikit-learn", "torchvision"}
     assert not {Requirement(line).name for line in IMAGES} & {pin.name for pin in PINS}
-
-
-def test_the_library_itself_needs_torch_only() -> None:
-    assert [Requirement(line).name for line in PROJECT["dependencies"]] == ["torch"]

@@ -1,4 +1,4 @@
-"""The wheel: the library alone, which torch alone is needed for."""
+"""The wheel: the library alone, with torch, a checksum and a codec of bytes."""
 
 from __future__ import annotations
 
@@ -65,14 +65,16 @@ def test_it_has_every_file_of_the_library_and_no_other(wheel: Path) -> None:
     assert found == expected
 
 
-def test_it_asks_for_torch_alone(wheel: Path) -> None:
-    (needed,) = described(wheel).get_all("Requires-Dist", [])
-    assert Requirement(needed).name == "torch"
+def test_it_asks_for_little(wheel: Path) -> None:
+    needed = map(Requirement, described(wheel).get_all("Requires-Dist", []))
+    assert {each.name for each in needed} == {"torch", "xxhash", "backports.zstd"}
     assert described(wheel).get_all("Provides-Extra") is None
 
 
-def test_an_environment_with_torch_alone_imports_all_of_it(wheel: Path, tmp_path: Path) -> None:
-    python = wheels.environment(wheel, tmp_path, "torch")
+def test_an_environment_with_what_it_asks_for_imports_all_of_it(
+    wheel: Path, tmp_path: Path
+) -> None:
+    python = wheels.environment(wheel, tmp_path)
     modules = {path.relative_to(ROOT) for path in (ROOT / "fcdp").rglob("*.py")}
     modules -= {path for path in modules if path.parent.name == "integrations"}
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules}

@@ -97,6 +97,7 @@ class Training:
         kept = {line["step"]: line for line in lines if line["step"] <= lines[-1]["step"]}
         words = list(self.words[1:])
         words[words.index("--output") + 1] = str(self._folder / "told")
+        words += ["--evaluate-every", "1000000"]  # where notices are looked for too, but no step is
         (self._folder / "told.py").write_text(_TOLD)
         for ranks, part in itertools.groupby(kept.values(), lambda line: line["ranks"]):
             launcher = [self.torchrun, "--standalone", "--nproc-per-node", str(ranks)]

@@ -71,7 +71,7 @@ def test_a_chunk_takes_the_form_of_the_fewest_bytes(
     assert encoded.numel() == 16 + size
 
 
-@pytest.mark.parametrize(("numel", "chunks"), [(0, 1), (1, 1), (2**17, 1), (2**17 + 1, 2)])
+@pytest.mark.parametrize(("numel", "chunks"), [(0, 1), (1, 1), (2**19, 1), (2**19 + 1, 2)])
 def test_the_most_that_a_difference_takes_is_a_table_and_the_words(numel: int, chunks: int) -> None:
     assert difference.capacity(numel) == 16 * chunks + 2 * numel
 
