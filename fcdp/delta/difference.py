@@ -42,11 +42,12 @@ Coding = Literal["packed", "entropy", "ordered"]
 class _Chunk(NamedTuple):
     """One row of the table that a difference begins with.
 
-    After the form the counts of what it has; of gaps and exponents those that they name.
+    After the form the counts of what it has; of gaps those that they name.
     """
 
     form: int
-    #: Words that are not zero (``_SPARSE``); numbers that are escaped; and that no byte holds.
+    #: Words that are not zero (``_SPARSE``) or bytes of exponents; numbers that are escaped; and
+    #: that no byte holds.
     words: int
     escaped: int
     wide: int
@@ -100,10 +101,11 @@ def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
     """New words by their exponents, where that is less than they are."""
     if not new.numel():
         return _raw(new)
-    counts, body = exponents.write(new)
-    nbytes = sum(part.numel() for part in body)
-    fill = body[-1].new_zeros(nbytes % 2)  # words begin at even bytes
-    return (_Chunk(_EXPONENTS, *counts), [*body, fill]) if nbytes < 2 * new.numel() else _raw(new)
+    told, rest = exponents.write(new)
+    fill = rest.new_zeros((told.numel() + rest.numel()) % 2)  # words begin at even bytes
+    body = [told, rest, fill]
+    fewer = sum(part.numel() for part in body) < 2 * new.numel()
+    return (_Chunk(_EXPONENTS, told.numel(), 0, 0), body) if fewer else _raw(new)
 
 
 def _encode(
@@ -194,11 +196,10 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
     if row.form == _RAW:
         base.copy_(reader.take(base.numel(), torch.int16))
     elif row.form == _EXPONENTS:
-        counts = [*row[1:]]
-        sizes_of = exponents.sizes(base.numel(), counts)
-        parts = [reader.take(size, torch.uint8) for size in sizes_of]
-        _check(exponents.read(parts, counts, base))
-        reader.take(sum(sizes_of) % 2, torch.uint8)
+        _check(row.escaped == row.wide == 0)
+        told, rest = reader.take(row.words, torch.uint8), reader.take(base.numel(), torch.uint8)
+        _check(exponents.read(told, rest, base))
+        reader.take((row.words + base.numel()) % 2, torch.uint8)
     elif row.form in (_GAPS, _ORDERED):
         sizes = gaps.Sizes(*row[1:])
         numbers = torch.zeros_like(base)

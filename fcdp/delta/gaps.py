@@ -1,36 +1,23 @@
 """Small numbers of which many are zero, in hardly more bytes than their entropy.
 
 Each number that is not zero is one byte: how many zeros are before it, and whether it is 1, −1 or
-another, which follows. Zstandard's Huffman codes, with next to no search for repetitions, make of
-these bytes what their frequencies allow: where few words change as where most do.
+another, which follows. Huffman codes make of these bytes what their frequencies allow: where few
+words change as where most do.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
 
-from fcdp.checksum import bytes_of
+from fcdp.delta import huffman
 from fcdp.delta.packing import order_of, places
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 #: Zeros that one byte tells of. A byte more tells of as many runs of so many.
 _RUN = 64
 #: The two lowest bits of a byte: 1, −1, a number that follows, and no number but only zeros.
 _ONE, _MINUS_ONE, _OTHER, _ZEROS = range(4)
-#: Of the matches that are longer than seven bytes hardly any is found: looking takes time.
-_OPTIONS: dict[int, int] = {
-    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
-    zstd.CompressionParameter.min_match: 7,
-    zstd.CompressionParameter.hash_log: 6,
-    zstd.CompressionParameter.content_size_flag: 0,
-}
 
 
 class Sizes(NamedTuple):
@@ -44,9 +31,9 @@ class Sizes(NamedTuple):
 
 
 def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
-    """``numbers`` (n, int16) as bytes (uint8); codes are chosen anew each 2^window of them.
+    """``numbers`` (n, int16), of which one at least is not zero, as bytes (uint8).
 
-    One number at least is not zero; ``window`` is 10 to 17. Each choice takes some 60 bytes.
+    ``window`` is that of :func:`huffman.write`.
     """
     at = places(numbers.to(torch.bool))  # compared, it takes eight times as long
     values = numbers.index_select(0, at)
@@ -65,11 +52,8 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     far = near != others
     wide = others.index_select(0, places(far))
     near.masked_fill_(far, 0)  # no other number is zero
-    options = {**_OPTIONS, zstd.CompressionParameter.window_log: window}
-    coder = zstd.ZstdCompressor(options=options)
-    parts = [coder.compress(bytes_of(part), coder.FLUSH_BLOCK) for part in (tokens, near, wide)]
-    data = bytearray().join([*parts, coder.flush()])
-    return Sizes(tokens.numel(), near.numel(), len(data)), torch.frombuffer(data, dtype=torch.uint8)
+    data = huffman.write([tokens, near, wide], window)
+    return Sizes(tokens.numel(), near.numel(), data.numel()), data
 
 
 def _with_zeros(tokens: torch.Tensor, some: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
@@ -93,15 +77,10 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     tokens, others, _ = sizes
     if not (0 < tokens <= numbers.numel() and 0 <= others <= tokens):
         return False
-    coder = zstd.ZstdDecompressor()
-    try:
-        given = bytearray(coder.decompress(bytes_of(data), tokens + 3 * others + 1))
-    except zstd.ZstdError:
+    told = huffman.read(data, tokens + 3 * others)
+    wide_bytes = -1 if told is None else told.numel() - tokens - others
+    if told is None or wide_bytes < 0:
         return False
-    wide_bytes = len(given) - tokens - others
-    if not coder.eof or wide_bytes < 0:
-        return False
-    told = torch.frombuffer(given, dtype=torch.uint8)
     codes, near, wide = told.split([tokens, others, wide_bytes])
     kinds = codes & 3
     counts = codes.to(torch.int64) >> 2

@@ -9,7 +9,7 @@ from fcdp.delta import exponents
 from fcdp.delta.difference import CHUNK, apply, capacity, encode
 
 #: Words: about a block, a granule, a chunk.
-COUNTS = (1, 2, 127, 128, 129, 5000, CHUNK, CHUNK + 3)
+COUNTS = (1, 2, 255, 256, 257, 5000, CHUNK, CHUNK + 3)
 
 
 def gradients(count: int, scale: float = 1e-4) -> torch.Tensor:
@@ -40,39 +40,33 @@ def test_words_arrive(count: int) -> None:
 def test_every_word_arrives_beside_every_mean() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for mean in (0, 1, 126, 254, 255):
-        blocks = torch.full((every.numel() // 2, 128), mean << 7, dtype=torch.int32)
-        words = blocks.to(torch.int16)
-        words[:, 7], words[:, 127] = every[::2], every[1::2]
+        words = torch.full((2**15 // 64, 256), mean << 7, dtype=torch.int32).to(torch.int16)
+        words[:, -128:] = every.view(-1, 128)  # behind those that the mean is of
         out = torch.empty(words.numel(), dtype=torch.int16)
-        counts, parts = exponents.write(words.view(-1))
-        assert exponents.read(parts, counts, out)
+        assert exponents.read(*exponents.write(words.view(-1)), out)
         assert torch.equal(out, words.view(-1))
 
 
 def test_gradients_take_about_eleven_bits_of_sixteen() -> None:
-    words = gradients(4 * CHUNK)
+    words = gradients(CHUNK)
     assert 10 < 8 * arrives(words) / words.numel() < 11.2
 
 
-def test_what_each_level_holds() -> None:
-    """Distances from the mean: two bits to ±1, two more to −3 and 2, two more to −5 and 3."""
-    near = torch.full((1024,), 100 << 7, dtype=torch.int16)
-    for distance, counts in (
-        *((1, [0, 0, 0]), (-1, [0, 0, 0]), (2, [1, 0, 0]), (-2, [1, 0, 0]), (-3, [1, 0, 0])),
-        *((3, [1, 1, 0]), (-4, [1, 1, 0]), (-5, [1, 1, 0]), (4, [1, 1, 1]), (-6, [1, 1, 1])),
-    ):
-        words = near.clone()
-        words[300] = (100 + distance) << 7
-        found, parts = exponents.write(words)
-        assert found == counts, distance
-        assert [part.numel() for part in parts] == exponents.sizes(1024, found)
+def test_blocks_of_any_magnitude_take_as_few_bits() -> None:
+    """An exponent is told by its distance from those of its block."""
+    words = torch.randn(2**16).bfloat16().view(torch.int16)
+    alike, _ = exponents.write(words)
+    told, _ = exponents.write(words + (torch.arange(2**16) // 256 % 50 << 7).to(torch.int16))
+    assert told.numel() < 1.1 * alike.numel()
 
 
-def test_sizes_are_the_parts() -> None:
-    assert [exponents.sizes(count, [0, 0, 0])[-2] for count in (255, 256, 257)] == [2, 2, 3]
-    for count in COUNTS:
-        counts, parts = exponents.write(gradients(count))
-        assert [part.numel() for part in parts] == exponents.sizes(count, counts)
+def test_bytes_of_too_few_or_too_many_exponents_are_refused() -> None:
+    words = gradients(1000)
+    told, rest = exponents.write(words)
+    for count in (700, 999, 1001, 2000):  # 700 have three means, 999 and 1001 as many as 1000
+        out = torch.empty(count, dtype=torch.int16)
+        assert not exponents.read(told, torch.zeros(count, dtype=torch.uint8), out)
+    assert exponents.read(told, rest, torch.empty_like(words))
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
@@ -88,7 +82,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
 
 
 def test_where_nothing_is_to_be_gained_words_go_as_they_are() -> None:
-    words = torch.randint(-(2**15), 2**15, (2 * CHUNK,)).to(torch.int16)
+    words = torch.randint(-(2**15), 2**15, (CHUNK + 3,)).to(torch.int16)
     assert arrives(words) == words.nbytes + 2 * 16
 
 

@@ -62,7 +62,7 @@ def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
 
 @pytest.mark.parametrize("share", [0.008, 0.05, 0.12])
 def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
-    count = 8 * CHUNK
+    count = 2 * CHUNK
     numbers = _drawn(count, share)
     _, counts = numbers.unique(return_counts=True)
     frequencies = counts / count

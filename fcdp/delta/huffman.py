@@ -1,0 +1,48 @@
+"""Bytes by their frequencies, as Zstandard's Huffman codes: what the forms near the entropy share.
+
+Repetitions are hardly searched for: looking takes longer than all of the rest, and finds little.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from fcdp.checksum import bytes_of
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+_OPTIONS: dict[int, int] = {
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.min_match: 7,
+    zstd.CompressionParameter.hash_log: 6,
+    zstd.CompressionParameter.content_size_flag: 0,
+}
+
+
+def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
+    """The ``parts`` (contiguous, on the host), each by codes of its own, as uint8.
+
+    Codes are chosen anew each 2^window bytes, 10 ≤ window ≤ 17; each choice takes some 60 bytes.
+    """
+    coder = zstd.ZstdCompressor(options={**_OPTIONS, zstd.CompressionParameter.window_log: window})
+    written = [coder.compress(bytes_of(part), coder.FLUSH_BLOCK) for part in parts]
+    data = bytearray().join([*written, coder.flush()])
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def read(data: torch.Tensor, most: int) -> torch.Tensor | None:
+    """The bytes (uint8) that ``data`` (uint8) was made of; ``None`` if not of 1 to ``most``."""
+    coder = zstd.ZstdDecompressor()
+    try:
+        given = bytearray(coder.decompress(bytes_of(data), most + 1))
+    except zstd.ZstdError:
+        return None
+    if not coder.eof or coder.unused_data or not 0 < len(given) <= most:
+        return None
+    return torch.frombuffer(given, dtype=torch.uint8)
