@@ -7,6 +7,7 @@ python -m scripts.readme --check   fail if that would change one
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from analysis import quality, text
 from analysis.claims import papers
@@ -69,6 +71,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/differences.md": {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
     },
+    "docs/use.md": {"saving": lambda: tables.saving(_saving())},
     "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
     "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
@@ -143,6 +146,12 @@ def rewritten(page: str, content: str) -> str:
 def _records(matrix: str) -> list[Record]:
     """A committed run's records, repetitions pooled."""
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
+
+
+def _saving() -> dict[str, Any]:
+    """The record of ``scripts.saving_cost``."""
+    found: dict[str, Any] = json.loads((ROOT / "results/saving/record.json").read_text("utf-8"))
+    return found
 
 
 def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:

@@ -456,10 +456,9 @@ def saving(record: Mapping[str, Any]) -> str:
     more = [100 * (saved / plain - 1) for saved, plain in pairs]
     low, high = interval(more)
     return (
-        f"A save each hundred steps of `gpt2-4x256` ({record['bytes'] / 1e6:.0f} MB, *emulated*, "
-        f"2 nodes × 2 ranks) cost {median(more):.1f} % ({low:.1f} to {high:.1f}) of their\n"
-        f"time and held one up for {1e3 * median(record['held_up']):.0f} ms "
-        "([record](../results/saving/record.json))."
+        f"A save of {record['bytes'] / 1e6:.0f} MB each hundred steps (*emulated*, {len(more)} "
+        f"rounds) cost {median(more):.1f} % ({low:.1f} to {high:.1f}) of their time and held one\n"
+        f"up for {1e3 * median(record['held_up']):.0f} ms (`python -m scripts.saving_cost`)."
     )
 
 
