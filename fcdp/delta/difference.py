@@ -138,9 +138,9 @@ def _encode(
         bitmap, words = [pack_flags(flags)], words.index_select(0, kept)
     at = codes.escaped(words)
     if kept is not None:
-        at = kept.index_select(0, at)
-    some = numbers.view(-1, codes.per_word).index_select(0, at)
-    escaped = _where(some.view(-1), codes.escapes(some).view(-1))
+        at = kept.index_select(0, at >> 1).mul_(2).add_(at & 1)  # two bytes a word
+    some = codes.of_bytes(numbers).index_select(0, at).view(torch.int16)
+    escaped = _where(some, codes.escapes(some))
     near = escaped.to(torch.int8)
     far = near != escaped
     wide = _where(escaped, far)
@@ -232,12 +232,12 @@ def _numbers(row: _Chunk, reader: _Reader, numel: int) -> torch.Tensor:
     near = reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
     at = codes.escaped(words)
-    some = numbers.view(-1, codes.per_word).index_select(0, at)
-    escapes, far = places((some == -codes.limit).view(-1)), places(near == 0)
+    some = codes.of_bytes(numbers).index_select(0, at).view(torch.int16)
+    escapes, far = places(some == -codes.limit), places(near == 0)
     _check(escapes.numel() == row.escaped and far.numel() == row.wide)
     escaped = near.to(torch.int16).index_copy_(0, far, wide)
-    some.view(-1).index_copy_(0, escapes, escaped)
-    numbers.view(-1, codes.per_word).index_copy_(0, at, some)
+    some.index_copy_(0, escapes, escaped)
+    codes.of_bytes(numbers).index_copy_(0, at, codes.of_bytes(some))
     return numbers
 
 

@@ -26,8 +26,10 @@ GRANULE = 128
 _GATHER_BITS = 0x0102040810204080
 #: In byte i, bit i alone.
 _EACH_BIT = 0x8040201008040201 - 2**64
-#: Multiplied with four int16 lanes, puts their codes side by side in the highest 16 bits.
-_GATHER_CODES = {2: 1 << 48 | 1 << 34 | 1 << 20 | 1 << 6, 4: 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12}
+#: Multiplied with four lanes of int8, puts their codes of two bits side by side in the highest
+#: byte; with four of int16, those of four bits in the highest two.
+_GATHER_TWO = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
+_GATHER_FOUR = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,15 @@ class Codes:
 
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
         """``numbers`` (n, int16) as words (n · bits / 16, int16); n is a multiple of a granule."""
-        codes = numbers.clamp(-self.limit, self.limit).bitwise_and_(2 * self.limit - 1)
+        codes = numbers.clamp(-self.limit, self.limit)
         if self.bits == 8:
             return codes.to(torch.int8).view(torch.int16)
-        lanes = codes.view(torch.int64).mul_(_GATHER_CODES[self.bits]).bitwise_right_shift_(48)
-        return lanes.to(torch.uint8 if self.bits == 2 else torch.int16).view(torch.int16)
+        if self.bits == 4:
+            lanes = codes.bitwise_and_(0xF).view(torch.int64).mul_(_GATHER_FOUR)
+            return lanes.bitwise_right_shift_(48).to(torch.int16)
+        # Half as wide, each pass takes half as long.
+        lanes = codes.to(torch.int8).view(torch.int32).bitwise_and_(0x03030303).mul_(_GATHER_TWO)
+        return lanes.bitwise_right_shift_(24).to(torch.uint8).view(torch.int16)
 
     def unpack(self, words: torch.Tensor) -> torch.Tensor:
         """The numbers (int16) of ``words`` (m, int16); escaped ones are ``-limit``."""
@@ -68,11 +74,16 @@ class Codes:
         return codes.view(torch.int16).bitwise_xor_(self.limit).sub_(self.limit)
 
     def escaped(self, words: torch.Tensor) -> torch.Tensor:
-        """Places (k, int64) of the words (m, int16) that hold an escape."""
-        low = sum((self.limit - 1) << at for at in range(0, 16, self.bits))
+        """Places (k, int64) of the bytes of ``words`` (m, int16) that hold an escape."""
+        codes = words.view(torch.uint8)
+        low = sum((self.limit - 1) << at for at in range(0, 8, self.bits))
         # A code's highest bit of this sum is set where any lower bit of the code is.
-        others = (words & low).add_(low)
-        return places((words & ~others).bitwise_and_(~low).to(torch.bool))
+        others = (codes & low).add_(low)
+        return places(others.bitwise_not_().bitwise_and_(codes).bitwise_and_(0xFF ^ low).bool())
+
+    def of_bytes(self, numbers: torch.Tensor) -> torch.Tensor:
+        """``numbers`` (n, int16), those of each byte of codes as one element (n · bits / 8)."""
+        return numbers.view({2: torch.int64, 4: torch.int32, 8: torch.int16}[self.bits])
 
     def escapes(self, numbers: torch.Tensor) -> torch.Tensor:
         """Whether each of ``numbers`` (int16) is escaped, a bool each."""

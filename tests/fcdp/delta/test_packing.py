@@ -28,7 +28,7 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
         words = codes.pack(numbers)
         assert (words.numel(), words.dtype) == (4 * GRANULE * bits // 16, torch.int16)
         assert torch.equal(codes.unpack(words), numbers.masked_fill(escaped, -limit))
-        holding = escaped.view(-1, codes.per_word).any(1)
+        holding = escaped.view(-1, 8 // bits).any(1)
         assert codes.escaped(words).tolist() == holding.nonzero().view(-1).tolist()
 
 
