@@ -35,7 +35,7 @@ from experiments.worker import (
     workloads,
 )
 from experiments.worker.objectives.grpo import GRPO
-from experiments.worker.phases import Allocated, Phases
+from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology
 from fcdp.durable import COMMIT
 

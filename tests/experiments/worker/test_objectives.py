@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from baselines.strategy import Job, Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
-from experiments.worker import data, models, objectives
+from experiments.worker import models, objectives, workloads
 from experiments.worker.objectives import own
 from experiments.worker.objectives.objective import Ended
 from fcdp.failure import backends_of, break_all
@@ -97,8 +97,8 @@ def trained(
     objective = objectives.of(of, model, blocks, topology.rank, shard)
     assert objective is not None
     trainable = load(of.strategy)(model, replace(job, loss=loss))
-    batches = data.micro_batches(
-        data.corpus(),
+    batches = workloads.micro_batches(
+        workloads.corpus(),
         rank=topology.rank,
         seed=of.seed,
         sequences=of.micro_batch,
