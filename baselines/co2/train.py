@@ -117,7 +117,8 @@ def _at_once(group: dist.ProcessGroup) -> AddUp:
 def _over_nodes(topology: Topology) -> AddUp:
     """All-reduces on the host, inside the node and across apart, one by one on a thread.
 
-    Round gloo's ring of all ranks a node would send nearly all of it, twice.
+    Round gloo's ring of all ranks a node would send nearly all of it, twice. The thread ends when
+    nothing holds the function that is returned.
     """
     mesh = init_device_mesh("cpu", (topology.world_size,))
     own = Topology.of_mesh(mesh, topology.ranks_per_node)

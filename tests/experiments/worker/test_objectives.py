@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from pydantic import ValidationError
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 
 from baselines.strategy import Job, Trainable, load
@@ -25,7 +24,7 @@ from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation,
 from experiments.worker import models, objectives, workloads
 from experiments.worker.objectives import own
 from experiments.worker.objectives.objective import Ended
-from fcdp.failure import backends_of, break_all
+from fcdp.failure import break_all, every_backend
 from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -267,7 +266,7 @@ def unequal(strategy: str, what: str) -> None:
             trained(wanted(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
         except BaseException:
             # As the end of its process would.
-            break_all([each for group in _world.pg_map for each in backends_of(group)])
+            break_all(every_backend())
             raise
 
 
