@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
-#: Of workers that step apart: what a round began with, the outer momentum and what is exchanged.
+#: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4

@@ -43,7 +43,7 @@ class Prediction:
     moved_bytes: Moved
     footprint: Footprint
     timeline: Timeline
-    #: Of a strategy with a server: bytes by link and direction, and messages to the server.
+    #: Bytes by link and direction of a strategy with a server, and messages to the server.
     link_bytes: Mapping[str, float] | None = None
     server_messages: int | None = None
 

@@ -17,8 +17,8 @@ from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
 from simulation.transformer import ModelSpec
 
-#: Of emulated comparisons a table shows the one at the paper's ratio of communication to
-#: computation, if there is one.
+#: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
+#: communication to computation, if there is one.
 _SAME_RATIO = "paper-emulated"
 
 
@@ -191,7 +191,7 @@ class _Shown:
             )
             for name in section.claims
         ]
-        # What is simulated of no claim at all is no column; nor is a range that none has.
+        # A column that no claim has a value in is left out: simulated numbers, and ranges.
         simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
         order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
         names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")

@@ -68,7 +68,7 @@ class Document:
 
     #: By their files' names, relative to the repository.
     markdown: Mapping[str, str]
-    #: That on the FCDP paper first.
+    #: The chapter on the FCDP paper is the first.
     chapters: list[Chapter]
     #: Values that it and its page show.
     values: Mapping[str, Any]

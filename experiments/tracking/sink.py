@@ -28,7 +28,7 @@ from experiments.records.select import FILE
 from simulation.files import stored
 from simulation.quantities import format_link
 
-#: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
+#: Modes by the values of ``WANDB_MODE``, W&B's own aliases among them.
 _MODES = {
     **dict.fromkeys(("", "offline", "dryrun"), "offline"),
     **dict.fromkeys(("online", "run"), "online"),

@@ -23,7 +23,7 @@ from fcdp import Topology
 class Workload(Protocol):
     """A cell's data on one rank, and its loss."""
 
-    #: What ``measure`` gives, in its order, by field of a measurement.
+    #: Fields of a measurement that ``measure`` gives, in its order.
     metrics: Sequence[str]
 
     def batches(self) -> Iterator[torch.Tensor]:

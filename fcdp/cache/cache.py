@@ -174,7 +174,7 @@ class Cache:
         """Keep the other nodes' rows of a slice that every rank was given."""
         entry.offered = entry.generation
         if self.placement.guarded:
-            # What is admitted depends on memory without the entry that is to be replaced.
+            # Admission depends on memory without the entry that is to be replaced.
             self._forget(entry)
         self._put(entry, given, phase, self._wanted(entry.unit, stored=True))
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 _LIMITS = {"unit": 60.0, "ranks": 400.0}
 #: How many tests that caught a mutant's neighbours are tried before all of its file.
 _NEIGHBOURS = 6
-#: What the tests import beside this repository's own, once for all mutants.
+#: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
     *("pytest", "hypothesis.strategies", "pydantic", "typer", "yaml", "peft"),
@@ -138,7 +138,7 @@ class _Worker:
         self._tiers = tiers
         self._catchers = catchers
         self._ends = ends
-        #: What unit tests may take, that pass without a mutant. (Of others `make test` says so.)
+        #: Seconds that unit tests may take; they pass without a mutant, others by `make test`.
         self._limits: dict[tuple[str, ...], float] = {}
         #: By file, and by file and function: the tests that caught something there, latest last.
         self._recent: defaultdict[str | tuple[str, str], dict[str, None]] = defaultdict(dict)

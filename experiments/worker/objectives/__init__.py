@@ -117,7 +117,7 @@ def _distillation(
     spec = cell.objective
     assert isinstance(spec, specs.Distillation)
     teacher, its_blocks = models.build(
-        # Of another seed: random weights would be the model's own, if its shape is.
+        # Another seed: random weights would be the model's own, if its shape is.
         cell.model_copy(
             update={"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
         )

@@ -14,7 +14,7 @@ from experiments.worker.objectives.objective import Ended, Reference, Shard, log
 from experiments.worker.objectives.rollout import Rollout
 from experiments.worker.objectives.sampling import Sampler
 
-#: Of prompts, answers and which tokens of these count, each (sequences, tokens): one number each.
+#: One number for each of prompts, answers and which tokens count, all three (sequences, tokens).
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -62,7 +62,7 @@ class GRPO:
         )
         self._sampler = Sampler(cell, rank)
         self._rollout = Rollout(cell, rank) if spec.rollout != "trainer" else None
-        #: Of each iteration's publication, by field of a measurement.
+        #: Figures of each iteration's publication, by field of a measurement.
         self.told: list[dict[str, float]] = []
 
     def prepare(

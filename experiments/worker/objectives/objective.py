@@ -105,7 +105,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Those of each token but the first, after all before it: (sequences, tokens)."""
+    """Log-probabilities of each token but the first, after all before it: (sequences, tokens)."""
     return _of_tokens(logits(model, tokens[:, :-1]), tokens)
 
 
