@@ -236,11 +236,7 @@ def _computing(
 
 
 #: Okabe and Ito's; a phase's also by lightness.
-_COLOURS: dict[Phase, str] = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#E69F00",
-}
+_COLOURS: dict[Phase, str] = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 #: From one lane to the next, in inches, and a panel's title and axis.
 PITCH, FRAME = 0.24, 0.75
 #: The least width of a bar, as a share of the axis.

@@ -159,10 +159,7 @@ def footprint(
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
-        _positive(device | fullest),
-        _positive(device | forward),
-        _positive(host),
-        _positive(disk),
+        _positive(device | fullest), _positive(device | forward), _positive(host), _positive(disk)
     )
 
 
@@ -284,11 +281,7 @@ def _moments(
         left | {"gathered": root, "slices": at_loss, "activations": kept + output},
         in_block | {"activations": kept + again + inner},
         in_block
-        | {
-            "activations": block + inner,
-            "reductions": reductions + last,
-            "gradients": gradients,
-        },
+        | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
     )
     others = (in_flight - 1) * kept

@@ -154,9 +154,7 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
 
 
 def _placed(
-    sections: Sequence[Section],
-    shown: _Shown,
-    number: Mapping[str, str],
+    sections: Sequence[Section], shown: _Shown, number: Mapping[str, str]
 ) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     """Notes that stand first in each section, and the ids of the others."""
     there = set[str]()
@@ -224,10 +222,7 @@ class _Shown:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
         found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
         found.sort(
-            key=lambda f: (
-                not f.decides,
-                not (f.check and f.check.matrix.startswith(_SAME_RATIO)),
-            )
+            key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO)))
         )
         if not found:
             return text.ABSENT
@@ -310,11 +305,7 @@ def _sized(model: AnyModel, sized: Collection[str]) -> str:
     return f"{model.name} ({model.layers} blocks of width {model.width})"
 
 
-def _drawing(
-    section: Section,
-    shown: _Shown,
-    runs: Mapping[str, AnyRun],
-) -> Drawing | None:
+def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Drawing | None:
     """The section's figure; ``None`` without its records."""
     if section.figure == "ranges":
         drawn = [shown.of(name) for name in section.first]

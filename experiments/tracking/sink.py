@@ -251,9 +251,7 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
         end(run, record)
 
     return replace(
-        cell_run(record.cell, record.started_at, run_id),
-        fill=fill,
-        exit_code=exit_code(record),
+        cell_run(record.cell, record.started_at, run_id), fill=fill, exit_code=exit_code(record)
     )
 
 

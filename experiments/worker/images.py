@@ -128,10 +128,7 @@ def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
     pixels = torch.from_numpy(found.images).float()[:, None] / 16
     classes = torch.from_numpy(found.target)
     cut = len(pixels) - _KEPT_DIGITS
-    return (
-        TensorDataset(pixels[:cut], classes[:cut]),
-        TensorDataset(pixels[cut:], classes[cut:]),
-    )
+    return (TensorDataset(pixels[:cut], classes[:cut]), TensorDataset(pixels[cut:], classes[cut:]))
 
 
 def _cifar_10(given: Images, origin: Origin) -> tuple[Examples, Examples]:

@@ -26,14 +26,7 @@ from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
-from experiments.worker import (
-    CHECKPOINT,
-    PROGRESS,
-    convolutional,
-    models,
-    objectives,
-    workloads,
-)
+from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology

@@ -7,7 +7,7 @@ DPO and distillation are below; GRPO, which generates, and a user's own have the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -36,12 +36,18 @@ def of(
 
     The model is not sharded yet; ``shard`` puts what is frozen beside it under its strategy.
     """
-    spec = cell.objective
-    if isinstance(spec, specs.CausalLM):
-        return None
-    if isinstance(spec, specs.OwnObjective):
-        return own.make(spec, cell)
-    return _KINDS[spec.kind](cell, model, blocks, rank, shard)
+    match spec := cell.objective:
+        case specs.CausalLM():
+            return None
+        case specs.DPO():
+            return DPO(spec, Reference(cell, model, blocks, shard))
+        case specs.GRPO():
+            reference = Reference(cell, model, blocks, shard) if spec.beta else None
+            return grpo.GRPO(spec, cell, reference, rank)
+        case specs.Distillation():
+            return Distillation(spec, _teacher(spec, cell, model, shard))
+        case specs.OwnObjective():
+            return own.make(spec, cell)
 
 
 def iterate(
@@ -59,12 +65,6 @@ def iterate(
     losses = [trainable.step(prepared) for _ in range(objective.epochs)]
     ended("update")
     return torch.stack(losses).mean()
-
-
-def _dpo(cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard) -> DPO:
-    """DPO of the cell, with the model's reference."""
-    assert isinstance(cell.objective, specs.DPO)
-    return DPO(cell.objective, Reference(cell, model, blocks, shard))
 
 
 class DPO:
@@ -107,28 +107,18 @@ def _of_answers(found: torch.Tensor) -> torch.Tensor:
     return found[:, (found.shape[1] + 1) // 2 - 1 :].sum(1)
 
 
-def _distillation(
-    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
-) -> Distillation:
-    """Distillation of the cell's teacher.
-
-    Raises ``ValueError`` for a teacher of another vocabulary.
-    """
-    spec = cell.objective
-    assert isinstance(spec, specs.Distillation)
-    teacher, its_blocks = models.build(
-        # Another seed: random weights would be the model's own, if its shape is.
-        cell.model_copy(
-            update={"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
-        )
-    )
+def _teacher(spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Shard) -> Frozen:
+    """The teacher, sharded; ``ValueError`` for one of another vocabulary."""
+    # Another seed: random weights would be the model's own, if its shape is.
+    update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
+    teacher, its_blocks = models.build(cell.model_copy(update=update))
     theirs, own = configured.vocabulary(teacher), configured.vocabulary(model)
     if theirs != own:
         raise ValueError(
             f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary of "
             f"{theirs} tokens, and {cell.model.name} of {own}; they must have the same"
         )
-    return Distillation(spec, Frozen(teacher, its_blocks, shard))
+    return Frozen(teacher, its_blocks, shard)
 
 
 class Distillation:
@@ -161,10 +151,3 @@ class Distillation:
         )
         divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
         return divergence * self._temperature**2
-
-
-_KINDS: Mapping[str, Callable[..., Objective]] = {
-    "dpo": _dpo,
-    "grpo": grpo.make,
-    "distillation": _distillation,
-}

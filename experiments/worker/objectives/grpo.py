@@ -10,7 +10,7 @@ import torch.nn as nn
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker import configured
-from experiments.worker.objectives.objective import Ended, Reference, Shard, log_probabilities
+from experiments.worker.objectives.objective import Ended, Reference, log_probabilities
 from experiments.worker.objectives.rollout import Rollout
 from experiments.worker.objectives.sampling import Sampler
 
@@ -32,16 +32,6 @@ def _share(right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 _REWARDS: Mapping[str, Reward] = {"digits": _digits, "copy": _copy}
-
-
-def make(
-    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
-) -> GRPO:
-    """GRPO of the cell on this rank, with the model's reference if it counts."""
-    spec = cell.objective
-    assert isinstance(spec, specs.GRPO)
-    reference = Reference(cell, model, blocks, shard) if spec.beta else None
-    return GRPO(spec, cell, reference, rank)
 
 
 class GRPO:
