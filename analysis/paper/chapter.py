@@ -96,7 +96,7 @@ def chapter(
             earlier,
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix, sized),
-            tuple(_command(claims, name) for name in section.matrices),
+            tuple(map(claims.command, section.matrices)),
             _drawing(section, shown, by_matrix),
         )
         for section, (own, earlier) in zip(holds.sections, notes, strict=True)
@@ -259,11 +259,6 @@ class _Shown:
             and (finding.decides or finding.claim.id not in decided)
             for reason in finding.reasons
         ]
-
-
-def _command(claims: Claims, matrix: str) -> str:
-    use = claims.matrices.get(matrix)
-    return (use.command if use else None) or f"python -m experiments run {matrix}"
 
 
 def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:

@@ -241,6 +241,6 @@ def _line(
     if check is not None:
         use, run = claims.matrices[check.matrix], of.get(check.matrix)
         line["asked"] = asked(check, claim.unit)
-        line["command"] = use.command or f"python -m experiments run {check.matrix}"
+        line["command"] = claims.command(check.matrix)
         line["resources"] = run.resources if run else claim.needs or use.resources or ""
     return line
