@@ -157,9 +157,7 @@ def _picture(output: Path) -> Path:
 _Picture = Annotated[
     Path,
     typer.Option(
-        metavar="FILE",
-        help="Where the picture goes: .svg, .png or .pdf.",
-        callback=_picture,
+        metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.", callback=_picture
     ),
 ]
 

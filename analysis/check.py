@@ -75,11 +75,10 @@ def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) 
     ranges = region(claims).ranges
     known = judge(alone, {matrix: committed.rows}, ranges)
     found = judge(alone, {matrix: [row(record) for record in table.latest(own)]}, ranges)
-    use = claims.matrices[matrix]
     return Checked(
         matrix,
         [_line(ours, theirs) for ours, theirs in zip(found, known, strict=True)],
-        use.command or f"python -m experiments run {matrix}",
+        claims.command(matrix),
         committed.resources,
     )
 

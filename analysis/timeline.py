@@ -49,11 +49,11 @@ _FSDP2: dict[str, Lane] = {
     "FSDP::all_gather": "gather, between nodes",
     "FSDP::post_backward_reduce": "reduce, between nodes",
 }
-#: What goes on after the range that started it has ended.
+#: Ranges that go on after the one that started them has ended.
 _BACKEND = ("gloo:",)
 #: Hooks between a module's computations: they wait, copy and exchange.
 _HOOKS = ("FSDP::", "fcdp::")
-#: What a phase starts with.
+#: Ranges that a phase starts with.
 _MARKS: dict[str, Phase] = {
     "FSDP::root_pre_forward": "forward",
     "FSDP::pre_backward": "backward",
@@ -102,7 +102,7 @@ def load(file: Path) -> Step:
         return Step(name, "simulated", tuple(_from_zero(_simulated(events))))
     if any(event.get("cat") == "kernel" for event in events):
         raise ValueError(f"{file}: has kernels of a GPU, which this does not draw; see Perfetto")
-    # Of a run's folder: cells/ID/profile/rank0.json.gz.
+    # A run's folder has cells/ID/profile/rank0.json.gz.
     cell, rank = file.resolve().parent.parent.name, file.name.partition(".")[0]
     spans = tuple(_from_zero(_profiled(events)))
     if not spans:
@@ -236,11 +236,7 @@ def _computing(
 
 
 #: Okabe and Ito's; a phase's also by lightness.
-_COLOURS: dict[Phase, str] = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#E69F00",
-}
+_COLOURS: dict[Phase, str] = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 #: From one lane to the next, in inches, and a panel's title and axis.
 PITCH, FRAME = 0.24, 0.75
 #: The least width of a bar, as a share of the axis.

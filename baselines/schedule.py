@@ -75,8 +75,8 @@ class Schedule:
     pairwise: bool = False
     #: Whether a gather inside the node runs ahead on a host of one thread.
     gathers_ahead_on_host: bool = True
-    #: What ranks shard: fp32 parameters, which a gather casts, or what is gathered, beside an fp32
-    #: master that the optimizer steps in pieces.
+    #: Whether ranks shard fp32 parameters, which a gather casts; else they shard what is gathered,
+    #: beside an fp32 master that the optimizer steps in pieces.
     shards_fp32: bool = True
     #: Whether vectors and adapters are replicated, and gathered after each step.
     replicates_small: bool = False
@@ -132,7 +132,7 @@ FCDP = Schedule(
 )
 FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
 DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=True)
-#: Of workers that are one rank; a cell may make each a node (``Workload.schedule``).
+#: Schedules of workers that are one rank; a cell may make each a node (``Workload.schedule``).
 LOCAL_SGD = Schedule(shards="rank", averages="waited")
 CO2 = replace(LOCAL_SGD, averages="late")
 STREAMING = replace(LOCAL_SGD, averages="streamed")

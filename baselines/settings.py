@@ -217,7 +217,7 @@ Clip = Annotated[
     Annotated[float, Field(gt=0)] | None,
     _subject("Clip", write=lambda value: "no clipping" if value is None else f"φ = {value:g}"),
 ]
-#: What a late displacement is divided by; see ``baselines.co2.train``.
+#: Divisor of a late displacement; see ``baselines.co2.train``.
 Penalty = Annotated[
     Literal["none", "first-step", "first-steps"], _subject("Penalty", write="penalty {}".format)
 ]
@@ -318,7 +318,7 @@ class LuWuSettings(Settings):
     threads: Annotated[
         int, Field(ge=4), _subject("Server threads", write="{} server threads".format)
     ] = 4
-    #: What crosses in one message.
+    #: Bytes of one message.
     chunk_bytes: Annotated[
         int,
         Field(ge=4096, le=4 * 2**20, multiple_of=4096),

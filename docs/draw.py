@@ -29,7 +29,7 @@ from docs import (
 )
 
 FOLDER = Path(__file__).resolve().parent / "figures"
-#: What each draws: figures by the names of their files.
+#: Figures of each module by the names of their files.
 FIGURES: dict[str, Callable[[], Mapping[str, Figure]]] = {
     "ablation": draw_ablation.figures,
     "bound": draw_bound.figures,

@@ -43,7 +43,7 @@ def bits(records: Path = RECORDS) -> Mapping[float, float]:
 
 
 def draw() -> Figure:
-    """What was told of each parameter, beside what a whole bf16 gather takes."""
+    """Draw the bits told of each parameter, beside those of a whole bf16 gather."""
     told = bits()
     records = frame(latest(load(RECORDS)))
     with style():

@@ -61,7 +61,7 @@ def _beside(
 
 
 def form(record: Record) -> str:
-    """When the cell's optimizer steps, and whether its model chooses what to swap."""
+    """Form of the cell: when its optimizer steps, and whether its model chooses what to swap."""
     settings: Any = record.cell.settings
     return settings.update + (", swaps" if settings.swap == "auto" else "")
 
@@ -98,7 +98,7 @@ def measured() -> Figure:
 
 
 def swap(record: Record) -> str:
-    """What the cell swaps, as its matrix says it."""
+    """Swap of the cell, as its matrix says it."""
     found: str = _settings(record).swap
     return found
 

@@ -31,7 +31,7 @@ TUNINGS: Mapping[str, Mapping[str, Any]] = {
     "LoRA 8 on bf16": {"lora_rank": 8},
 }
 LENGTH = 2048
-#: Of the map, and of the curves by nodes.
+#: Nodes, model and link of the map, and of the curves by nodes.
 _NODES, _MODEL, _LINK = 4, "llama-3-8b", 100.0
 
 
@@ -42,7 +42,7 @@ def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
 
 
 def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[str, Any]:
-    """What the planner takes, and tokens per second of each strategy that fits."""
+    """The strategy that the planner takes, and tokens per second of each that fits."""
     request = Request(
         model=model,
         hardware=rented(gpu, nodes, gbit_s),

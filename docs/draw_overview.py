@@ -66,7 +66,7 @@ PALETTES = (
 
 @dataclass(frozen=True)
 class Bytes:
-    """What the arrows say, in bytes; of one node, by the equations of docs/memory.md."""
+    """Bytes that the arrows say of one node, by the equations of docs/memory.md."""
 
     #: Sent to other nodes by one all-gather or one reduction of the whole model.
     crossing: float
@@ -94,7 +94,7 @@ def quantities() -> Bytes:
 
 
 def gigabytes(count: float) -> str:
-    """As the figure writes it: ``10 GB``, ``20.3 GB``."""
+    """Write a size as the figure does: ``10 GB``, ``20.3 GB``."""
     return f"{count / memory.GB:.3g} GB"
 
 

@@ -15,12 +15,12 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from fcdp.blocks import BLOCKS_AHEAD
 from fcdp.in_flight import MOST_IN_FLIGHT
-from fcdp.prefetch import BLOCKS_AHEAD
 
 
 class Kind(Enum):
-    """What a bar is: its legend, its colour, its length."""
+    """Kind of a bar: its legend, its colour, its length."""
 
     FLAGS = ("exchange of flags", "#000000", 1.0)
     FORWARD = ("forward", "#9ecae1", 4.0)
@@ -69,7 +69,7 @@ class Timeline:
 
 
 _ROOT_COMPUTE = 1.5
-#: What adapters take.
+#: Length of what adapters take.
 _SHORT = 0.7
 #: From memory to memory, on CPUs.
 _COPY = 1.0

@@ -22,8 +22,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 
 import fcdp
-from experiments.worker.data import corpus, micro_batches
 from experiments.worker.models import small_llama
+from experiments.worker.workloads import corpus, micro_batches
 
 
 def make_accelerator(cpu: bool, accumulation: int) -> Accelerator:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fcdp
-from experiments.worker.data import corpus, micro_batches
 from experiments.worker.models import small_llama
+from experiments.worker.workloads import corpus, micro_batches
 
 
 def train(

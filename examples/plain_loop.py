@@ -19,8 +19,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
 
 import fcdp
-from experiments.worker.data import corpus, micro_batches
 from experiments.worker.models import small_llama
+from experiments.worker.workloads import corpus, micro_batches
 
 
 def make_model(layers: int, lora_rank: int) -> tuple[nn.Module, Sequence[nn.Module]]:

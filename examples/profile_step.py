@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp
-from experiments.worker.data import corpus, micro_batches
 from experiments.worker.models import small_llama
+from experiments.worker.workloads import corpus, micro_batches
 
 
 def trace_one_step(topology: fcdp.Topology, layers: int) -> profile:

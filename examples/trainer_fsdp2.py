@@ -24,8 +24,8 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fcdp
-from experiments.worker.data import corpus
 from experiments.worker.models import small_llama
+from experiments.worker.workloads import corpus
 
 
 class CacheParameters(TrainerCallback):

@@ -226,7 +226,7 @@ class CachedAllGather(AllGather):
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
         topology = self._topology
         self._entry.based = False  # until the ranks agree again
-        # What may be lost is read now: other units' gathers come before this one's end.
+        # An entry that may be lost is read now: other units' gathers come before this one's end.
         ahead = self._cache.fallible(self._unit)
         if ahead:
             self._cache.load_stale(self._entry, phase, received)

@@ -20,6 +20,7 @@ from fcdp.arguments import (
     warn_of_mixed,
     warn_without_blocks,
 )
+from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
@@ -28,13 +29,7 @@ from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
-from fcdp.partition import (
-    bucket,
-    fit_in_a_slice,
-    placement,
-    split_off,
-)
-from fcdp.prefetch import prefetch_forward
+from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
 

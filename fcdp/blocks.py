@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+
+from fcdp.partition import Split
 
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
 _SHARE = 0.9
 #: Candidates that an error names.
 _NAMED = 6
+#: Blocks whose gathers are under way on the CPU while one computes. The second crosses nodes while
+#: the first is spread inside the node, which the thread that issues gathers waits for.
+BLOCKS_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         f"units: {type(model).__name__} has no list of blocks (nn.ModuleList); pass the modules to "
         f"gather one at a time. Its largest parts are {_largest_parts(model)}"
     )
+
+
+def prefetch_forward(
+    model: nn.Module, blocks: Sequence[nn.Module], splits: Sequence[Split]
+) -> None:
+    """Start the gathers of blocks and of their adapters while the blocks before them compute.
+
+    Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
+    early. On CUDA the host runs ahead by itself.
+    """
+    order = [model, *blocks]
+    for index, module in enumerate(order):
+        assert isinstance(module, FSDPModule)
+        called = [
+            unit
+            for block in order[index + 1 :][:BLOCKS_AHEAD]
+            for unit in (block, *(split.modules[0] for split in splits if split.block is block))
+        ]
+        module.set_modules_to_forward_prefetch(
+            [unit for unit in called if isinstance(unit, FSDPModule)]
+        )
 
 
 def _stacks(name: str, module: nn.Module, whole: frozenset[str]) -> Iterator[_Stack]:

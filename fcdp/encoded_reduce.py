@@ -99,7 +99,7 @@ class EncodedReduce:
         encoded = self._codec.encode(values)
         decoded = torch.empty_like(values)
         self._codec.decode(encoded, decoded)
-        # What overflowed is skipped by the gradient scaler; it must not stay here.
+        # Values that overflowed are skipped by the gradient scaler; they must not stay here.
         self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
         return encoded
 

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from fcdp.counts import in_backward
 
@@ -440,6 +440,11 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     """Backends of the group, which may have one for CUDA tensors and another for the CPU's."""
     backends = (group._get_backend(device) for device in group._device_types)
     return list({id(backend): backend for backend in backends}.values())
+
+
+def every_backend() -> list[Any]:
+    """Backends of all groups that this process is in."""
+    return [backend for group in [*_world.pg_map] for backend in backends_of(group)]
 
 
 def break_all(backends: Sequence[Any]) -> None:

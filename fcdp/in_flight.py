@@ -173,7 +173,7 @@ class Arriving(torch.Tensor):
         self.crossing.end()
         return self.plain
 
-    # What torch refuses to do for a subclass.
+    # Conversions that torch refuses to make of a subclass.
 
     def tolist(self) -> Any:
         return self.ended().tolist()

@@ -48,7 +48,7 @@ def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     Of a low-rank factor with fewer rows than ranks most would be filling. It is cut along another
     dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
     """
-    # Of a DTensor, what tensor parallelism has left here is cut.
+    # A DTensor's part that tensor parallelism has left here is cut.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
     if len(shape) < 2 or shape[0] >= world_size:
         return None

@@ -26,10 +26,9 @@ from fcdp.exchange import (
 )
 from fcdp.fsdp2 import ReduceScatter
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.partial_gradients import PartialGradients
+from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-from fcdp.waiting import Waiting, waiting_in
 
 
 class HierarchicalReduceScatter(ReduceScatter):

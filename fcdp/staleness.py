@@ -169,7 +169,7 @@ class Staleness:
             )
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        # What an optimizer updates is what has a gradient, whether it still requires one or not.
+        # Optimizers update what has a gradient, whether it still requires one or not.
         updated = {
             id(param)
             for group in optimizer.param_groups

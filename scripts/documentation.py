@@ -29,7 +29,7 @@ _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
 #: Sources would stand before the pages in what a search finds.
 _UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
-#: What the examples in docstrings of the library start from.
+#: Lines that the examples in docstrings of the library start from.
 SETTING = """\
 import torch
 import fcdp

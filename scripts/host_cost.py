@@ -45,7 +45,7 @@ RECORD = ROOT / "results" / "host-cost" / "record.json"
 #: Nodes, and ranks per node: 16, 128, 512 and 1024 ranks.
 SHAPES = ((2, 8), (16, 8), (64, 8), (128, 8))
 UNITS = 8
-#: Of each rank's shard: so few that copies take a microsecond or two.
+#: Elements of each rank's shard: so few that copies take a microsecond or two.
 ELEMENTS = 64
 #: Rounds over all units, in turns of all paths, and how often the shapes follow each other.
 ROUNDS, TURNS, REPEATS = 10, 10, 5

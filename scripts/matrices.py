@@ -24,7 +24,7 @@ from experiments.records import objective
 from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 
 _REQUIRED = "–"
-#: What the file has in another form than a cell: what it takes, and its default.
+#: Keys that the file has in another form than a cell: what they take, and their defaults.
 _IN_A_FILE = {
     "strategy": ("a [strategy](strategies.md)", _REQUIRED),
     "model": ("a name of `models`", _REQUIRED),

@@ -31,7 +31,7 @@ from scripts import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "saving" / "record.json"
-#: Of matrix ``reference``: all parameters trained, on a link that is not limited.
+#: Cell of matrix ``reference``: all parameters trained, on a link that is not limited.
 CELL = "fcdp-full-gpt2-4x256-unshaped-k1"
 STEPS, ROUNDS = 100, 16
 

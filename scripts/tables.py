@@ -221,7 +221,7 @@ def _noise(records: Sequence[Record]) -> str:
     """Speeds that no link explains, as a paragraph; nothing where there are none."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
-    # Of each, the most that a slower link is faster than a faster one.
+    # The most by which a slower link is faster than a faster one, of each.
     most = [
         max((Comparison(*two).ratio or 0 for two in combinations(own, 2)), default=0)
         for own in alike

@@ -26,7 +26,7 @@ from simulation import checks
 from simulation.checks import Checked, Count, NotNegative, Positive, Share
 
 Backend = Literal["nccl", "gloo"]
-#: What rates rest on: a share of the data sheet's peak, measurements of this GPU, of one of a
+#: Grounds of rates: a share of the data sheet's peak, measurements of this GPU, of one of a
 #: similar architecture, or matrix products, or a transformer block, that preflight measured on the
 #: very nodes.
 Basis = Literal[
@@ -334,7 +334,7 @@ class Hardware(Checked):
     cpu_adam_elements_per_s: Positive = 4e9
     #: Memory of each device for the CUDA context, NCCL's buffers and fragmentation: ours.
     device_reserve_bytes: NotNegative = 4 * GB
-    #: What carries the collectives. Gloo's reduce-scatter is an all-reduce, and one thread computes
+    #: Backend of the collectives. Gloo's reduce-scatter is an all-reduce, and one thread computes
     #: and waits.
     backend: Backend = "nccl"
     #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.

@@ -88,7 +88,7 @@ class Traffic:
 
     @property
     def links(self) -> dict[str, float]:
-        """As a record's ``link_bytes_per_step``."""
+        """Bytes by link, as a record's ``link_bytes_per_step`` has them."""
         return {
             "node received": self.received * self.ranks,
             "node sent": self.sent * self.ranks,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
-#: Of workers that step apart: what a round began with, the outer momentum and what is exchanged.
+#: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4
@@ -159,10 +159,7 @@ def footprint(
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
-        _positive(device | fullest),
-        _positive(device | forward),
-        _positive(host),
-        _positive(disk),
+        _positive(device | fullest), _positive(device | forward), _positive(host), _positive(disk)
     )
 
 
@@ -284,11 +281,7 @@ def _moments(
         left | {"gathered": root, "slices": at_loss, "activations": kept + output},
         in_block | {"activations": kept + again + inner},
         in_block
-        | {
-            "activations": block + inner,
-            "reductions": reductions + last,
-            "gradients": gradients,
-        },
+        | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
     )
     others = (in_flight - 1) * kept

@@ -65,11 +65,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "positions": "n_positions",
     },
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"), _LLAMA),
-    "mixtral": {
-        **_LLAMA,
-        "experts": "num_local_experts",
-        "active_experts": "num_experts_per_tok",
-    },
+    "mixtral": {**_LLAMA, "experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
 }
 #: Keys that a configuration need not have.
 _OPTIONAL = ("mlp_width", "key_value_heads", "head_width")

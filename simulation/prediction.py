@@ -43,7 +43,7 @@ class Prediction:
     moved_bytes: Moved
     footprint: Footprint
     timeline: Timeline
-    #: Of a strategy with a server: bytes by link and direction, and messages to the server.
+    #: Bytes by link and direction of a strategy with a server, and messages to the server.
     link_bytes: Mapping[str, float] | None = None
     server_messages: int | None = None
 
@@ -101,10 +101,7 @@ def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
     alone, every = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
-    return (
-        alone * tokens_per_gpu_s / gpu.peak_flops,
-        every * tokens_per_gpu_s / gpu.peak_flops,
-    )
+    return (alone * tokens_per_gpu_s / gpu.peak_flops, every * tokens_per_gpu_s / gpu.peak_flops)
 
 
 @dataclass(frozen=True)

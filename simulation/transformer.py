@@ -92,7 +92,7 @@ class ModelSpec(Strict):
     name: Name
     family: Family
     layers: int = Field(ge=1)
-    #: Of the hidden state; a multiple of the heads.
+    #: Width of the hidden state; a multiple of the heads.
     width: int = Field(ge=8)
     heads: int = Field(ge=1)
     #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.
@@ -138,7 +138,7 @@ class Transformer(Checked):
     active_experts: Count = 1
     #: Most tokens that a token attends to; none: all before it.
     window: Count | None = None
-    #: What was counted from modules in place of the above: a block's matrices, those of attention,
+    #: Matrices that were counted from modules in place of the above: a block's, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
     counted_attention: tuple[str, ...] = ()
@@ -275,7 +275,7 @@ class Transformer(Checked):
 
     @property
     def embedded_parameters(self) -> int:
-        """Those of them that come before the blocks: embeddings, and not the last norm."""
+        """Parameters that come before the blocks: embeddings, and not the last norm."""
         if not self.counted_root:
             return (self.vocabulary + self.positions) * self.width
         tables = takewhile(lambda rows: rows[1] > 1, self.counted_root)

@@ -28,16 +28,16 @@ Kernels = Literal["eager", "flash", "fused"]
 #: Whether backward computes a whole block again, or all but attention and every second matrix
 #: product, as torchtitan does.
 Checkpointing = Literal["full", "selective"]
-#: What frozen parameters are held in: fp32 as FSDP2 has them unless told otherwise; bf16; blocks'
-#: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
+#: Type in which frozen parameters are held: fp32 as FSDP2 has them unless told otherwise; bf16;
+#: blocks' matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
 #: Dtype of the blocks' matrix products; all else, and attention, is in bf16.
 ProductDtype = Literal["bf16", "fp8"]
 #: Generation of the fused attention.
 Attention = Literal["flash-1", "flash-2", "flash-3"]
-#: What an optimizer keeps: parameters and moments in fp32; both in bf16, and no other copy; or
-#: parameters in bf16 and moments in 8 bits.
+#: States that an optimizer keeps: parameters and moments in fp32; both in bf16, and no other copy;
+#: or parameters in bf16 and moments in 8 bits.
 States = Literal["fp32", "bf16", "int8"]
 _NF4_BYTES = 0.5 + 0.127 / 8
 #: Operations of attention's backward per operation of its forward: a fused kernel computes the
@@ -87,7 +87,7 @@ class Workload(Checked):
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
     frozen_dtype: FrozenDtype = "fp32"
-    #: What gradients are summed in on their way: as they are, or in fp32.
+    #: Type in which gradients are summed on their way: as they are, or fp32.
     reduce_dtype: ReduceDtype = "same"
     product_dtype: ProductDtype = "bf16"
     attention: Attention = "flash-2"
@@ -97,15 +97,15 @@ class Workload(Checked):
     gather_codec: str = "none"
     reduce_codec: str = "none"
     exchanges: Exchanges = "hierarchical"
-    #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
+    #: Workers that step apart: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12
     worker: str = "rank"
-    #: Of those whose fragments arrive in turn: how many, and the steps that one crosses in.
+    #: Fragments that arrive in turn: how many, and the steps that one crosses in.
     fragments: Count = 2
     overlap: Count = 1
     outer_on: OuterPlace = "device"
-    #: Of cycles: which parameters may be one step old, and how many stages there are, if not as
-    #: many as micro-batches.
+    #: Cycles: which parameters may be one step old, and how many stages there are, if not as many
+    #: as micro-batches.
     rule: UpdateRule = "v2"
     stages: Count | None = None
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
@@ -145,7 +145,7 @@ class Workload(Checked):
         schedule = self.schedule
         if schedule.shards == "rank" or schedule.cycle is not None:
             return "ddp"
-        # Of workers that step apart, what trains one.
+        # The engine of workers that step apart is the one that trains each.
         return find(self.strategy).engine if schedule.averages is None else "fsdp2"
 
     @property

@@ -240,7 +240,7 @@ class Outcome(Strict):
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        # What a matrix leaves out did not end in any state, unless that is what is asked for.
+        # Cells that a matrix leaves out did not end in any state, unless that is asked for.
         ended = [row for row in rows if self.state == "skipped" or row.state != "skipped"]
         return [
             Sample(float(row.state == self.state), row) for row in ended if self.of.matches(row)

@@ -158,6 +158,11 @@ class Claims(Strict):
     matrices: dict[MatrixName, MatrixUse]
     claims: tuple[Claim, ...]
 
+    def command(self, matrix: str) -> str:
+        """The command that runs a matrix."""
+        use = self.matrices.get(matrix)
+        return (use.command if use else None) or f"python -m experiments run {matrix}"
+
 
 def load(path: Path = CLAIMS) -> Claims:
     """Read and check the claims; ``ValueError`` as said above, ``OSError`` without a file."""

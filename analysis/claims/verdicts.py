@@ -147,9 +147,7 @@ def _role(claim: Claim, check: Check) -> Role:
 
 
 def judge(
-    claims: Claims,
-    rows: Mapping[str, Sequence[Row]],
-    ranges: Mapping[str, Ranged] | None = None,
+    claims: Claims, rows: Mapping[str, Sequence[Row]], ranges: Mapping[str, Ranged] | None = None
 ) -> list[Finding]:
     """One finding for each check, for each claim without one, and for tests, as the file has them.
 

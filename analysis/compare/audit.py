@@ -15,6 +15,7 @@ from experiments.records.cell import Cell
 from experiments.records.modelled import why_not_simulated
 from experiments.records.parity import REFERENCE, Parity
 from experiments.records.record import Measurement, Record
+from simulation import framing
 from simulation.framing import MESSAGE_BYTES
 
 
@@ -139,15 +140,16 @@ def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tu
         return (), (
             f"What it sends beyond the least was not judged, as {cell.model.name} {reason}",
         )
-    payload = allowance.factor * (least + modelled.whole_bytes(cell))
-    if sent > payload + modelled.framing_bytes(cell, payload):
+    framed = modelled.framed(cell)
+    payload = allowance.factor * (least + framing.whole_bytes(*framed))
+    if sent > payload + framing.framing_bytes(*framed, payload):
         return ("sends more than is explained",), ()
     if sent < _EXACT.least * least:
         return (), (allowance.why_less,)
     if sent <= _NEAR * least:
         return (), ()
     explanations = []
-    if sent > least + modelled.framing_bytes(cell, least):
+    if sent > least + framing.framing_bytes(*framed, least):
         explanations.append(allowance.why)
     if sent > _NEAR * allowance.factor * least or not explanations:
         explanations.append(_WHOLE if measured.engine == "deepspeed" else _MESSAGES)

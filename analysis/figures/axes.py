@@ -251,12 +251,10 @@ def draw_phases(
             ax.barh(place, part, BAR, left=end, color=colour)
             end += part
         _label_bar(ax, place, end, text.number(end))
-    ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
+    name_bars(ax, [look.label for look in looks.values()])
     for name, look in zip(ax.get_yticklabels(), looks.values(), strict=True):
         name.set_color(look.colour)
-    ax.set_ylim(len(looks) - 0.5, -0.5)
     ax.set_xlim(0, ax.get_xlim()[1] * 1.2)
-    ax.grid(False, axis="y")
 
 
 def draw_rewards(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
@@ -287,8 +285,20 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     if math.isnan(end) or value == text.ABSENT:
         ax.text(0, place, "  no result", va="center", color=SOFT, fontsize=7)
         return
+    write_beside(ax, place, end, value, fontsize=7.5)
+
+
+def write_beside(ax: Axes, place: int, end: float, said: str, **look: Any) -> None:
+    """Write to the right of where a bar ends."""
     beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    ax.annotate(value, (end, place), fontsize=7.5, **beside)
+    ax.annotate(said, (end, place), **beside, **look)
+
+
+def name_bars(ax: Axes, names: Sequence[str]) -> None:
+    """Write the bars' names beside the axis, the first on top."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.grid(False, axis="y")
 
 
 def drawn_steps(losses: Sequence[float]) -> dict[int, float]:

@@ -421,6 +421,4 @@ def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[d
         drawings.put_legend(figure, handles)
         drawings.put_source(figure, cells, setting)
     caption = drawings.caption_of_phases(cells)
-    return [
-        drawings.drawing(figure, cells, "phases", "Phases of an iteration", setting, caption),
-    ]
+    return [drawings.drawing(figure, cells, "phases", "Phases of an iteration", setting, caption)]

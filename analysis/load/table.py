@@ -19,7 +19,7 @@ from experiments.records.select import files
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")
-#: What has a column of a measurement: all but mappings, of which most are flattened.
+#: Fields of a measurement that have a column: all but mappings, of which most are flattened.
 _MEASURED = {
     name: field.annotation
     for name, field in Measurement.model_fields.items()
@@ -35,7 +35,7 @@ def _measured_kind(annotation: Any) -> str:
     return "float64" if kind == "Int64" else kind  # not every cell has a measurement
 
 
-#: What only a built-in model says of itself.
+#: Columns of which only a built-in model has a value.
 _SHAPE = {"family": "string", "layers": "Int64", "width": "Int64", "heads": "Int64"}
 #: Every column that is always there, with its type; ``ledger_*``, ``cache_*`` and ``phase_*``
 #: columns are added as found.

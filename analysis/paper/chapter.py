@@ -17,8 +17,8 @@ from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
 from simulation.transformer import ModelSpec
 
-#: Of emulated comparisons a table shows the one at the paper's ratio of communication to
-#: computation, if there is one.
+#: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
+#: communication to computation, if there is one.
 _SAME_RATIO = "paper-emulated"
 
 
@@ -96,7 +96,7 @@ def chapter(
             earlier,
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix, sized),
-            tuple(_command(claims, name) for name in section.matrices),
+            tuple(map(claims.command, section.matrices)),
             _drawing(section, shown, by_matrix),
         )
         for section, (own, earlier) in zip(holds.sections, notes, strict=True)
@@ -154,9 +154,7 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
 
 
 def _placed(
-    sections: Sequence[Section],
-    shown: _Shown,
-    number: Mapping[str, str],
+    sections: Sequence[Section], shown: _Shown, number: Mapping[str, str]
 ) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     """Notes that stand first in each section, and the ids of the others."""
     there = set[str]()
@@ -191,7 +189,7 @@ class _Shown:
             )
             for name in section.claims
         ]
-        # What is simulated of no claim at all is no column; nor is a range that none has.
+        # A column that no claim has a value in is left out: simulated numbers, and ranges.
         simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
         order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
         names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
@@ -224,10 +222,7 @@ class _Shown:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
         found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
         found.sort(
-            key=lambda f: (
-                not f.decides,
-                not (f.check and f.check.matrix.startswith(_SAME_RATIO)),
-            )
+            key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO)))
         )
         if not found:
             return text.ABSENT
@@ -264,11 +259,6 @@ class _Shown:
             and (finding.decides or finding.claim.id not in decided)
             for reason in finding.reasons
         ]
-
-
-def _command(claims: Claims, matrix: str) -> str:
-    use = claims.matrices.get(matrix)
-    return (use.command if use else None) or f"python -m experiments run {matrix}"
 
 
 def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:
@@ -310,11 +300,7 @@ def _sized(model: AnyModel, sized: Collection[str]) -> str:
     return f"{model.name} ({model.layers} blocks of width {model.width})"
 
 
-def _drawing(
-    section: Section,
-    shown: _Shown,
-    runs: Mapping[str, AnyRun],
-) -> Drawing | None:
+def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Drawing | None:
     """The section's figure; ``None`` without its records."""
     if section.figure == "ranges":
         drawn = [shown.of(name) for name in section.first]

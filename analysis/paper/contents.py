@@ -80,9 +80,9 @@ class Section(Strict):
     first: dict[Name, str] = Field(default_factory=dict)
     #: Why these are so, in a clause, where no range or reason of a claim's check says it.
     because: dict[Name, str] = Field(default_factory=dict)
-    #: What of the paper's is not known.
+    #: Part of the paper's setting that is not known.
     unknown: str | None = None
-    #: What every system's cells are, where the paper's own values are not known.
+    #: Cells of every system, where the paper's own values are not known.
     pivots: tuple[Pivot, ...] = ()
     seeds: tuple[Seeds, ...] = ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import strategies, text
-from analysis.claims.computations import Ratio, Value
+from analysis.claims.computations import Ratio, Selection, Value
 from analysis.claims.papers import Claim
 from analysis.claims.verdicts import quoted
 from analysis.compare.baseline import compare
@@ -37,7 +37,7 @@ DASHES: tuple[tuple[float, tuple[float, ...]], ...] = (
 )
 #: The model that the paper's tables are about, where several were run.
 LARGEST = "gpt-30b"
-_PAPERS_MARK = {
+_PAPERS_MARK: dict[str, Any] = {
     "marker": "D",
     "markerfacecolor": "white",
     "markeredgecolor": "black",
@@ -67,18 +67,23 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
                 va="center",
                 fontsize=7.5,
             )
-        for claim in claims:
-            for check in claim.checks:
-                if isinstance(check.compute, Value) and check.compute.quantity == "all_nodes_bytes":
-                    place = list(looks).index(str(check.compute.of.strategy))
-                    ax.plot([claim.number], [place], **_PAPERS_MARK)  # type: ignore[arg-type]
-        ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
-        ax.set(xscale="log", xlabel="GB a step, all nodes", ylim=(len(looks) - 0.5, -0.5))
+        for of, number in _numbers(claims, "all_nodes_bytes"):
+            ax.plot([number], [list(looks).index(str(of.strategy))], **_PAPERS_MARK)
+        axes.name_bars(ax, [look.label for look in looks.values()])
+        ax.set(xscale="log", xlabel="GB a step, all nodes")
         ax.set_xlim(right=3000)
-        ax.grid(False, axis="y")
-        put_legend(figure, [Line2D([], [], **_PAPERS_MARK, label="the paper's")])  # type: ignore[arg-type]
+        put_legend(figure, [Line2D([], [], **_PAPERS_MARK, label="the paper's")])
     caption = "Bytes between nodes, LoRA. The paper's table stands on the systems that it may mean."
     return Drawing("paper-volume", "Bytes between nodes", caption, figure)
+
+
+def _numbers(claims: Sequence[Claim], quantity: Quantity) -> Iterator[tuple[Selection, float]]:
+    """Cells and number of each claim that gives one of this quantity."""
+    for claim in claims:
+        for check in claim.checks:
+            of = check.compute
+            if isinstance(of, Value) and of.quantity == quantity and claim.number is not None:
+                yield of.of, claim.number
 
 
 def scaling(run: Run) -> Drawing:
@@ -118,14 +123,14 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
             kept = [100 * speed / speeds[-1] for speed in speeds]
             ax.plot(links, kept, color=look.colour, marker=look.marker, linestyle=look.dashes)
         for place, number in _kept(claims):
-            ax.plot([place], [number], **_PAPERS_MARK)  # type: ignore[arg-type]
+            ax.plot([place], [number], **_PAPERS_MARK)
         ax.set(xscale="log", yscale="log", xlabel="link between nodes, Gbit/s")
         ax.set_ylabel("% of the throughput at 100 Gbit/s")
         ax.set_xticks([1, 10, 25, 100], ["1", "10", "25", "100"])
         ax.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
         ax.minorticks_off()
         marks = [line(look) for look in looks.values()]
-        put_legend(figure, [*marks, Line2D([], [], **_PAPERS_MARK, label="the paper's")])  # type: ignore[arg-type]
+        put_legend(figure, [*marks, Line2D([], [], **_PAPERS_MARK, label="the paper's")])
     caption = f"Throughput with LoRA of {LARGEST} over bandwidth, as a share of its own."
     return Drawing("paper-bandwidth", "What is kept on slower links", caption, figure)
 
@@ -178,19 +183,16 @@ def memory(run: Run) -> Drawing:
         for at, (name, look) in enumerate(looks.items()):
             used = rows[name].quantities.get("peak_device_bytes", 0.0) / 1e9
             _bar(ax, at, used, look.colour, f"{used:.3g}" if used else f"  {rows[name].state}")
-        ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
-        ax.set(xlabel="GB of device memory", ylim=(len(looks) - 0.5, -0.5))
+        axes.name_bars(ax, [look.label for look in looks.values()])
+        ax.set_xlabel("GB of device memory")
         ax.margins(x=0.2)
-        ax.grid(False, axis="y")
     caption = f"Full fine-tuning of {LARGEST} at micro-batch 8."
     return Drawing("paper-memory", "Device memory", caption, figure)
 
 
 def _bar(ax: Axes, at: int, value: float, colour: str, said: str) -> None:
     ax.barh(at, value, axes.BAR, color=colour)
-    ax.annotate(
-        said, (value, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
-    )
+    axes.write_beside(ax, at, value, said, fontsize=7.5)
 
 
 def apart(run: Run) -> Drawing:
@@ -203,11 +205,9 @@ def apart(run: Run) -> Drawing:
         ax = figure.subplots()
         for at, (name, look) in enumerate(looks.items()):
             _bar(ax, at, max(most[name], _SAME_LOSS), look.colour, f"{most[name]:.2g}")
-        ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
-        ax.set(xscale="log", ylim=(len(looks) - 0.5, -0.5))
-        ax.set_xlim(_SAME_LOSS / 2, 10 * most.max())
+        axes.name_bars(ax, [look.label for look in looks.values()])
+        ax.set(xscale="log", xlim=(_SAME_LOSS / 2, 10 * most.max()))
         ax.set_xlabel("largest difference of the training loss, logarithmic")
-        ax.grid(False, axis="y")
     caption = (
         f"Losses of {run.matrix}, each system's farthest from the baseline's at any step. Those at "
         "1e-6 and below differ in the order of sums; offloading has another optimizer, on CPUs, "
@@ -240,17 +240,14 @@ def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
                 markersize=3.5,
                 label=f"{format_link(int(bits_per_s))} per GPU",
             )
-        for claim in claims:
-            for check in claim.checks:
-                if isinstance(check.compute, Value) and check.compute.quantity == "hfu_bound":
-                    place = sizes[str(check.compute.of.model)]
-                    ax.plot([place], [claim.number], **_PAPERS_MARK)  # type: ignore[arg-type]
+        for cells, number in _numbers(claims, "hfu_bound"):
+            ax.plot([sizes[str(cells.model)]], [number], **_PAPERS_MARK)
         ax.axhline(1, color="0.5", linewidth=0.8)
         ax.set(xscale="log", yscale="log", xlabel="parameters")
         ax.set_ylabel("bound, as a share of the GPU's peak")
         handles, _ = ax.get_legend_handles_labels()
         marks = [handle for handle in handles if isinstance(handle, Line2D)]
-        given = Line2D([], [], **_PAPERS_MARK, label="numbers of the claims")  # type: ignore[arg-type]
+        given = Line2D([], [], **_PAPERS_MARK, label="numbers of the claims")
         put_legend(figure, [*marks, given])
     caption = (
         "The most of a GPU's peak that FSDP can reach, by memory and bandwidth alone; above the "
@@ -341,14 +338,9 @@ def _memory_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) ->
         size = 0 if finding is None else finding.largest_micro_batch
         ax.barh(at, size, axes.BAR, color=looks[name].colour)
         said = f"{size}" if finding else "–" if record is None else record.state
-        colour = axes.INK if finding else axes.SOFT
-        ax.annotate(
-            said, (size, at), xytext=(4, 0), textcoords="offset points", va="center", color=colour
-        )
-    ax.set_yticks(range(len(cases)), [label for label, _, _ in cases])
-    ax.set_ylim(len(cases) - 0.5, -0.5)
+        axes.write_beside(ax, at, size, said, color=axes.INK if finding else axes.SOFT)
+    axes.name_bars(ax, [label for label, _, _ in cases])
     ax.margins(x=0.2)
-    ax.grid(False, axis="y")
 
 
 #: Where the paper's numbers stand.

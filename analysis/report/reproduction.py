@@ -68,7 +68,7 @@ class Document:
 
     #: By their files' names, relative to the repository.
     markdown: Mapping[str, str]
-    #: That on the FCDP paper first.
+    #: The chapter on the FCDP paper is the first.
     chapters: list[Chapter]
     #: Values that it and its page show.
     values: Mapping[str, Any]
@@ -241,6 +241,6 @@ def _line(
     if check is not None:
         use, run = claims.matrices[check.matrix], of.get(check.matrix)
         line["asked"] = asked(check, claim.unit)
-        line["command"] = use.command or f"python -m experiments run {check.matrix}"
+        line["command"] = claims.command(check.matrix)
         line["resources"] = run.resources if run else claim.needs or use.resources or ""
     return line

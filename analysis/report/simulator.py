@@ -30,6 +30,7 @@ from experiments.records.comparison import Comparison, groups, once, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
+from simulation import framing
 from simulation.calibration import intervals
 from simulation.emulated import FITTED_TO
 from simulation.framing import MESSAGE_BYTES, SHARE
@@ -110,7 +111,9 @@ def joined(
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
                 "timed": record.step_seconds_median,
                 "predicted": prediction.step_seconds_median,
-                "bytes_agree": modelled.agree(record.cell, expected, counted),
+                "bytes_agree": framing.agree(
+                    *modelled.framed(record.cell), predicted=expected, counted=counted
+                ),
                 "counted_share": counted / expected if expected else math.nan,
             }
         )

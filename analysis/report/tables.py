@@ -17,7 +17,7 @@ from simulation.quantities import format_link
 WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State"}
 WORDS |= {item.setting.label for item in OPTIONAL.values()}
 
-#: What stands above the table of seeds.
+#: Title of the table of seeds.
 OVER_SEEDS = "Over seeds: mean ± standard deviation; differences seed by seed from the baseline"
 
 

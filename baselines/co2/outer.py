@@ -11,7 +11,7 @@ from baselines.settings import DiLoCoSettings, LocalSGDSettings, Penalty
 
 @dataclass(frozen=True)
 class Rule:
-    """How the mean displacement of a round moves the state that all workers start from.
+    """Rule by which a round's mean displacement moves the state that all workers start from.
 
     m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``
     (Algorithm 1); with ``nesterov`` x moves by Δ + β·m, as PyTorch's SGD has it. All of it is
@@ -55,13 +55,13 @@ class Rule:
 
 
 class OuterState:
-    """What all workers share after each round: where they start from, and the outer momentum."""
+    """State that all workers share after each round: their start, and the outer momentum."""
 
     def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
-        """Both float32 (elements), which become this state's own."""
+        """Take two float32 tensors (elements), which become this state's own."""
         self.start = start
         self.momentum = momentum
-        #: What the start moves by next.
+        #: Displacement by which the start moves next.
         self._move = momentum
 
     def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:

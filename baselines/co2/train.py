@@ -76,7 +76,7 @@ def place(model: nn.Module, job: Job) -> Place:
     if problem := divided(together, topology.nodes):
         raise ValueError(f"nodes_per_worker = {together}: {problem}")
     exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
-    # What lies on the host is exchanged from there.
+    # Tensors on the host are exchanged from there.
     backend = "gloo" if settings.outer_on == "host" else None
     if settings.worker == "rank":
         model.to(topology.mesh.device_type)
@@ -117,7 +117,8 @@ def _at_once(group: dist.ProcessGroup) -> AddUp:
 def _over_nodes(topology: Topology) -> AddUp:
     """All-reduces on the host, inside the node and across apart, one by one on a thread.
 
-    Round gloo's ring of all ranks a node would send nearly all of it, twice.
+    Round gloo's ring of all ranks a node would send nearly all of it, twice. The thread ends when
+    nothing holds the function that is returned.
     """
     mesh = init_device_mesh("cpu", (topology.world_size,))
     own = Topology.of_mesh(mesh, topology.ranks_per_node)
@@ -126,7 +127,7 @@ def _over_nodes(topology: Topology) -> AddUp:
 
 
 def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
-    """Out and back as sums, in float32; a node has 1/``together`` of a worker."""
+    """Bytes out and back as sums, in float32; a node has 1/``together`` of a worker."""
     workers = nodes / together
     return 2 * (workers - 1) / workers * elements / together * 4
 
@@ -281,7 +282,7 @@ def build(model: nn.Module, job: Job) -> LocalSteps:
 
 
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
-    """What is trained, in so many parts: every so manieth block; the smallest has the rest.
+    """Parts of what is trained, so many: every so manieth block; the smallest has the rest.
 
     Raises ``ValueError`` where there are fewer blocks.
     """
@@ -327,7 +328,7 @@ class Fragment:
         #: Squared norms of the last outer update, and of this round's first local step.
         self._moved = torch.zeros((), device=self._memory.start.device)
         self._first = torch.zeros((), device=self._device)
-        #: Of each outer update: its staleness gap, drift between workers, share clipped.
+        #: Staleness gap, drift between workers and share clipped of each outer update.
         self.told: list[torch.Tensor] = []
 
     @property

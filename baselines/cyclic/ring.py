@@ -385,7 +385,7 @@ class Executor(Staged):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        # Of stages that are not let go.
+        # Values of stages that are not let go.
         own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
         for index, stage in enumerate(self._stages):
             stage.fill(self._mean(index))

@@ -20,6 +20,7 @@ from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, replicated_bytes
+from fcdp.exchange import wait_all
 
 
 def build(model: nn.Module, job: Job) -> Cyclic:
@@ -83,9 +84,7 @@ class Cyclic(DDP):
     def _averaged(self) -> Iterator[None]:
         params = self._params
         own = [param.detach().clone() for param in params]
-        works = [dist.all_reduce(param.data, async_op=True) for param in params]
-        for work in works:
-            work.wait()
+        wait_all([dist.all_reduce(param.data, async_op=True) for param in params])
         torch._foreach_div_([param.data for param in params], self.job.topology.world_size)
         try:
             yield

@@ -78,7 +78,7 @@ class Seconds:
 
     forward: dict[str, float]
     backward: dict[str, float]
-    #: Of SSDs in both together, where a step need not wait for what it writes.
+    #: Seconds of SSDs in both together, where a step need not wait for what it writes.
     ssd: float = 0.0
 
     @property
@@ -127,5 +127,5 @@ def chosen(work: Work, rates: Rates) -> int:
     """How many items to keep for the shortest step. Of equal times, the fewest."""
     times = [step for _, step in curve(work, rates)]
     least = min(times)
-    # What rounding does to equal times makes them no longer.
+    # Equal times that rounding sets apart count as equal.
     return next(count for count, step in enumerate(times) if step <= least * (1 + 1e-12))

@@ -45,7 +45,7 @@ from fcdp.direct_io import left_over
 from fcdp.generations import STATE
 from fcdp.sizes import parse, written
 
-#: Of the operations of forward, those of forward, of backward, and of forward again.
+#: Operations of a step over those of forward: forward, backward (twice), and forward again.
 _PASSES = 4
 #: Bytes per second of what nothing has passed.
 _ENDLESS = 1e12
@@ -59,7 +59,7 @@ class Choice:
     #: Bytes of what is kept, and with what passes between blocks.
     nbytes: float
     moved: int
-    #: What the model makes of a step.
+    #: Seconds that the model predicts for a step.
     seconds: float
     #: Blocks whose parameters stay in host memory.
     cached: int = 0
@@ -160,7 +160,7 @@ def choose(work: Work, rates: Rates, profile: Profile, settings: FuyouSettings) 
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
 _PROFILED = 2
-#: Of folders that ``build`` makes; others' may be gone on from.
+#: Prefix of folders that ``build`` makes; others' may be gone on from.
 _PREFIX = "fuyou-run-"
 
 

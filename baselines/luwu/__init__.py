@@ -8,7 +8,7 @@ masters and moments in files, steps AdamW while the workers' backward goes on, a
 layers without being asked for each.
 """
 
-# What bounds a run's memory. The simulator reads it, without torch.
+# Bounds of a run's memory. The simulator reads them, without torch.
 
 #: Chunks of parameters, and of gradients, that may be under way before one is acknowledged: what
 #: bounds every buffer on the way.

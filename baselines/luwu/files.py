@@ -34,7 +34,7 @@ class Buffer:
         return [part.view(torch.float32) for part in parts]
 
     def parameters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """What workers compute with (numel, dtype)."""
+        """Values that workers compute with (numel, dtype)."""
         begin = _STATES * aligned(numel * _FP32)
         return self.memory[begin : begin + numel * dtype.itemsize].view(dtype)
 
@@ -71,7 +71,7 @@ class Files:
         self._read(chunk, step, 0, buffer.memory[:nbytes])
 
     def parameters(self, chunk: Chunk, step: int, buffer: Buffer) -> memoryview:
-        """What workers compute with after ``step``, read into the buffer."""
+        """Values that workers compute with after ``step``, read into the buffer."""
         nbytes = chunk.numel * self._type.itemsize
         memory = buffer.memory[: aligned(nbytes)]
         self._read(chunk, step, self._size(chunk) - memory.nbytes, memory)

@@ -27,7 +27,7 @@ class Pass(IntEnum):
 
 
 class Frozen(IntEnum):
-    """Which frozen parameters a pass brings: none, all, or each once."""
+    """Frozen parameters that a pass brings: none, all, or each once."""
 
     NONE = 0
     ALL = 1
@@ -77,16 +77,16 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Its name among all of a plan's."""
+        """Name among all of a plan's."""
         return f"{self.unit} {self.index}"
 
 
 class Plan(Strict):
-    """What the roles of a run agree on."""
+    """Plan of a run, on which its roles agree."""
 
     workers: Annotated[int, Field(ge=1)]
     units: Annotated[tuple[Unit, ...], Field(min_length=2)]
-    #: What crosses and what workers compute in.
+    #: Type of what crosses, and of what workers compute with.
     dtype: Literal["float32", "bfloat16"]
     chunk_bytes: Annotated[int, Field(ge=4096, le=LARGEST_CHUNK)]
     learning_rate: float

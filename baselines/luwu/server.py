@@ -259,7 +259,7 @@ class Server(wire.Host):
             self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
 
     def _counts(self) -> dict[str, int]:
-        """What is counted since the server began: messages beside signs of life, bytes."""
+        """Counts since the server began: messages beside signs of life, bytes."""
         counts = {"messages": self._received}
         if self._state is not None:
             files = self._state.files
@@ -271,7 +271,7 @@ class Server(wire.Host):
 
 
 class _State:
-    """What the server has once it knows the plan."""
+    """State that the server has once it knows the plan."""
 
     def __init__(
         self, plan: Plan, files: Files, inbox: wire.Inbox, say: Callable[[wire.Message], None]

@@ -18,7 +18,7 @@ import torch
 from baselines.luwu import WINDOW, wire
 from baselines.luwu.plan import Pass, Plan
 
-#: What the server says that all workers hear.
+#: Messages of the server that all workers hear.
 _MULTICAST = (wire.Kind.WELCOME, wire.Kind.PARAMETERS, wire.Kind.APPLIED, wire.Kind.COMMITTED)
 
 
@@ -51,7 +51,7 @@ class Switch(wire.Host):
         self._connection = connection
         self._server = connection.socket
         self._plan: Plan | None = None
-        #: What has come of some workers and not of all: the window bounds how much that is.
+        #: Messages that some workers have sent and not all: the window bounds how many those are.
         self._gathered: dict[Any, dict[int, Any]] = {}
         #: How much of the parameters each worker has taken, and what the server knows of it.
         self._taken = dict.fromkeys(range(workers), 0)

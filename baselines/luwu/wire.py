@@ -105,7 +105,7 @@ def tensor(payload: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reason_of(message: Message) -> str:
-    """Why the run ends."""
+    """Reason why the run ends."""
     return bytes(message.payload).decode(errors="replace")
 
 
@@ -189,7 +189,7 @@ class Listener:
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.listener
         self.socket.zap_domain = _DOMAIN.encode()
-        # What cannot be sent is an error, and not lost without a word.
+        # A message that cannot be sent is an error, and not lost without a word.
         self.socket.router_mandatory = True
         try:
             self.socket.bind(f"tcp://{address}")
@@ -231,7 +231,7 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as error:
-        # Of those who connect, the switch alone connects to the server.
+        # The switch alone connects to the server.
         who = name or ("server" if socket.identity == SWITCH.encode() else "switch")
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
 
@@ -245,14 +245,14 @@ def _bounded(socket: zmq.Socket[bytes], senders: int = 1) -> zmq.Socket[bytes]:
 
 
 class Inbox:
-    """What other threads hand to the one that owns the sockets, and wake it with."""
+    """Messages that other threads hand to the one that owns the sockets, and wake it with."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        """What a poller waits for."""
+        """Descriptor that a poller waits for."""
         return self._event
 
     def put(self, item: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from baselines.strategy import causal_loss
-from experiments.worker import data
+from experiments.worker import workloads
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 STEPS = 300
@@ -38,8 +38,8 @@ def pretrain(steps: int = STEPS) -> GPT2LMHeadModel:
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = data.micro_batches(
-        data.corpus(), rank=0, seed=1, sequences=SEQUENCES, sequence_length=LENGTH
+    batches = workloads.micro_batches(
+        workloads.corpus(), rank=0, seed=1, sequences=SEQUENCES, sequence_length=LENGTH
     )
     for step in range(steps):
         loss = causal_loss(model, next(batches))

@@ -92,7 +92,7 @@ def _put_temporary_files_in(directory: str) -> None:
     """Have temporary files of this node and its ranks meet no other's and end with the launch."""
     os.mkdir(directory)
     os.environ["TMPDIR"] = directory
-    tempfile.tempdir = None  # What was imported before may have asked for the directory already.
+    tempfile.tempdir = None  # A module imported before may have asked for the directory already.
 
 
 def _search_first(folders: Sequence[str]) -> None:

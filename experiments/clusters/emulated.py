@@ -22,15 +22,7 @@ from experiments.clusters import causes, lifetimes, namespaces, preload, privile
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome, check_port
-from experiments.clusters.launch import (
-    AGENT,
-    Launch,
-    Machine,
-    Node,
-    Started,
-    split,
-    start_agent,
-)
+from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, split, start_agent
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on

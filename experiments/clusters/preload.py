@@ -58,7 +58,7 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     _own_sockets()
-    # Of a forked process, the kernel shows the environment that the fork server started with.
+    # The kernel shows a forked process's environment as the fork server started with it.
     with _environment({**passed_on(os.environ, named(os.environ)), **variables}):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))

@@ -40,8 +40,8 @@ _DESCRIBING_S = 120.0
 _GRACE_S = 5.0
 #: ... and for a node to end what still runs.
 _FINISHING_S = 30.0
-#: What ranks on other nodes see of the runner's environment, by how it begins, beside what
-#: ``FCDP_PASS`` names; all else that they need is their own node's.
+#: Prefixes of the runner's variables that ranks on other nodes see, beside what ``FCDP_PASS``
+#: names; all else that they need is their own node's.
 _PASSED_ON = ("FCDP_", "NCCL_")
 #: Seconds that a launcher has to end once its input is closed, and after SIGTERM.
 _ENDING_S = 20.0

@@ -134,10 +134,7 @@ def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Insta
 
 
 def _read(
-    name: str,
-    cluster: Kind | None,
-    changes: Mapping[str, Any],
-    rented: Instance | None = None,
+    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: Instance | None = None
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
     if rented is not None:

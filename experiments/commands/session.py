@@ -26,7 +26,7 @@ from experiments.terminal.summary_table import summary
 from experiments.tracking import sink
 from experiments.tracking.live import Live
 
-#: What the report consists of, by the endings of its files.
+#: Parts of the report by the endings of their files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
 
 

@@ -18,8 +18,7 @@ from experiments.terminal.summary_table import STATE_STYLES, summary
 
 def show(
     run: Annotated[
-        str,
-        typer.Argument(metavar="[DIR]", help="A run, RUN:CELLS, or a directory of runs."),
+        str, typer.Argument(metavar="[DIR]", help="A run, RUN:CELLS, or a directory of runs.")
     ] = "runs",
 ) -> None:
     """List the runs below a directory; of one run, its cells and how they compare.

@@ -31,13 +31,7 @@ from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
 from simulation.calibration import calibrate as fit_host
-from simulation.emulated import (
-    TWO_CORES,
-    Comparison,
-    Constants,
-    compare,
-    emulated,
-)
+from simulation.emulated import TWO_CORES, Comparison, Constants, compare, emulated
 from simulation.hardware import Hardware
 
 Compared = list[tuple[Record, Comparison]]

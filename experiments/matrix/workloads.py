@@ -36,7 +36,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
 #: Settings whose mistakes may show on nodes alone.
 _FROM_ELSEWHERE = ("data", "loss", "objective")
-#: What decides nothing of the model; it changes with each version that saves a configuration.
+#: Keys that decide nothing of the model, and change with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
 

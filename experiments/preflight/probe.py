@@ -116,7 +116,7 @@ class _Probe:
                 for sending in (peer != 0, peer == 0):
                     part = [(peer, buffer)]
                     received, sent = ([], part) if sending else (part, [])
-                    _wait(exchange.swap(received, sent, group))
+                    exchange.wait_all(exchange.swap(received, sent, group))
                     self._synchronise()
 
             return there_and_back
@@ -131,7 +131,7 @@ class _Probe:
             gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
 
             def gather() -> None:
-                _wait(exchange.all_gather([gathered], group))
+                exchange.wait_all(exchange.all_gather([gathered], group))
                 self._synchronise()
 
             return gather
@@ -249,11 +249,6 @@ class _Probe:
     def _synchronise(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
-
-
-def _wait(pending: Sequence[exchange.Pending]) -> None:
-    for each in pending:
-        each.wait()
 
 
 class Block(nn.Module):

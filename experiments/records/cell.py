@@ -167,7 +167,7 @@ class Cell(Strict):
     micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
-    #: Of gathered parameters and of compute; those that are stepped are float32.
+    #: Type of gathered parameters and of compute; those that are stepped are float32.
     dtype: Annotated[DType, Setting("Type", learns=True)]
     #: Choices that its strategy leaves, of the type that ``baselines.registry`` names.
     settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
@@ -177,9 +177,9 @@ class Cell(Strict):
     recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
         default=0.0, ge=0, le=1
     )
-    #: Of the adapters, where tuning is ``lora``.
+    #: Rank of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
-    #: What frozen parameters are held in: float32, or what a user's own model has them in; or
+    #: Type in which frozen parameters are held: float32, or that of a user's own model; or
     #: bfloat16, where ``dtype`` is.
     frozen_dtype: Annotated[DType, Setting("Frozen type", in_id="later", learns=True)] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
@@ -190,7 +190,7 @@ class Cell(Strict):
     warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
     #: Steps that are measured.
     steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
-    #: Of initial weights and of the order of the data.
+    #: Seed of initial weights and of the order of the data.
     seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = Field(
         default=0, ge=0, lt=2**32
     )
@@ -199,7 +199,7 @@ class Cell(Strict):
     loss: Annotated[
         Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
     ] = "cross entropy"
-    #: What a step computes: losses alone, or post-training around them.
+    #: Computation of a step: losses alone, or post-training around them.
     objective: Annotated[AnyObjective, Setting("Objective", in_id="later", learns=True)] = (
         CausalLM()
     )

@@ -135,7 +135,7 @@ def paired(
 
 
 def grouped(every: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """Those that ``alike`` says the same of, in the order of the first of each."""
+    """Group those that ``alike`` says the same of, in the order of the first of each."""
     found: dict[Hashable, list[_T]] = {}
     for one in every:
         found.setdefault(alike(one), []).append(one)

@@ -37,7 +37,7 @@ _SECRET = re.compile(
 _LOGIN = re.compile(r"://\S*@|^[^/:\s]+:[^/\s]*@")
 #: Passwords in URLs and in lists of settings.
 _INSIDE = re.compile(r":([^/:@\s][^\s]*)@|(?i:password|passwd|pwd|key|secret|token)=([^\s;&]+)")
-#: What ``srun`` and ``ssh`` need beside, which ranks do not.
+#: Variables that ``srun`` and ``ssh`` need beside, which ranks do not.
 _OF_LAUNCHERS = re.compile(r"SLURM_(?!JWT)\w*|SSH_AUTH_SOCK|KRB5CCNAME")
 #: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text; below
 #: the second number a password is found as a whole word, and another value is taken for a word.

@@ -11,7 +11,7 @@ from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.objective import CausalLM
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
-from simulation import framing, models
+from simulation import models
 from simulation.emulated import MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.luwu import LUWU
@@ -127,27 +127,6 @@ def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:
     return MeasuredStep(workload_of(record.cell), hardware, seconds, sent)
 
 
-def framing_bytes(cell: Cell, payload: float) -> float:
-    """Bytes that a node may send in a step of the cell beside so many bytes of payload."""
-    return framing.framing_bytes(workload_of(cell), *_nodes_and_ranks(cell), payload)
-
-
-def agree(cell: Cell, predicted: float, counted: float) -> bool:
-    """Whether the kernel has counted the bytes that were predicted, within framing."""
-    return framing.agree(
-        workload_of(cell), *_nodes_and_ranks(cell), predicted=predicted, counted=counted
-    )
-
-
-def messages(cell: Cell) -> int:
-    """Messages that a node of the cell sends to others in a step over gloo."""
-    return framing.messages(workload_of(cell), *_nodes_and_ranks(cell))
-
-
-def whole_bytes(cell: Cell) -> float:
-    """Least bytes that a node sends of what DeepSpeed keeps whole on every rank."""
-    return framing.whole_bytes(workload_of(cell), *_nodes_and_ranks(cell))
-
-
-def _nodes_and_ranks(cell: Cell) -> tuple[int, int]:
-    return cell.cluster.nodes, cell.cluster.ranks_per_node
+def framed(cell: Cell) -> tuple[Workload, int, int]:
+    """The cell's workload, nodes and ranks per node, as ``simulation.framing`` takes them."""
+    return workload_of(cell), cell.cluster.nodes, cell.cluster.ranks_per_node

@@ -51,13 +51,13 @@ class GRPO(Strict):
     """
 
     kind: Literal["grpo"]
-    #: Of each answer.
+    #: Tokens of each answer.
     new_tokens: _Count
     #: Answers per prompt.
     group: Annotated[int, Field(ge=2)]
     #: Optimizer steps on the same answers.
     epochs: _Count = 1
-    #: Of the ratio of probabilities.
+    #: Bound of the ratio of probabilities.
     clip: _Above = 0.2
     #: How much the reference counts.
     beta: _Weight = 0.04

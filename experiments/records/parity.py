@@ -17,7 +17,7 @@ from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 
-#: What strategies are compared with where nothing else is said.
+#: Strategy that others are compared with where nothing else is said.
 REFERENCE = "fsdp2"
 #: Relative difference of a loss for each step that was trained. A change of the summation order is
 #: a rounding, which training makes larger; DeepSpeed has optimizers of its own on the CPU too.

@@ -109,11 +109,11 @@ class Measurement(Strict):
     staleness_gap: Annotated[float | None, Metric("staleness gap Λ")] = None
     worker_drift: Annotated[float | None, Metric("drift of workers", 100, ".3g", " %")] = None
     clipped_fraction: Annotated[float | None, Metric("clipped", 100, ".3g", " %")] = None
-    #: Of cyclic strategies, for each slot of a step, forwards before backwards: bytes that a rank
-    #: sends, at most.
+    #: Bytes that a rank of cyclic strategies sends at most in each slot of a step, forwards before
+    #: backwards.
     bytes_by_slot: list[float] | None = None
-    #: Of micro-batches that take turns on one device: bytes that autograd keeps for backward, at
-    #: most, in each slot of a step; and what all micro-batches of a step at once would keep.
+    #: Bytes that autograd keeps for backward, at most, in each slot of a step, where micro-batches
+    #: take turns on one device; and what all micro-batches of a step at once would keep.
     activation_bytes_by_slot: list[float] | None = None
     activation_bytes_together: float | None = None
     #: Where a server has the parameters: bytes per step of the busiest node's link and of the
@@ -124,7 +124,7 @@ class Measurement(Strict):
     #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
     #: page-locked on CUDA.
     outer_host_bytes: int | None = None
-    #: Of out-of-core training, per step: bytes of activations that leave the device, and of them
+    #: Out-of-core training, per step: bytes of activations that leave the device, and of them
     #: those on SSD; bytes that are read from SSD and written. The most host memory that it used;
     #: bytes of products that are kept instead of computed again, what its cost model makes of a
     #: step with them, blocks whose parameters stay in host memory, and buffers of optimizer state.
@@ -137,8 +137,8 @@ class Measurement(Strict):
     modelled_seconds: Annotated[float | None, Metric("modelled s/step")] = None
     blocks_in_dram: int | None = None
     state_buffers: int | None = None
-    #: Of the cell's held-out examples after the last step; ``None`` without any: their mean loss,
-    #: and of images the share that are classified right.
+    #: Mean loss of the cell's held-out examples after the last step, and of images the share that
+    #: are classified right; ``None`` without any.
     held_out_loss: Annotated[
         float | None, Metric("held-out loss", form=".4f", brief=("held out", "loss"))
     ] = None
@@ -147,12 +147,12 @@ class Measurement(Strict):
     held_out_accuracy: Annotated[
         float | None, Metric("held-out accuracy", 100, ".2f", " %", brief=("right", "%"))
     ] = None
-    #: Of strategies with a cache; not in records of before there were ablations.
+    #: Cache of strategies that have one; not in records of before there were ablations.
     cache: Cached | None = None
     #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
     #: ranks; ``None`` on accelerators, whose host does not wait, and in older records.
     phase_seconds: dict[str, float] | None = None
-    #: Of objectives that prepare before they update, means per iteration by phase: bytes of the
+    #: Means per iteration by phase, of objectives that prepare before they update: bytes of the
     #: busiest node by the kernel's counters, and seconds of the slowest rank; and the mean reward
     #: of each iteration, warm-up included, and over those that are measured.
     sync_bytes: Annotated[float | None, Metric("weight sync MB", 1e-6)] = None
@@ -173,7 +173,7 @@ class Measurement(Strict):
     versions_behind: Annotated[float | None, Metric("versions behind")] = None
     changed_share: Annotated[float | None, Metric("words changed", 100, ".3g", " %")] = None
     bits_per_parameter: Annotated[float | None, Metric("bits per parameter", form=".3f")] = None
-    #: What only a simulation knows.
+    #: Figures that only a simulation knows.
     simulation: Simulation | None = None
 
     @property
@@ -193,7 +193,7 @@ class Measurement(Strict):
         return self.step_seconds[: len(self.step_seconds) - over] or self.step_seconds
 
 
-#: What readers see of a measurement beside what all tables have, by the names of its fields.
+#: Metrics that readers see beside those of all tables, by the names of a measurement's fields.
 METRICS: Mapping[str, Metric] = {
     name: said
     for name, field in Measurement.model_fields.items()

@@ -92,7 +92,7 @@ def _written(item: Described, value: Any) -> str:
     return item.written(value)
 
 
-#: Of a run: a record per cell, and what the simulator says of the same cells.
+#: Files of a run: a record per cell, and what the simulator says of the same cells.
 FILE, PREDICTIONS = "records.jsonl", "predicted.jsonl"
 #: Parts of a run's directory that hold no records, or those of runs since replaced.
 _NO_RECORDS = {"cells", "earlier", "report", "wandb"}

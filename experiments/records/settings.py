@@ -45,7 +45,7 @@ class Described:
     kind: str
     #: Its plain value in a cell; ``None`` where the cell has no such setting.
     of: Callable[[BaseModel], Any]
-    #: What cells that have it are compared by with cells whose strategy does not.
+    #: Value by which cells that have it are compared with cells whose strategy does not.
     default: Any = None
 
     def written(self, value: Any) -> str:

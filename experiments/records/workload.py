@@ -43,7 +43,7 @@ class ConfiguredModel(Strict):
     config: str
     #: Pretrained ones are in the same folder, or go by the same name.
     weights: Literal["random", "pretrained"] = "random"
-    #: What the ``config.json`` says, which the reader adds: nodes need not have the file.
+    #: Content of ``config.json``, which the reader adds: nodes need not have the file.
     configuration: dict[str, Any]
 
     @property

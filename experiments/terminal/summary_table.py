@@ -80,7 +80,7 @@ def _strategy(record: Record) -> Text:
 class _Group:
     """The baseline and the step that the figures of one group refer to."""
 
-    #: What the others are compared with in the same settings, if it is there.
+    #: Record that the others are compared with in the same settings, if it is there.
     baseline: Record | None
     #: The last step that every cell with losses has trained; 0 if there are none.
     step: int

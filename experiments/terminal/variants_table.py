@@ -76,7 +76,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
         if cache is not None and tier in cache.entries:
             held = f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
         yield f"{tier}\nn: MB", held
-    # Of the host, page-locked on CUDA; of the device, its tier's.
+    # Memory of the host, page-locked on CUDA; of the device, its tier's.
     yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
     measured = variant.of.measurement
     yield "sent\nMB", _megabytes(measured.inter_node_bytes_per_step if measured else None)

@@ -21,8 +21,8 @@ from experiments.worker import PROGRESS
 
 #: Seconds between two looks at the steps: rare enough to be no load on cores that train.
 _INTERVAL_S = 0.5
-#: What ends with its cell is worth a look while it lasts: the machine's load is sampled, and W&B's
-#: file is as new as what was logged.
+#: A run that ends with its cell is worth a look while it lasts: the machine's load is sampled, and
+#: W&B's file is as new as what was logged.
 _SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
 
 

@@ -28,7 +28,7 @@ from experiments.records.select import FILE
 from simulation.files import stored
 from simulation.quantities import format_link
 
-#: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
+#: Modes by the values of ``WANDB_MODE``, W&B's own aliases among them.
 _MODES = {
     **dict.fromkeys(("", "offline", "dryrun"), "offline"),
     **dict.fromkeys(("online", "run"), "online"),
@@ -251,9 +251,7 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
         end(run, record)
 
     return replace(
-        cell_run(record.cell, record.started_at, run_id),
-        fill=fill,
-        exit_code=exit_code(record),
+        cell_run(record.cell, record.started_at, run_id), fill=fill, exit_code=exit_code(record)
     )
 
 

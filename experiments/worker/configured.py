@@ -30,7 +30,7 @@ def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[n
     auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "config")
     config = _configuration(spec, where)
-    # Of these, such as BERT, tokens see those after them too, unless their configuration says so.
+    # Tokens of these, such as BERT, see those after them too, unless their configuration says so.
     causal = config.is_encoder_decoder or any(
         getattr(config, name, False) for name in ("is_decoder", "causal")
     )

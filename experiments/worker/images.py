@@ -64,7 +64,7 @@ class ImageWorkload:
         cell = self._cell
         order = epochs(len(self._training), cell.micro_batch, self._ranks, cell.seed)
         mine = islice(order, self._rank, None, self._ranks)
-        # What changes images draws from here, so that no strategy's own numbers matter.
+        # Transforms draw from here, so that no strategy's own numbers matter.
         drawn = torch.Generator().manual_seed(cell.seed * 100_003 + self._rank)
         return iter(self._loader(self._training, mine, drawn))
 
@@ -115,7 +115,7 @@ def epochs(images: int, size: int, ranks: int, seed: int) -> Iterator[list[int]]
         yield from order.view(-1, size).tolist()
 
 
-#: Of scikit-learn's digits, the last: others wrote them than those that are trained on.
+#: Last of scikit-learn's digits: others wrote them than those that are trained on.
 _KEPT_DIGITS = 360
 
 
@@ -128,10 +128,7 @@ def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
     pixels = torch.from_numpy(found.images).float()[:, None] / 16
     classes = torch.from_numpy(found.target)
     cut = len(pixels) - _KEPT_DIGITS
-    return (
-        TensorDataset(pixels[:cut], classes[:cut]),
-        TensorDataset(pixels[cut:], classes[cut:]),
-    )
+    return (TensorDataset(pixels[:cut], classes[:cut]), TensorDataset(pixels[cut:], classes[cut:]))
 
 
 def _cifar_10(given: Images, origin: Origin) -> tuple[Examples, Examples]:

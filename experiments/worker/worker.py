@@ -26,16 +26,9 @@ from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
-from experiments.worker import (
-    CHECKPOINT,
-    PROGRESS,
-    convolutional,
-    models,
-    objectives,
-    workloads,
-)
+from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
 from experiments.worker.objectives.grpo import GRPO
-from experiments.worker.phases import Allocated, Phases
+from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology
 from fcdp.durable import COMMIT
 
@@ -70,7 +63,7 @@ class _Training:
         self.cell = cell
         self.topology = topology
         self.output = output
-        # Of iterations alone, which time themselves after warm-up.
+        # Iterations alone are counted, which time themselves after warm-up.
         counts = not isinstance(cell.objective, CausalLM) and cell.warmup_steps > 0
         self.allocated = Allocated() if counts and self._device.type == "cpu" else None
         self.most_allocated: int | None = None
@@ -109,7 +102,7 @@ class _Training:
         self.phases = Phases(lambda: self._egress()[0])
         self.trainable: Trainable = build(model, job)
         self.batches = self.workload.batches()
-        #: Of all steps, warm-up included; and what the measured ones have counted.
+        #: Losses and seconds of all steps, warm-up included; counts of the measured ones.
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.counts: _Counts | None = None
@@ -310,7 +303,7 @@ class _Training:
             ],
             inter_node_bytes_per_step=busiest / cell.steps,
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
-            # That of an iteration depends on how often a strategy gathers for the same parameters.
+            # An iteration's depends on how often a strategy gathers for the same parameters.
             inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
             ledger_bytes_per_step=counts.ledger and _per_step(counts.ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),

@@ -5,6 +5,7 @@ A batch is one tensor. Strategies hand it on to the workload's loss, which alone
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,14 +16,14 @@ import torch.nn as nn
 from baselines.strategy import Loss, causal_loss
 from experiments.records import workload
 from experiments.records.cell import Cell
-from experiments.worker import configured, data, images
+from experiments.worker import configured, images
 from fcdp import Topology
 
 
 class Workload(Protocol):
     """A cell's data on one rank, and its loss."""
 
-    #: What ``measure`` gives, in its order, by field of a measurement.
+    #: Fields of a measurement that ``measure`` gives, in its order.
     metrics: Sequence[str]
 
     def batches(self) -> Iterator[torch.Tensor]:
@@ -64,7 +65,7 @@ class TextWorkload:
         self.loss = self.measure = _loss(cell)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        return data.micro_batches(
+        return micro_batches(
             self._training,
             rank=self._rank,
             seed=self._cell.seed,
@@ -101,6 +102,8 @@ def _loss(cell: Cell) -> Loss:
     return checked
 
 
+#: Bytes of Python's own sources that are read: real text that every machine has.
+_CORPUS_BYTES = 4 * 2**20
 #: Share of the tokens, the last ones: where sequences are held out, nothing of it is trained on.
 HELD_OUT_SHARE = 0.1
 
@@ -151,9 +154,39 @@ def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     return training, torch.stack([last[start : start + window] for start in starts]).long()
 
 
+def corpus() -> torch.Tensor:
+    """The first 4 MiB of the standard library's modules in the order of their names, as uint8.
+
+    Raises ``ValueError`` where Python was installed without its sources.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(library.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= _CORPUS_BYTES:
+            break
+    if len(text) < 2**16:
+        raise ValueError(
+            f"{library}: holds {len(text)} bytes of Python sources, at least {2**16} are needed "
+            "to train on; install Python with its sources"
+        )
+    return torch.frombuffer(text[:_CORPUS_BYTES], dtype=torch.uint8)
+
+
+def micro_batches(
+    text: torch.Tensor, *, rank: int, seed: int, sequences: int, sequence_length: int
+) -> Iterator[torch.Tensor]:
+    """Endless micro-batches, int64 (sequences, sequence_length + 1); each rank draws its own."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + rank)
+    window = sequence_length + 1
+    while True:
+        starts = torch.randint(len(text) - window, (sequences,), generator=generator)
+        yield torch.stack([text[start : start + window] for start in starts.tolist()]).long()
+
+
 def _bytes(given: workload.AnyText, cell: Cell) -> torch.Tensor:
     if isinstance(given, workload.Library):
-        return data.corpus()
+        return corpus()
     if isinstance(given, workload.TextFile):
         file = _file(given.text, given.digest, cell.origin.key("data", "text"), cell.origin)
         # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
@@ -189,7 +222,7 @@ def _tokenizer(given: str, origin: workload.Origin) -> Any:
 
 def _texts(given: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
     if isinstance(given, workload.Library):
-        yield bytes(data.corpus().tolist()).decode(errors="replace")
+        yield bytes(corpus().tolist()).decode(errors="replace")
     elif isinstance(given, workload.TextFile):
         file = _file(given.text, given.digest, origin.key("data", "text"), origin)
         yield file.read_text(encoding="utf-8", errors="replace")

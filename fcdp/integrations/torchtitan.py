@@ -133,7 +133,7 @@ def _allow_cpus() -> None:
         return
     cpu = SimpleNamespace(**vars(torch.cpu))
     cpu.current_device = lambda: 0
-    # What torchtitan's metrics ask of an accelerator.
+    # Functions that torchtitan's metrics ask of an accelerator.
     cpu.get_device_name = lambda device: "CPU"
     cpu.get_device_properties = lambda device: SimpleNamespace(total_memory=1)
     cpu.memory_stats = lambda device: defaultdict(int)

@@ -16,31 +16,40 @@ import importlib
 import multiprocessing
 import os
 import random
+import re
+import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.mutants import record
 from scripts.mutants.files import mutants, part_of, tests_of
 from scripts.mutants.mutant import Mutant
-from scripts.mutants.runner import Outcome, Tree, run
 
 ROOT = Path(__file__).parents[2]
 #: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
 _LIMITS = {"unit": 60.0, "ranks": 400.0}
 #: How many tests that caught a mutant's neighbours are tried before all of its file.
 _NEIGHBOURS = 6
-#: What the tests import beside this repository's own, once for all mutants.
+#: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
     *("pytest", "hypothesis.strategies", "pydantic", "typer", "yaml", "peft"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
+#: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
+_COPIED = ("fcdp", "tests")
+#: Packages of this repository that whoever forks may have imported: each tree has its own.
+_OWN = {"fcdp", "scripts", "simulation"}
+#: Not the tree's own.
+_LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -129,7 +138,7 @@ class _Worker:
         self._tiers = tiers
         self._catchers = catchers
         self._ends = ends
-        #: What unit tests may take, that pass without a mutant. (Of others `make test` says so.)
+        #: Seconds that unit tests may take; they pass without a mutant, others by `make test`.
         self._limits: dict[tuple[str, ...], float] = {}
         #: By file, and by file and function: the tests that caught something there, latest last.
         self._recent: defaultdict[str | tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -189,6 +198,110 @@ class _Worker:
         if not outcome.passed:
             raise RuntimeError(f"{outcome.by} fails without a mutant")
         return 30 + 5 * (time.monotonic() - began)
+
+
+# Whoever runs tests has imported torch; what it forks has it already, which saves seconds a
+# mutant.
+
+
+class Outcome(NamedTuple):
+    """pytest's exit status, ``None`` if it did not end; and the first test that failed."""
+
+    status: int | None
+    by: str
+
+    @property
+    def passed(self) -> bool:
+        return self.status in (0, 5)  # 5: nothing was to be run
+
+
+class Tree:
+    """A copy of the tree to put a mutant into; what never changes is linked."""
+
+    def __init__(self, root: Path, place: Path) -> None:
+        self._root, self.place = root, place
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        for path in root.iterdir():
+            if path.name in _COPIED:
+                shutil.copytree(path, place / path.name)
+            elif path.name not in _LEFT_OUT:
+                (place / path.name).symlink_to(path)
+
+    def put(self, mutant: Mutant) -> None:
+        (self.place / mutant.file).write_text(mutant.source, encoding="utf-8")
+
+    def restore(self, mutant: Mutant) -> None:
+        shutil.copy2(self._root / mutant.file, self.place / mutant.file)
+        shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
+
+
+def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool = False) -> Outcome:
+    """Run pytest on a tree until the first test that fails.
+
+    ``compiled``: what is imported is kept as byte code.
+    """
+    log = tree.place / "log.txt"
+    process = os.fork()
+    if process == 0:
+        _test(tree.place, log, arguments, compiled)
+    ends = time.monotonic() + limit_s
+    try:
+        while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+            if time.monotonic() > ends:
+                return Outcome(None, "a hang")
+            time.sleep(0.02)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # and whatever ranks it started
+        with suppress(ChildProcessError):
+            os.waitpid(process, 0)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
+    by = found[1] if found else "the end of the process"
+    return Outcome(os.waitstatus_to_exitcode(ended[1]), by)
+
+
+class _NoShrinking:
+    """Has hypothesis stop at the first example that fails, and draw the same in every run."""
+
+    def pytest_collection(self) -> None:
+        from hypothesis import Phase, settings
+
+        settings.register_profile(
+            "mutants",
+            settings(),
+            derandomize=True,
+            database=None,
+            phases=[Phase.explicit, Phase.generate],
+        )
+        settings.load_profile("mutants")
+
+
+def _test(place: Path, log: Path, arguments: Sequence[str], compiled: bool) -> None:
+    """Become a process that runs pytest in a tree, and end."""
+    status = 3
+    try:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(place)
+        sys.path[0] = str(place)
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
+            del sys.modules[name]
+        if not compiled:
+            # A mutant's byte code would pass for the next one's: same size, same second.
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        os.environ["FCDP_TESTS_FORK"] = "1"
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--color=no"]
+        status = int(pytest.main([*options, *arguments], plugins=[_NoShrinking()]))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "direct_io": ("cache/tiers", "test_streams.py"),
     "encoded_reduce": ("test_encoded_reduce.py", "test_exact_reduce.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
-    "exchange": (
-        "test_exchange.py",
-        "test_exact_reduce.py",
-        "test_streams.py",
-    ),
+    "exchange": ("test_exchange.py", "test_exact_reduce.py", "test_streams.py"),
     "failure": ("failures/test_breaking.py",),
     "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),

@@ -27,7 +27,7 @@ class Mutant:
     in that function name it: no number of a line, which others' edits move.
     """
 
-    #: What it is counted under: ``order`` or ``arithmetic``.
+    #: Part that it is counted under: ``order`` or ``arithmetic``.
     part: str
     file: str
     function: str

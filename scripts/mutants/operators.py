@@ -24,7 +24,7 @@ _CALLS = {
 }
 #: A body under one of these runs without it.
 _GUARDS = {"reading", "writing", "on"}
-#: What one is chosen instead of: as many ranks, or as good a queue.
+#: Siblings that are chosen instead: as many ranks, or as good a queue.
 _GROUPS = {
     "inter": "reduce_inter",
     "intra": "reduce_intra",
@@ -43,7 +43,7 @@ _STREAMS = {
 _GENERATIONS = {"generation", "offered", "held", "passed_over"}
 _VERDICTS = {"fresh", "readable"}
 
-#: What arithmetic is easily mistaken for.
+#: Functions that are easily taken for one another.
 _SIBLINGS = {
     "floor": "ceil",
     "ceil": "floor",

@@ -18,7 +18,7 @@ from simulation import files
 
 _FOLDER = "results/mutants"
 
-#: What names a mutant's change, in the file of those that change nothing.
+#: Name of a mutant's change in the file of those that change nothing.
 _Change = tuple[str, str, str, str]
 
 

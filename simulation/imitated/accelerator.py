@@ -198,7 +198,7 @@ def imitated(total_bytes: int) -> Iterator[Allocations]:
         FakeTensorMode(allow_non_fake_inputs=True),
         _device.allocations as allocations,
         mock.patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
-        # What fake tensors cannot do. Modules are already where they are to go.
+        # Calls that fake tensors have no answer to. Modules are already where they are to go.
         mock.patch("torch.Tensor.record_stream"),
         mock.patch("torch.Tensor.pin_memory", _itself),
         mock.patch("torch.nn.Module.to", _itself),

@@ -90,7 +90,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
             for module in ("agreement", "staleness", "cache.cache"):
-                # What other ranks say is what this one says.
+                # Other ranks say what this one says.
                 patches.enter_context(
                     mock.patch(f"fcdp.{module}.any_rank", lambda flags, topology: list(flags))
                 )

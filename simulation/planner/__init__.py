@@ -1,1 +1,1 @@
-"""Which strategy fits on a cluster that nobody has rented yet, how fast it is, what it costs."""
+"""Planner: which strategy fits on a cluster that nobody has rented, how fast it is, its cost."""

@@ -75,7 +75,7 @@ def plan(request: Request) -> Plan | None:
             found[verdict.strategy] = verdict.best
     if not found:
         return None
-    # What does not train the same is taken only where nothing else fits.
+    # A strategy that does not train the same is taken only where nothing else fits.
     exact = {name: option for name, option in found.items() if not differs(name)} or found
     ties = _tied(exact)
     strategy = min(ties, key=lambda name: _plainness(find(name)))
@@ -96,7 +96,7 @@ def _at_length(request: Request) -> Request:
 
 
 def on_device(strategies: Sequence[str]) -> tuple[str, ...]:
-    """Those of the strategies whose parameters and optimizer stay on the devices."""
+    """Strategies whose parameters and optimizer stay on the devices."""
     schedules = ((name, schedule_of(name)) for name in strategies)
     return tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
 
@@ -112,7 +112,7 @@ def replicates(strategy: str) -> bool:
 
 
 def waits_for(option: Option) -> str:
-    """What the option's step waits for longest, in words."""
+    """Words for what the option's step waits for longest."""
     return _WAITS[option.speed.bottleneck]
 
 

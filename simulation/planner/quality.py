@@ -19,7 +19,7 @@ _ALIKE = 3
 
 
 class Case(Strict):
-    """Who comes first to a loss on one link."""
+    """Race to a loss on one link: who comes first."""
 
     #: Seconds that the exact strategy's bytes take on the link, over those of its computation.
     share: float = Field(gt=0)
@@ -32,7 +32,7 @@ class Case(Strict):
     above: float
 
     def said(self, loss: str) -> str:
-        """Who comes first to the loss, as what follows "On this link"."""
+        """Say who comes first to the loss, as what follows "On this link"."""
         if self.first == self.exact:
             return f"{self.exact} is the first to come to {loss}, and exact"
         if self.alike:

@@ -219,7 +219,7 @@ class Market:
     offers: tuple[Offer, ...]
     #: Names of the instances without an offer, by the reason.
     left_out: Mapping[str, Sequence[str]]
-    #: Of those that are late, what would be done first.
+    #: Offer that would be done first of those that are late.
     soonest: Offer | None
 
 
@@ -250,7 +250,7 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
 
 
 def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
-    """Why there is no offer, and what would help, in one sentence for each reason."""
+    """Say why there is no offer, and what would help, in one sentence for each reason."""
     parts = []
     late, unfit = (
         [one for one in instances if one.name in market.left_out[why]] for why in ("late", "unfit")

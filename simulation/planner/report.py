@@ -29,7 +29,7 @@ _MOST = 10
 _DRAWN = 4
 _NODES_TIMES = (0.25, 0.5, 1, 2, 4, 8)
 _LINK_TIMES = (0.125, 0.25, 0.5, 1, 2, 4, 8)
-#: What a step waits for, in a word.
+#: Words for what a step waits for.
 _SHORT = {"inter_node": "link", "intra_node": "node", "host_to_device": "copies"}
 _SHORT |= {"device_to_host": "copies"}
 #: Fewest steps that a training is thought to need: ours.
@@ -156,7 +156,7 @@ def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
 
 
 def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
-    """What strategies that do not fit lack, each lack once."""
+    """List what strategies that do not fit lack, each lack once."""
     found: dict[str, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is None:
@@ -244,7 +244,7 @@ def curves(plan: Plan) -> dict[str, Any]:
 
 
 def _place(hardware: Hardware) -> dict[str, float]:
-    """Where a cluster is on a picture's axes."""
+    """Place of a cluster on a picture's axes."""
     return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
 
 

@@ -68,7 +68,7 @@ class Request(Checked):
     hardware: Hardware
     #: ``None``: all parameters are trained.
     lora_rank: int | None = None
-    #: What adapters are on: attention's matrices, or all linear layers of the blocks.
+    #: Matrices that have adapters: attention's, or all linear layers of the blocks.
     lora_targets: Targets = "attention"
     #: None: the model's usual training length, or the longest half of it that fits.
     sequence_lengths: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Request(Checked):
     recomputed: tuple[Recomputed, ...] = RECOMPUTED
     #: None: those of PyTorch, and ranges that have fused ones in them.
     kernels: Kernels | None = None
-    #: What frozen parameters are held in, where adapters are trained.
+    #: Type in which frozen parameters are held, where adapters are trained.
     frozen_dtype: FrozenDtype = "bf16"
     reduce_dtype: ReduceDtype = "same"
     product_dtype: ProductDtype = "bf16"

@@ -39,7 +39,7 @@ SAME = 0.01
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a simulated optimizer step is, and what it waits for."""
+    """Speed of a simulated optimizer step, and what it waits for."""
 
     step_seconds: float
     #: Tokens per second of the whole cluster.
@@ -225,10 +225,10 @@ def rests_on(hardware: Hardware) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the search has found for one strategy."""
+    """Verdict of the search on one strategy."""
 
     strategy: str
-    #: What was simulated; none: the strategy does not fit.
+    #: Options that were simulated; none: the strategy does not fit.
     options: tuple[Option, ...]
     #: Sequences per rank and micro-batch, at any point of the grid; 0 if it does not fit.
     largest_micro_batch: int
@@ -253,7 +253,7 @@ def search(request: Request) -> tuple[Verdict, ...]:
 
 
 def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
-    """What each point of the grid lacks, by strategy; nothing is simulated."""
+    """List what each point of the grid lacks, by strategy; nothing is simulated."""
     return [
         (point.strategy, needed(tried, request.hardware).lacks(request.hardware))
         for point in request.workloads()

@@ -55,7 +55,7 @@ class InNetwork:
         )
 
     def document(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes, of links per step and by direction, times in seconds."""
+        """Form for JSON: sizes in bytes, of links per step and by direction, times in seconds."""
         workload, found = self.workload, self.prediction
         links = found.link_bytes or {}
         return {
@@ -106,7 +106,7 @@ def in_network(request: Request) -> InNetwork | None:
 
 
 def lack(request: Request) -> str:
-    """Why ``in_network`` has no step for a request with a server, in one sentence."""
+    """Say why ``in_network`` has no step for a request with a server, in one sentence."""
     if _in_four_bits(request):
         return "luwu does not hold frozen parameters in nf4"
     sizes = _sizes(request)

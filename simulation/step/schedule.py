@@ -62,7 +62,7 @@ class StageSeconds:
 
     @classmethod
     def of(cls, workload: Workload, stages: Stages, hardware: Hardware) -> StageSeconds:
-        """Those of a workload on ranks of this hardware; the last stage has the head."""
+        """Seconds of a workload's stages on ranks of this hardware; the last has the head."""
         tokens, again = workload.tokens, workload.recomputed
         forward, backward = block_work(workload)
         backward += recomputed_work(workload) * again

@@ -67,7 +67,7 @@ class Slots(Tasks):
             link = "inter_node" if self._crosses(message) else "intra_node"
             self.count(link, _PHASES[message.kind], self._nbytes(message))
 
-    # What is shown.
+    # Ranks and messages that are shown.
 
     @cached_property
     def _shown_node(self) -> int:
@@ -121,7 +121,7 @@ class Slots(Tasks):
         stream = COMPUTE if task.stream == f"rank {self._shown_rank}" else task.stream
         return task._replace(stream=stream, demands=shown)
 
-    # What waits for what. A key whose step is not simulated waits for nothing.
+    # Order: who waits for whom. A key whose step is not simulated waits for nothing.
 
     def _past(self, step: int, rank: int, slot: int) -> list[Key]:
         """Tasks that have ended when a rank has done with a slot; −1: with the step before."""
@@ -181,7 +181,7 @@ class Slots(Tasks):
             return [*self._past(step, rank, slot - 1), *again, *ready]
         return [*self._past(step, rank, slot), *ready]
 
-    # What takes how long.
+    # Durations.
 
     def _task(self, key: Key) -> Task:
         what, _, rank, number = key
@@ -237,7 +237,7 @@ class Slots(Tasks):
             at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self._shown_rank
         ]
         waits = {*_path(every, last, begin), *comes, *own} - {last}
-        # What comes from the same node may be of the step before: it is received once per step.
+        # A message from the same node may be of the step before: it is received once per step.
         received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self._shown_rank}
         counted = {*own} - received | {*comes}
         # In the order of all: of two that end at once, the same is waited for. What ends last is to

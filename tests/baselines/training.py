@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from baselines.settings import Settings as StrategySettings
 from baselines.strategy import Job, Trainable, load
-from experiments.worker import data, models
+from experiments.worker import models, workloads
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 
@@ -73,8 +73,8 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
             settings=settings.chosen,
         ),
     )
-    batches = data.micro_batches(
-        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
+    batches = workloads.micro_batches(
+        workloads.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
     )
     return model, trainable, batches
 

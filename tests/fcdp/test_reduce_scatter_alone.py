@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from fcdp.counts import Ledger
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.partial_gradients import OnDevice
+from fcdp.partial_gradients import OnDevice, Waiting, waiting_in
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.waiting import Waiting, waiting_in
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
 from tests.fcdp.threads import on_threads
 

@@ -85,7 +85,7 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
     program = f"""if True:
         import dataclasses, pathlib, fcdp
         from scripts.mutants.files import mutants
-        from scripts.mutants.runner import Tree, run
+        from scripts.mutants.__main__ import Tree, run
         root = pathlib.Path({str(tmp_path)!r})
         any_ = next(mutants(pathlib.Path()))
         tree = Tree(root, root / "tree")

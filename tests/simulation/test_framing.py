@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.records import modelled
-from experiments.records.modelled import why_not_simulated
+from experiments.records.modelled import framed, why_not_simulated
 from experiments.records.record import Record, read
 from experiments.records.select import FILE
-from simulation import files
-from simulation.framing import MESSAGE_BYTES, SHARE
+from simulation import files, framing
+from simulation.framing import MESSAGE_BYTES, SHARE, framing_bytes
 from tests.experiments.cells import cell
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -53,34 +52,35 @@ def test_messages_are_those_of_the_exchanges(
 ) -> None:
     settings = {"stages": 2} if strategy.startswith("cyclic") else {}
     given = cell(strategy, tuning=tuning, accumulation=accumulation, **settings)
-    assert modelled.messages(given) == messages
+    assert framing.messages(*framed(given)) == messages
 
 
 def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None:
-    none, some = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)"))
-    assert modelled.messages(some) == modelled.messages(none) > modelled.messages(cell("fcdp"))
+    cells = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)", "host"))
+    none, some, every = (framing.messages(*framed(each)) for each in cells)
+    assert some == none > every
 
 
 def test_a_disk_is_asked_before_each_gather() -> None:
     host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
     # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
-    assert modelled.messages(disk) - modelled.messages(host) == 2 * 2 * 2 * 3
+    assert framing.messages(*framed(disk)) - framing.messages(*framed(host)) == 2 * 2 * 2 * 3
 
 
 def test_framing_is_far_below_what_a_wrong_count_would_be() -> None:
     of = cell("fcdp", tuning="lora")
     payload = 49_152.0
-    assert modelled.framing_bytes(of, payload) < 0.12 * payload
-    assert modelled.agree(of, payload, 1.1 * payload)
-    assert not modelled.agree(of, payload, 1.2 * payload)
-    assert not modelled.agree(of, payload, 0.8 * payload)
+    assert framing_bytes(*framed(of), payload) < 0.12 * payload
+    assert framing.agree(*framed(of), predicted=payload, counted=1.1 * payload)
+    assert not framing.agree(*framed(of), predicted=payload, counted=1.2 * payload)
+    assert not framing.agree(*framed(of), predicted=payload, counted=0.8 * payload)
 
 
 def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
     # gpt2-2x128: 1664 elements of vectors and 6144 of adapters a block, 256 of the last norm;
     # of each node's half one copy leaves it, 4 bytes an element.
-    assert modelled.whole_bytes(cell("deepspeed-hpz", tuning="lora")) == 2 * (2 * 7808)
-    assert modelled.whole_bytes(cell("fcdp", tuning="lora")) == 0
+    assert framing.whole_bytes(*framed(cell("deepspeed-hpz", tuning="lora"))) == 2 * (2 * 7808)
+    assert framing.whole_bytes(*framed(cell("fcdp", tuning="lora"))) == 0
 
 
 def ran() -> list[Record]:
@@ -111,7 +111,7 @@ def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> Non
         assert record.measurement is not None
         payload = _ledger(record)
         beside = record.measurement.inter_node_bytes_per_step - payload
-        assert 0 < beside < modelled.framing_bytes(record.cell, payload), record.cell_id
-        messages = modelled.messages(record.cell)
+        assert 0 < beside < framing_bytes(*framed(record.cell), payload), record.cell_id
+        messages = framing.messages(*framed(record.cell))
         used.append((beside - SHARE * payload) / messages)
     assert max(used) > 0.8 * MESSAGE_BYTES

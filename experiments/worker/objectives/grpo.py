@@ -10,11 +10,11 @@ import torch.nn as nn
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker import configured
-from experiments.worker.objectives.objective import Ended, Reference, Shard, log_probabilities
+from experiments.worker.objectives.objective import Ended, Reference, log_probabilities
 from experiments.worker.objectives.rollout import Rollout
 from experiments.worker.objectives.sampling import Sampler
 
-#: Of prompts, answers and which tokens of these count, each (sequences, tokens): one number each.
+#: One number for each of prompts, answers and which tokens count, all three (sequences, tokens).
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -32,16 +32,6 @@ def _share(right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 _REWARDS: Mapping[str, Reward] = {"digits": _digits, "copy": _copy}
-
-
-def make(
-    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
-) -> GRPO:
-    """GRPO of the cell on this rank, with the model's reference if it counts."""
-    spec = cell.objective
-    assert isinstance(spec, specs.GRPO)
-    reference = Reference(cell, model, blocks, shard) if spec.beta else None
-    return GRPO(spec, cell, reference, rank)
 
 
 class GRPO:
@@ -62,7 +52,7 @@ class GRPO:
         )
         self._sampler = Sampler(cell, rank)
         self._rollout = Rollout(cell, rank) if spec.rollout != "trainer" else None
-        #: Of each iteration's publication, by field of a measurement.
+        #: Figures of each iteration's publication, by field of a measurement.
         self.told: list[dict[str, float]] = []
 
     def prepare(

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.distributed_c10d import _world
 
 from experiments.records.cell import Cell
 from experiments.records.objective import OwnObjective
 from experiments.worker import configured
 from experiments.worker.objectives.objective import Ended, Objective, Phase
-from fcdp.failure import Announcement, Board, backends_of, break_all
+from fcdp.failure import Announcement, Board, break_all, every_backend
 
 #: Parts that it must have.
 _PARTS = ("epochs", "rewards", "prepare", "loss")
@@ -152,6 +151,6 @@ class Own:
                     f"{f'at {at}' if at else 'in a call'}, {there.text} after {there.exchanges}; "
                     "must be alike"
                 )
-                break_all([each for group in [*_world.pg_map] for each in backends_of(group)])
+                break_all(every_backend())
                 return
             seen = state

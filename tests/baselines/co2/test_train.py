@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
-from tests.baselines.co2.workers import (
-    ALL,
-    PLAIN,
-    Training,
-    batches,
-    listing,
-    made,
-    starts,
-)
+from tests.baselines.co2.workers import ALL, PLAIN, Training, batches, listing, made, starts
 from tests.ranks import Pools
 
 pytestmark = pytest.mark.ranks
@@ -116,3 +110,20 @@ def _metrics() -> list[dict[str, float]]:
     found += [workers.take_metrics(), workers.take_metrics()]
     workers.settle()
     return found
+
+
+def _outlived() -> bool:
+    """Whether the thread of exchanges over nodes is there once its worker is gone."""
+    _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
+    for fragment in workers._fragments:
+        fragment._average.start()
+    workers.settle()
+    (thread,) = (each for each in threading.enumerate() if each.name.startswith("co2"))
+    del workers, fragment
+    gc.collect()
+    thread.join(20)
+    return thread.is_alive()
+
+
+def test_the_thread_of_exchanges_ends_with_its_worker(ranks: Pools) -> None:
+    assert ranks.run(4, _outlived) == [False] * 4

@@ -13,7 +13,7 @@ from baselines import optimizers
 from baselines.fuyou.train import Fuyou
 from baselines.settings import FuyouSettings
 from baselines.strategy import Job
-from experiments.worker import data, models
+from experiments.worker import models, workloads
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 
@@ -49,8 +49,8 @@ def made(
 
 
 def batches() -> Iterator[torch.Tensor]:
-    return data.micro_batches(
-        data.corpus(), rank=0, seed=0, sequences=SEQUENCES, sequence_length=LENGTH
+    return workloads.micro_batches(
+        workloads.corpus(), rank=0, seed=0, sequences=SEQUENCES, sequence_length=LENGTH
     )
 
 

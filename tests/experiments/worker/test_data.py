@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.worker import data
+from experiments.worker import workloads
 
 
 @pytest.fixture(scope="module")
 def text() -> torch.Tensor:
-    return data.corpus()
+    return workloads.corpus()
 
 
 def library_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
@@ -24,7 +24,7 @@ def library_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def draw(text: torch.Tensor, count: int, *, rank: int = 0, seed: int = 0) -> torch.Tensor:
-    batches = data.micro_batches(text, rank=rank, seed=seed, sequences=3, sequence_length=16)
+    batches = workloads.micro_batches(text, rank=rank, seed=seed, sequences=3, sequence_length=16)
     return torch.stack(list(islice(batches, count)))
 
 
@@ -43,7 +43,7 @@ def test_a_long_corpus_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "b.py").write_bytes(b"b" * 2**22)
     (tmp_path / "a.py").write_bytes(b"a" * 2**20)
     (tmp_path / "c.txt").write_bytes(b"c" * 2**20)
-    content = bytes(data.corpus().tolist())
+    content = bytes(workloads.corpus().tolist())
     assert content == b"a" * 2**20 + b"b" * (3 * 2**20)
 
 
@@ -55,7 +55,7 @@ def test_missing_sources_are_an_error(
     if size:
         (tmp_path / "tiny.py").write_bytes(b"#" * size)
     with pytest.raises(ValueError, match="install Python with its sources") as caught:
-        data.corpus()
+        workloads.corpus()
     assert f"{tmp_path}: holds {size} bytes" in str(caught.value)
 
 

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from pydantic import ValidationError
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 
 from baselines.strategy import Job, Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
-from experiments.worker import data, models, objectives
+from experiments.worker import models, objectives, workloads
 from experiments.worker.objectives import own
 from experiments.worker.objectives.objective import Ended
-from fcdp.failure import backends_of, break_all
+from fcdp.failure import break_all, every_backend
 from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -97,8 +96,8 @@ def trained(
     objective = objectives.of(of, model, blocks, topology.rank, shard)
     assert objective is not None
     trainable = load(of.strategy)(model, replace(job, loss=loss))
-    batches = data.micro_batches(
-        data.corpus(),
+    batches = workloads.micro_batches(
+        workloads.corpus(),
         rank=topology.rank,
         seed=of.seed,
         sequences=of.micro_batch,
@@ -267,7 +266,7 @@ def unequal(strategy: str, what: str) -> None:
             trained(wanted(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
         except BaseException:
             # As the end of its process would.
-            break_all([each for group in _world.pg_map for each in backends_of(group)])
+            break_all(every_backend())
             raise
 
 

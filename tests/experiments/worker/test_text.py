@@ -14,7 +14,7 @@ import torch
 from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.workload import Dataset, JsonLines, Library, Origin, TextFile
-from experiments.worker import data, workloads
+from experiments.worker import workloads
 from tests.experiments import own_model
 from tests.experiments.cells import cell
 
@@ -58,7 +58,7 @@ def chat(folder: Path, **more: Any) -> JsonLines:
 
 
 def test_the_default_is_the_standard_library() -> None:
-    assert torch.equal(workloads.tokens(cell("fcdp"), 256), data.corpus())
+    assert torch.equal(workloads.tokens(cell("fcdp"), 256), workloads.corpus())
 
 
 def test_a_text_file_byte_by_byte(folder: Path) -> None:

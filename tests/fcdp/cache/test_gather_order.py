@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fcdp.cache.gather_order import GatherOrder
+from fcdp.cache.cache import GatherOrder
 
 PASS: Any = ["a", "b", "c", "b", "a"]
 
