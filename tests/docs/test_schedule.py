@@ -13,14 +13,7 @@ import fcdp
 from docs import draw_schedule
 from docs.draw_schedule import Kind, Timeline
 from tests.docs import table
-from tests.fcdp.training import (
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    shard_with_fcdp,
-    topology_of,
-)
+from tests.fcdp.training import Settings, batches, loss_of, make_model, shard_with_fcdp, topology_of
 from tests.ranks import Pools
 
 #: The ranges that the library marks in a profile.

@@ -35,13 +35,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 64,
         "attention_dropout": 0.5,
     },
-    "gpt2": {
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 64,
-        "resid_pdrop": 0.5,
-    },
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.5},
     "llama": {
         "hidden_size": 32,
         "intermediate_size": 88,

@@ -15,13 +15,7 @@ from tests.fcdp.on_streams import OnStreams
 from tests.ranks import Pools
 
 #: Files whose tests run on the accelerator, too: the first of each file, all with ``--exhaustive``.
-ALSO = (
-    "upstream.",
-    "test_accumulate",
-    "test_api",
-    "test_peft",
-    "test_staleness",
-)
+ALSO = ("upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
 _RAISES = "an error in a hook of backward, which ends a process whose device is written in Python"
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {

@@ -29,10 +29,7 @@ def resume(settings: Settings, directory: Path, before: int) -> tuple[list[float
     return resumed.train(3), expected
 
 
-RUNS = {
-    "full": Settings(2, 2),
-    "small_adapters": Settings(2, 2, adapter_rank=1),
-}
+RUNS = {"full": Settings(2, 2), "small_adapters": Settings(2, 2, adapter_rank=1)}
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -174,10 +174,7 @@ def load_into_another_class(directory: Path) -> dict[str, str]:
         assert not other.state
         assert other.param_groups[0]["lr"] == 0.3
     assert_equal(run.params(), before)
-    for same in (
-        torch.optim.AdamW(params, fused=True),
-        Wrapper(torch.optim.AdamW(params)),
-    ):
+    for same in (torch.optim.AdamW(params, fused=True), Wrapper(torch.optim.AdamW(params))):
         fcdp.load(run.model, same, directory)
         assert len(same.state) == len(params)
     fcdp.save(run.model, Main(params), directory)

@@ -37,11 +37,7 @@ def losses_around_a_write(where: str, detect: bool) -> tuple[float, float, str]:
     topology = topology_of(2, 1)
     model = make_model(FROZEN)
     fcdp.shard(
-        model,
-        topology,
-        units=model.blocks,
-        reshard_after_forward=True,
-        detect_writes=detect,
+        model, topology, units=model.blocks, reshard_after_forward=True, detect_writes=detect
     )
     tokens = next(batches(FROZEN, topology.rank))
     before = loss_of(model, tokens)

@@ -19,11 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fcdp
 from fcdp.engine import engine_of
@@ -172,11 +168,7 @@ def compare(ranks: Pools, layout: Layout, engine: str) -> None:
     assert len(norms) == (0 if layout.norm else STEPS)
 
 
-LAYOUTS = [
-    Layout(2, 1),
-    Layout(2, 1, norm=True),
-    Layout(2, 2, launched=True),
-]
+LAYOUTS = [Layout(2, 1), Layout(2, 1, norm=True), Layout(2, 2, launched=True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -96,7 +96,4 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.splitlines() == [
-        "0 the end of the process",
-        "1 tests/test_one.py::test_one",
-    ]
+    assert ran.stdout.splitlines() == ["0 the end of the process", "1 tests/test_one.py::test_one"]

@@ -55,13 +55,7 @@ shares = st.floats(0, 1)
     ("layers", "width", "gpus", "free_gb", "tokens", "at_200", "at_100"), VECTORS
 )
 def test_vectors(
-    layers: int,
-    width: int,
-    gpus: int,
-    free_gb: float,
-    tokens: int,
-    at_200: float,
-    at_100: float,
+    layers: int, width: int, gpus: int, free_gb: float, tokens: int, at_200: float, at_100: float
 ) -> None:
     found, slower = (point(layers, width, gpus, gbit_s) for gbit_s in (200, 100))
     assert found.free_bytes() / 1e9 == pytest.approx(free_gb, abs=0.05)

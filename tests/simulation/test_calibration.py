@@ -12,13 +12,7 @@ import pytest
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
 from simulation.calibration import calibrate, intervals
-from simulation.emulated import (
-    FITTED_TO,
-    TWO_CORES,
-    Comparison,
-    MeasuredStep,
-    compare,
-)
+from simulation.emulated import FITTED_TO, TWO_CORES, Comparison, MeasuredStep, compare
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUNS = [

@@ -91,10 +91,7 @@ def test_each_at_its_own_micro_batch() -> None:
 
 
 FASTER = Ratio(
-    kind="gain",
-    quantity="tokens_per_s",
-    of=select(strategy="fcdp"),
-    over=select(strategy="fsdp2"),
+    kind="gain", quantity="tokens_per_s", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
 )
 
 

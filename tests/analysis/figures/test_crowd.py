@@ -54,9 +54,7 @@ def many() -> Drawn:
     return drawn(*made_up.LINKS)
 
 
-def test_a_column_has_its_engine_and_what_all_are_compared_with(
-    many: Drawn,
-) -> None:
+def test_a_column_has_its_engine_and_what_all_are_compared_with(many: Drawn) -> None:
     records, drawings = many
     looks = strategies.styles(NAMES)
     axes = drawings["throughput"].figure.axes
@@ -78,9 +76,7 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(
         assert found == expected
 
 
-def test_the_legend_has_a_column_an_engine(
-    many: Drawn,
-) -> None:
+def test_the_legend_has_a_column_an_engine(many: Drawn) -> None:
     (legend,) = many[1]["throughput"].figure.legends
     labels = [label.get_text().strip() for label in legend.get_texts()]
     rows = len(labels) // len(ENGINES)

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
-from tests.baselines.co2.workers import (
-    ALL,
-    PLAIN,
-    Training,
-    batches,
-    listing,
-    made,
-    starts,
-)
+from tests.baselines.co2.workers import ALL, PLAIN, Training, batches, listing, made, starts
 from tests.ranks import Pools
 
 pytestmark = pytest.mark.ranks

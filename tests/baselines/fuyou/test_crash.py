@@ -21,15 +21,7 @@ import torch.distributed as dist
 
 from baselines.fuyou.train import Fuyou, build
 from fcdp.generations import RECORD
-from tests.baselines.fuyou.training import (
-    batches,
-    in_memory,
-    made,
-    same,
-    settings,
-    state,
-    steps,
-)
+from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, state, steps
 from tests.ranks import Pools
 
 ROOT = Path(__file__).parents[3]

@@ -38,10 +38,7 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
     ],
 )
 def test_gradients_of_each_micro_batch_cross_nodes(
-    ranks: Pools,
-    tuning: Tuning,
-    exchanges: Exchanges,
-    times: float,
+    ranks: Pools, tuning: Tuning, exchanges: Exchanges, times: float
 ) -> None:
     ours, theirs = (
         ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each))[0]

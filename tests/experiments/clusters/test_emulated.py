@@ -172,10 +172,7 @@ def small_cgroup() -> Iterator[Path]:
 
 
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_out_of_memory(
-    cluster: EmulatedCluster,
-    tmp_path: Path,
-    small_cgroup: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: EmulatedCluster, tmp_path: Path, small_cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_CGROUP", str(small_cgroup))
     outcome = run(cluster, tmp_path, "fail", "kernel out of memory", "1")
@@ -282,10 +279,7 @@ def test_ctrl_c_ends_everything_and_goes_on(
 
 
 def test_everything_ends_by_itself_when_the_parent_is_killed(
-    parent: subprocess.Popen[str],
-    tmp_path: Path,
-    temporary: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    parent: subprocess.Popen[str], tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(names_of(parent.pid)) == 3
     folders = sorted(temporary.iterdir())

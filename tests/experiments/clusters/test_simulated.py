@@ -57,8 +57,7 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy"),
-    [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)],
+    ("strategy", "policy"), [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)]
 )
 def test_what_caches_by_a_policy_says_by_which(
     tmp_path: Path, strategy: str, policy: str | None

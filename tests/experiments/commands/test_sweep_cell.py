@@ -104,10 +104,9 @@ def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     )
     found = offline.runs(tmp_path / "runs/tau-batch")
     points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]
-    assert points == [
-        ("run0", "threshold(0)", 1),
-        ("run1", "threshold(0.75)", 1),
-    ], done.stdout + done.stderr
+    assert points == [("run0", "threshold(0)", 1), ("run1", "threshold(0.75)", 1)], (
+        done.stdout + done.stderr
+    )
     assert {run.sweep for run in found} == {"a-sweep"}
     metric = yaml.safe_load(SWEEP.read_text())["metric"]["name"]
     records = read(tmp_path / "runs/tau-batch/records.jsonl")

@@ -52,10 +52,7 @@ def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
 
 def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runner) -> None:
     finished = run(
-        "co2",
-        **OVER_FCDP,
-        inter_bandwidth_bits_per_s=10**9,
-        inter_group_bandwidth_bits_per_s=10**8,
+        "co2", **OVER_FCDP, inter_bandwidth_bits_per_s=10**9, inter_group_bandwidth_bits_per_s=10**8
     )
     measured = finished.measurement
     between = measured.inter_group_bytes_per_step
@@ -91,9 +88,7 @@ def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner
 
 
 @pytest.mark.parametrize(
-    ("settings", "how"),
-    [({}, "SIGKILL"), (OVER_FCDP, "raise")],
-    ids=["whole", "over fcdp"],
+    ("settings", "how"), [({}, "SIGKILL"), (OVER_FCDP, "raise")], ids=["whole", "over fcdp"]
 )
 def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
     cluster: EmulatedCluster, tmp_path: Path, settings: dict[str, Any], how: str

@@ -291,11 +291,7 @@ def test_progress_is_reported_step_by_step(run: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how", "rank"),
-    [
-        ("fcdp", "SIGKILL", 2),
-        ("deepspeed-zero3", "raise", 3),
-    ],
+    ("strategy", "how", "rank"), [("fcdp", "SIGKILL", 2), ("deepspeed-zero3", "raise", 3)]
 )
 def test_a_rank_that_fails_in_mid_step_ends_the_cell(
     cluster: EmulatedCluster, run: Runner, tmp_path: Path, strategy: str, how: str, rank: int

@@ -253,11 +253,7 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def over(plain: torch.Tensor) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_subclass(
-            DeviceTensor,
-            plain,
-            False,
-            dispatch_device=True,
-            device_for_backend_keys=_device,
+            DeviceTensor, plain, False, dispatch_device=True, device_for_backend_keys=_device
         )
         return made
 

@@ -132,11 +132,7 @@ class Tape:
         return made
 
     def note(
-        self,
-        timeline: Timeline,
-        what: str,
-        reads: Sequence[Touch],
-        writes: Sequence[Touch],
+        self, timeline: Timeline, what: str, reads: Sequence[Touch], writes: Sequence[Touch]
     ) -> Operation:
         """Note an operation, and whatever touched its bytes and is not ordered before it."""
         number = len(timeline.operations) + 1

@@ -255,10 +255,7 @@ def boom(walk: Walk) -> None:
     walk.note(f"{place}{' with grad' if graph else ''}{' in accumulate' if within else ''}")
     for side in walk.pair.sides:
         try:
-            with (
-                side.accumulating("waits" if within else "plain"),
-                torch.set_grad_enabled(graph),
-            ):
+            with side.accumulating("waits" if within else "plain"), torch.set_grad_enabled(graph):
                 side.model(tokens[:, :-1], frozenset(), place)
             raise AssertionError("the forward did not fail")
         except Boom:
