@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from experiments.commands import COMMANDS, load
 from experiments.matrix.files import MATRICES
 from experiments.records.provenance import ROOT
+from tests import programs
 from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file
 
@@ -221,16 +221,9 @@ def test_a_simulated_run_says_so_and_sweeps_what_killed_ones_left(tmp_path: Path
     left = tmp_path / f"fcdp-{scope}-{2**22 - 1}-1-0-x"
     left.mkdir()
     words = ("run", "volume", "--cluster", "simulated", "--only", "fsdp2-lora", "--no-wandb")
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments", *words, "--output", str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in result.stdout
-    assert "emulated" not in result.stdout
+    command = (sys.executable, "-m", "experiments", *words, "--output", tmp_path / "run")
+    printed = programs.printed(*command, TMPDIR=str(tmp_path))
+    assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in printed
+    assert "emulated" not in printed
     assert not left.exists()
-    assert str(ROOT) not in result.stdout
+    assert str(ROOT) not in printed

@@ -13,11 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import (
+    Run,
     Settings,
-    batches,
-    loss_of,
     make_model,
-    make_optimizer,
     shard_with_fcdp,
     shard_with_fsdp2,
     topology_of,
@@ -69,16 +67,14 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
 
 
 def step_too_early() -> str:
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
-    optimizer = make_optimizer(model, PLAIN)
-    with fcdp.accumulate(model, last=False):
-        loss_of(model, next(batches(PLAIN, topology.rank))).backward()
+    run = Run(PLAIN)
+    with fcdp.accumulate(run.model, last=False):
+        run.loss().backward()
     # Another model's optimizer is none of our business, whatever its parameters look like.
-    like_one = torch.ones(next(model.parameters()).shape)
+    like_one = torch.ones(next(run.model.parameters()).shape)
     torch.optim.SGD([nn.Parameter(like_one)], lr=1.0).step()
     with pytest.raises(RuntimeError, match="last=True") as error:
-        optimizer.step()
+        run.optimizer.step()
     return str(error.value)
 
 
@@ -87,13 +83,12 @@ def test_a_step_without_the_last_micro_batch_is_an_error(ranks: Pools) -> None:
 
 
 def fail_in_mid_accumulation() -> int:
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
-    with pytest.raises(ZeroDivisionError), fcdp.accumulate(model, last=False):
-        loss_of(model, next(batches(PLAIN, topology.rank))).backward()
+    run = Run(PLAIN)
+    with pytest.raises(ZeroDivisionError), fcdp.accumulate(run.model, last=False):
+        run.loss().backward()
         raise ZeroDivisionError
-    make_optimizer(model, PLAIN).step()
-    return fcdp.ledger(model).pending_bytes
+    run.optimizer.step()
+    return fcdp.ledger(run.model).pending_bytes
 
 
 def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
@@ -101,11 +96,10 @@ def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
 
 
 def collected() -> bool:
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
-    loss_of(model, next(batches(PLAIN, topology.rank))).backward()
-    engine = weakref.ref(engine_of(model))
-    del model
+    run = Run(PLAIN)
+    run.loss().backward()
+    engine = weakref.ref(engine_of(run.model))
+    del run
     gc.collect()
     return engine() is None
 

@@ -15,18 +15,7 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.guard import Guard
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
-from tests.fcdp.training import (
-    WIDTH,
-    Block,
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    take_step,
-    topology_of,
-)
+from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of
 from tests.ranks import Pools
 
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
@@ -100,17 +89,14 @@ def test_all_that_was_compared_can_be_waited_for() -> None:
 
 def last_pass_of_a_run(end: str, directory: str) -> str:
     """What the end of a run says of a write that its last pass did not use."""
-    topology = topology_of(2, 1)
-    model = make_model(FROZEN)
-    fcdp.shard(model, topology, units=model.blocks, reshard_after_forward=True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    loss = loss_of(model, next(batches(FROZEN, topology.rank)))
+    run = Run(FROZEN)
+    model, loss = run.model, run.loss()
     for param in model.blocks.parameters():
         param.data.mul_(2)
     loss.backward()
     with pytest.raises(RuntimeError) as error:
         if end == "save":
-            fcdp.save(model, optimizer, directory)
+            fcdp.save(model, run.optimizer, directory)
         elif end == "publish":
             fcdp.publish(model, directory)
         else:
@@ -138,14 +124,12 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     As on an accelerator, where no pass with gradients compares contents. Also returns how often the
     host has waited for that, up to each pass.
     """
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
+    run = Run(settings)
+    model = run.model
     staleness, guard = engine_of(model).staleness, engine_of(model)._guard
     assert guard is not None
     staleness._compares = False
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
-    tokens = next(data)
+    tokens = next(run.data)
     waits: list[int] = []
     type(model.blocks[1]).part = Block.forward  # type: ignore[attr-defined]
     register_fsdp_forward_method(model.blocks[1], "part")
@@ -166,11 +150,11 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     found: list[tuple[float, float]] = []
     with mock.patch.object(guard, "check", wraps=guard.check) as check:
         for _ in range(2):
-            take_step(loss_of(model, next(data)), optimizer)
+            run.step()
             waits.append(check.call_count)
             evaluate()
-            for ranks in ({0}, {*range(topology.world_size)}, set()):
-                if topology.rank in ranks:
+            for ranks in ({0}, {*range(settings.world_size)}, set()):
+                if run.topology.rank in ranks:
                     for param in model.blocks.parameters():
                         param.data.mul_(1.5)
                 fcdp.ledger(model).reset()

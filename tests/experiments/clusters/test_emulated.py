@@ -21,9 +21,9 @@ from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.launches import ON_RANKS, pids_below, run
 from tests.experiments.planted import PLANTED, markers
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.usefixtures("privileged")
-ROOT = Path(__file__).parents[3]
 PRELOAD = ("torch.distributed", ON_RANKS)
 
 
