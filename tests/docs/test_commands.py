@@ -264,7 +264,7 @@ def test_commands_in_sentences_name_what_there_is() -> None:
 
 
 def test_every_page_of_the_repository_names_what_there_is() -> None:
-    """Modules, matrices and targets of make, in blocks and in sentences."""
+    """Modules, their commands, matrices and targets of make, in blocks and in sentences."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
@@ -275,7 +275,9 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
         text = page.read_text(encoding="utf-8")
         for module in re.findall(r"\bpython -m ([\w.]*\w)", text):
             assert find_spec(module), (page, module)
-        for matrix in re.findall(r"\bexperiments run ([\w./-]*\w)", text):
+        for program, name in re.findall(r"\bpython -m (experiments|analysis) ([a-z]+)", text):
+            called(program, [name])
+        for matrix in re.findall(r"(?:\bexperiments run |EMULATED=)([\w./-]*\w)", text):
             assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
         for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
             assert target in targets, (page, target)
