@@ -90,7 +90,6 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     engine, counts = engine_of(run.model), fcdp.ledger(run.model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
     guard = engine.staleness._guard
-    assert guard is not None
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
         (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),

@@ -17,7 +17,6 @@ from tests.ranks import Pools
 
 def node_bytes(result: Result, settings: Settings, link: str, phase: str) -> float:
     """Bytes of one node a step."""
-    assert result.ledger is not None
     count = result.ledger.get(link, {}).get(phase, 0)
     return settings.ranks_per_node * count / settings.steps
 

@@ -262,7 +262,6 @@ def test_a_signal_to_the_script_alone_ends_the_command(
         stdout=subprocess.PIPE,
         text=True,
     ) as started:
-        assert started.stdout is not None
         assert started.stdout.readline() == "first runs\n"
         started.send_signal(number)
         assert started.communicate(timeout=60)[0] == "first is tidy\n"

@@ -89,7 +89,6 @@ def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: 
     for name in ("memory_bytes", "bandwidth_bits_per_s"):
         better = one.model_copy(update={name: factor * getattr(one, name)})
         other = better.estimate(gamma)
-        assert other is not None
         assert other.hfu >= found.hfu * (1 - 1e-9)
         assert better.hfu_bound >= one.hfu_bound * (1 - 1e-9)
 
@@ -100,7 +99,6 @@ def test_a_steps_utilisation_stays_below_efficiency_and_bound(
 ) -> None:
     found = one.estimate(efficiency=efficiency)
     assume(found is not None)
-    assert found is not None
     assert found.hfu <= efficiency * (1 + 1e-9)
     # Backward computes three times as much for the same gather, so the step's bound is twice that
     # of the forward: (1 + 3) / (1 + 1).

@@ -28,7 +28,6 @@ NAMES = [name for names in ENGINES.values() for name in names]
 def made(link: int | None, tuning: str, at: int) -> Record:
     """A cell of one strategy, each a little slower than the one before."""
     base = made_up.record(made_up.cell("fsdp2", GPT2, tuning, link))
-    assert base.measurement is not None
     seconds = [second * (1 + at / 10) for second in base.measurement.step_seconds]
     sent = base.measurement.inter_node_bytes_per_step * (1 + at)
     cell = base.cell.model_copy(update={"strategy": NAMES[at]})

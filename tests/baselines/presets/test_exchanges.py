@@ -24,7 +24,6 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
         trainable.take_ledger()
         total += trainable.step([next(batches) for _ in range(ACCUMULATION)]).item()
     ledger = trainable.take_ledger()
-    assert ledger is not None
     return {**ledger["inter_node"], "closed form": trainable.closed_form_bytes, "loss": total}
 
 

@@ -66,7 +66,6 @@ def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     git("init", "--quiet")
     git("commit", "--quiet", "--allow-empty", "--message", "first")
     clean = gather().commit
-    assert clean is not None
     assert len(clean) == 40
     (tmp_path / "new.py").touch()
     assert gather().commit == f"{clean}-dirty"

@@ -240,6 +240,5 @@ def made_by() -> str:
     frame = sys._getframe(1)
     while frame is not None and "/accelerator/" in frame.f_code.co_filename:
         frame = frame.f_back
-    assert frame is not None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return line.split(" = ")[0].removeprefix("self.")

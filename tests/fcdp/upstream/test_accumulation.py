@@ -82,7 +82,6 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
             run.see(f"loss {step}.{micro}", loss)
             loss.backward()
         for param in model.parameters():
-            assert param.grad is not None
             assert param.grad.dtype == torch.float32
 
 

@@ -42,7 +42,6 @@ def test_a_cast_after_sharding(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(x).sum())
     for param in model.parameters():
         assert param.dtype == param.to_local().dtype == torch.float64
-        assert param.grad is not None
         assert param.grad.dtype == torch.float64
 
 
@@ -84,7 +83,6 @@ def test_a_gradient_scaler(run: Run, bad: bool) -> None:
         scaler.scale(loss).backward()
         if bad and step == 1 and run.topology.rank == 0:
             gradient = next(model.parameters()).grad
-            assert gradient is not None
             gradient.to_local().view(-1)[0] = float("inf")
         scaler.unscale_(optimizer)
         run.see_gradients(model)

@@ -141,7 +141,6 @@ def test_micro_batches_are_all_that_divide_the_sequences(whole: int) -> None:
 def test_a_huge_global_batch_is_answered() -> None:
     asked = request("gpt-10b", strategies=("fsdp2",), recomputed=(1.0,), global_batch=32 * 10**12)
     (verdict,) = search(asked)
-    assert verdict.best is not None
     assert verdict.best.workload.micro_batch * verdict.best.workload.accumulation == 10**12
 
 
