@@ -39,8 +39,7 @@ def defaults(pin: Pin) -> dict[str, Any]:
     if pins.version(pin) is None:
         pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
     told = programs.printed(sys.executable, "-c", DEFAULTS, **pins.variables(pin))
-    values: dict[str, Any] = json.loads(told.splitlines()[-1])
-    return values
+    return json.loads(told.splitlines()[-1])
 
 
 def test_they_are_what_the_code_makes() -> None:

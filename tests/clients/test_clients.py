@@ -53,8 +53,7 @@ def answered(command: list[str], cases: tuple[str, ...], folder: Path) -> dict[s
     out = folder / "found.json"
     done = programs.ended(*command, out, *cases, within_s=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return results
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def crossed(result: dict[str, Any]) -> int:

@@ -143,8 +143,7 @@ def test_a_state_dict_is_watched_for_as_long_as_it_lives(ranks: Pools, tmp_path:
 
 
 def by_forward(block: Block, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = block(x)
-    return y
+    return block(x)
 
 
 def small_adapters_around_a_write(by_optimizer: bool) -> bool:

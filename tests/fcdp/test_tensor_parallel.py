@@ -55,8 +55,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 @dataclass(frozen=True)

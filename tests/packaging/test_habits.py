@@ -25,8 +25,7 @@ PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`")
 
 
 def of_yaml(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
-    return content
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("text", [CONTRIBUTING, CHANGELOG], ids=["CONTRIBUTING", "CHANGELOG"])

@@ -19,7 +19,8 @@ from experiments.records.record import Machine, Record
 from experiments.records.record import read as read_records
 from experiments.records.select import FILE
 from simulation import files
-from tests.experiments.stand_in import cell, full_disk, record
+from tests.disks import full_disk
+from tests.experiments.stand_in import cell, record
 
 RESULTS = Path(__file__).parents[3] / "results"
 

@@ -24,7 +24,8 @@ from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from experiments.worker import PROGRESS
 from simulation import files
-from tests.experiments.stand_in import Observer, StandInCluster, full_disk, matrix_file, record
+from tests.disks import full_disk
+from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
 
 pytestmark = pytest.mark.ranks
 
