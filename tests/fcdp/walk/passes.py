@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import fcdp
-from tests.fcdp.walk.drive import Handler, Walk
+from tests.fcdp.walk.drive import Walk
 from tests.fcdp.walk.model import Boom, FailsInBackward, inputs_of_a_block, loss_of
 from tests.fcdp.walk.pair import Side
 
@@ -290,33 +290,3 @@ def setup_again(walk: Walk) -> None:
 def invalidate(walk: Walk) -> None:
     """Never needed here, and never wrong."""
     fcdp.invalidate(walk.pair.cached.model)
-
-
-HANDLERS: dict[str, Handler] = {
-    function.__name__: function
-    for function in (
-        train,
-        backward,
-        micro,
-        last,
-        accumulate,
-        step,
-        clip_step,
-        closure,
-        zero_grad,
-        evaluate,
-        no_grad_forward,
-        inference_forward,
-        forward_only,
-        two_forwards,
-        submodule,
-        method,
-        unshard,
-        freeze,
-        thaw,
-        boom,
-        boom_in_backward,
-        setup_again,
-        invalidate,
-    )
-}

@@ -91,38 +91,19 @@ def rented(gpu: str, nodes: int, ranks: int, gbit_s: float = 10) -> Hardware:
     return with_rates(reported(nominal))
 
 
-@pytest.fixture
-def llama_8b(tmp_path: Path) -> str:
-    """Llama-3's 8B."""
-    return str(
-        config_file(
-            tmp_path,
-            num_hidden_layers=32,
-            hidden_size=4096,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-            max_position_embeddings=8192,
-        )
-    )
-
-
 RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
 
 
-def test_adapters_of_8b_on_four_nodes(llama_8b: str) -> None:
-    hardware = rented("a40", 4, 8)
-    made = found(model=llama_8b, hardware=hardware, lora_rank=8, strategies=RIVALS)
+def test_adapters_of_8b_on_four_nodes() -> None:
+    asked = {"model": "llama-3-8b", "hardware": rented("a40", 4, 8), "lora_rank": 8}
+    made = found(**asked, strategies=RIVALS)
     assert made.strategy == "ddp"
     by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
     assert all(best is not None for best in by_name.values())
     assert made.reason.startswith("FCDP is worth nothing here for its 12.1 GB of host memory a nod")
     assert "with ddp each GPU holds all of the bf16 base" in made.reason
     # As the planner had it: replicas of an fp32 base, and FCDP without a rival.
-    handicapped = found(
-        model=llama_8b, hardware=hardware, lora_rank=8, strategies=RIVALS, frozen_dtype="fp32"
-    )
+    handicapped = found(**asked, strategies=RIVALS, frozen_dtype="fp32")
     bases = [one.option.footprint.device["parameters"] for one in (made, handicapped)]
     assert made.option.tokens_per_s > handicapped.option.tokens_per_s
     assert bases[0] == pytest.approx(2 * 8.03e9, rel=0.01)
@@ -135,9 +116,9 @@ def test_hybrid_sharding_of_a_bf16_base_takes_the_place_of_a_cache() -> None:
     assert "with fsdp2-hsdp each node holds all of the bf16 base" in made.reason
 
 
-def test_four_bits_let_replicas_fit_where_bf16_does_not(llama_8b: str) -> None:
+def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
     hardware = rented("a10g", 4, 4)
-    options = {"model": llama_8b, "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
+    options = {"model": "llama-3-8b", "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
     lengths = {"sequence_lengths": (4096,)}
     wide = found(**options, **lengths)
     narrow = found(**options, **lengths, frozen_dtype="nf4")
