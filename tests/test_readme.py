@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
 import sys
-import unittest.mock
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fcdp
 from fcdp.engine import engine_of
+from tests import programs
+from tests.examples.launch import launched
+from tests.programs import ROOT
 from tests.ranks import Pools
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_tables_are_those_of_the_records() -> None:
     """Those of the README, and of the pages that have some."""
-    check = subprocess.run(
-        [sys.executable, "-m", "scripts.readme", "--check"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert check.returncode == 0, check.stdout + check.stderr
+    programs.printed(sys.executable, "-m", "scripts.readme", "--check")
 
 
 def test_it_is_read_in_two_minutes() -> None:
     assert len(README.splitlines()) <= 150
-
-
-def test_every_link_into_the_repository_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)", README)
-    inside = [link for link in links if "://" not in link]
-    inside += re.findall(r'src(?:set)?="([^"]+)"', README)
-    assert len(inside) > 5
-    assert [link for link in inside if not (ROOT / link).exists()] == []
 
 
 def example() -> str:
@@ -75,7 +55,7 @@ def run_example() -> dict[str, Any]:
         "batch": torch.arange(18).view(2, 9) + torch.distributed.get_rank(),
         "loss": lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss,
     }
-    with one_rank_per_node():
+    with launched(ranks_per_node=1):
         exec(compile(example(), "README.md", "exec", dont_inherit=True), scope)
     model, optimizer, batch = scope["model"], scope["optimizer"], scope["batch"]
     before = scope["loss"](model, batch).item()
@@ -91,15 +71,6 @@ def run_example() -> dict[str, Any]:
         "crossed": fcdp.ledger(model).total("inter_node"),
         "adapters": adapters,
     }
-
-
-@contextlib.contextmanager
-def one_rank_per_node() -> Iterator[None]:
-    """The environment of a rank that torchrun has started alone on its node."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    with unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
-        yield
 
 
 def test_the_example_trains_adapters_and_sends_them_alone(ranks: Pools) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.order import SECONDS, longest_first
+from tests.programs import ROOT, make
 from tests.tiers import FIXTURES, PLACES, tier_of
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_the_longest_file_comes_first() -> None:
 def test_ci_runs_every_tier_and_make_test_all_but_the_last() -> None:
     """A tier that no target runs would be run by nobody."""
     runs = {
-        target: [line for line in shown(target) if "-m pytest" in line]
+        target: [line for line in make("-n", target).stdout.splitlines() if "-m pytest" in line]
         for target in ("test", "ci", "unit")
     }
     assert {target: len(lines) for target, lines in runs.items()} == {"test": 1, "ci": 1, "unit": 1}
@@ -72,11 +68,3 @@ def test_ci_runs_every_tier_and_make_test_all_but_the_last() -> None:
     assert runs["ci"][0] == runs["test"][0].replace(' -m "not system"', "")
     assert " -m unit " in runs["unit"][0]
     assert "\nmake ci " in (ROOT / ".ci/run").read_text(encoding="utf-8")
-
-
-def shown(target: str) -> list[str]:
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, env=outside, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()

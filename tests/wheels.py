@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT
 
 
 def source(folder: Path, *packages: str) -> Path:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
 from simulation.transformer import ModelSpec
+from tests.experiments import cells
 
 #: Strategy → tuning → MB sent a step, the closed form's share of it, and seconds without a network.
 TRAFFIC: dict[str, dict[str, tuple[float, float, float]]] = {
@@ -26,22 +27,16 @@ def cell(strategy: str, model: ModelSpec, tuning: str, link: int | None, **chang
     """One cell of the made-up matrix."""
     settings: dict[str, Any] = {
         "matrix": "made-up",
-        "strategy": strategy,
         "model": model,
         "tuning": tuning,
-        "cluster": ClusterSpec(nodes=2, ranks_per_node=2),
         "inter_bandwidth_bits_per_s": link,
         "sequence_length": 128,
         "micro_batch": 4,
-        "accumulation": 1,
         "dtype": "bfloat16",
-        "lora_rank": 8,
-        "learning_rate": 1e-3,
         "warmup_steps": 2,
         "steps": 8,
-        "timeout_s": 300.0,
     }
-    return Cell.of(**(settings | changes))
+    return cells.cell(strategy, **(settings | changes))
 
 
 def measurement(of: Cell) -> Measurement:

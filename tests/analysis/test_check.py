@@ -17,7 +17,6 @@ VOLUME = RESULTS / "paper/volume/records.jsonl"
 
 def twice(record: Record) -> Record:
     """The record with twice the bytes between nodes."""
-    assert record.measurement is not None
     sent = 2 * record.measurement.inter_node_bytes_per_step
     measured = record.measurement.model_copy(update={"inter_node_bytes_per_step": sent})
     return record.model_copy(update={"measurement": measured})

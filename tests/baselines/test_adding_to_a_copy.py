@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.docs import ROOT, block
 
 PARTS = ("fcdp", "baselines", "simulation", "experiments", "analysis")
@@ -67,16 +66,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    here = {"PYTHONPATH": str(copy), "COLUMNS": "200"}
+    return programs.printed(sys.executable, "-m", *arguments, folder=copy, within_s=240, **here)
 
 
 @pytest.mark.usefixtures("privileged")
@@ -92,14 +83,5 @@ def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Pat
     run(copy, "analysis", "report", "runs/added", "--output", "page")
     assert any("fcdp-disk" in page.read_text() for page in copy.glob("page/**/*.html"))
     assert "fcdp-disk" in run(copy, "experiments", *PLAN.split(), "--strategies", "fcdp-disk")
-    simulated = run(
-        copy,
-        "experiments",
-        "run",
-        "added.yaml",
-        "--cluster",
-        "simulated",
-        "--output",
-        "runs/simulated",
-    )
-    assert "fcdp-disk" in simulated
+    simulated = "run added.yaml --cluster simulated --output runs/simulated"
+    assert "fcdp-disk" in run(copy, "experiments", *simulated.split())

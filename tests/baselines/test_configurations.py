@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from baselines import pins
 from baselines.pins import Pin
+from tests import programs
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 #: What each setting is without a configuration; settings of no default are not among them.
@@ -39,16 +38,8 @@ def committed() -> dict[str, dict[str, Any]]:
 def defaults(pin: Pin) -> dict[str, Any]:
     if pins.version(pin) is None:
         pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
-    environment = {**os.environ, **pins.variables(pin)}
-    done = subprocess.run(
-        [sys.executable, "-c", DEFAULTS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return values
+    told = programs.printed(sys.executable, "-c", DEFAULTS, **pins.variables(pin))
+    return json.loads(told.splitlines()[-1])
 
 
 def test_they_are_what_the_code_makes() -> None:

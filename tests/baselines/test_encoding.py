@@ -52,5 +52,4 @@ def test_reductions_may_be_coded_exactly_and_gathers_not() -> None:
 @pytest.mark.parametrize("numel", [1, 63, 64, 257, 10**6 + 1])
 def test_bytes_are_the_librarys(codec: str, numel: int) -> None:
     encoder = parse(codec)
-    assert encoder is not None
     assert encoded_bytes(codec, numel) == encoder.encoded_bytes(numel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 from importlib import metadata
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from baselines import pins
+from tests import programs
 
 
 @pytest.fixture
@@ -47,14 +47,8 @@ def test_a_process_with_its_variables_imports_it(
     monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
     variables = pins.variables("paper")
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(environment), "/somewhere/else"]
-    done = subprocess.run(
-        [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "0.16.2\n"
+    program = "import deepspeed; print(deepspeed.__version__)"
+    assert programs.printed(sys.executable, "-c", program, **variables) == "0.16.2\n"
 
 
 def test_operators_of_one_version_are_not_the_others(environment: Path) -> None:

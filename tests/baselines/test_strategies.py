@@ -16,21 +16,10 @@ from tests.ranks import Pools
 #: Relative, of each step's loss.
 EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
-    "fcdp": EXACT,
-    "zero3": EXACT,
-    "hpz": EXACT,
-    "mics": EXACT,
-    "offload": EXACT,
-    "replicated": EXACT,
-    "fcdp-paper": EXACT,
-    "fcdp-sched": EXACT,
-    "fsdp2-hsdp": EXACT,
-    "fsdp2-reshard": EXACT,
-    "fsdp2-offload": EXACT,
-    "ddp": EXACT,
-    "qwz": ROUNDED,
-    "qgz": ROUNDED,
-    "zeropp": ROUNDED,
+    **dict.fromkeys(("fcdp", "zero3", "hpz", "mics", "offload", "replicated"), EXACT),
+    **dict.fromkeys(("fcdp-paper", "fcdp-sched", "ddp"), EXACT),
+    **dict.fromkeys(("fsdp2-hsdp", "fsdp2-reshard", "fsdp2-offload"), EXACT),
+    **dict.fromkeys(("qwz", "qgz", "zeropp"), ROUNDED),
 }
 
 

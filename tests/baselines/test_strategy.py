@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ import torch.nn as nn
 from baselines import registry, strategy
 from baselines.registry import STRATEGY_NAMES
 from baselines.settings import CacheSettings, EncodedSettings
+from tests import programs
 from tests.baselines.jobs import job
-
-ROOT = Path(__file__).parents[2]
 
 #: A vendor's engine may be missing, or slow to import: only its own strategy may need it.
 ENGINES = ("deepspeed", "transformers", "peft")
@@ -80,10 +77,7 @@ def test_a_strategy_imports_no_other_engine() -> None:
         "for name in ('fsdp2', 'fcdp'): strategy.load(name)\n"
         f"print(json.dumps([without, [name for name in {ENGINES} if name in sys.modules]]))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    torch_for_the_names, engines = json.loads(result.stdout)
+    torch_for_the_names, engines = json.loads(programs.printed(sys.executable, "-c", program))
     assert not torch_for_the_names
     assert engines == []
 

@@ -165,10 +165,9 @@ def trained(
 def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """How far FCDP is from FSDP2, and what crossed nodes."""
     theirs = trained(stock(), make, lambda *found: (tiny.parameters(found[0]), found[1]), **given)
-    ours: dict[str, Any] = trained(
+    return trained(
         hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **given
     )
-    return ours
 
 
 def resumed(topology: fcdp.Topology) -> dict[str, Any]:

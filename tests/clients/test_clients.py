@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests import wheels
+from tests import programs, wheels
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-clients/bin/python"
 
 #: Cases by client, as ``CASES`` of their modules names them.
@@ -51,17 +51,9 @@ def found(
 
 def answered(command: list[str], cases: tuple[str, ...], folder: Path) -> dict[str, Any]:
     out = folder / "found.json"
-    done = subprocess.run(
-        [*command, str(out), *cases],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    done = programs.ended(*command, out, *cases, within_s=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return results
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def crossed(result: dict[str, Any]) -> int:
@@ -157,8 +149,8 @@ def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     zipfile.ZipFile(wheel).extractall(packages)
     # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.
     paths = "import sys; print(*(path for path in sys.path if path.endswith('site-packages')))"
-    seen = subprocess.run([python, "-c", paths], capture_output=True, text=True, check=True)
-    (packages / "clients.pth").write_text("\n".join(seen.stdout.split()))
+    seen = programs.printed(python, "-c", paths).split()
+    (packages / "clients.pth").write_text("\n".join(seen))
     return folder / "venv/bin/python"
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -28,8 +27,10 @@ import analysis.__main__
 import experiments.__main__
 from examples import train
 from experiments.matrix.files import available
+from tests import programs
 from tests.docs import DOCS, ROOT, block
 from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
+from tests.programs import make
 
 EXTEND = DOCS / "extend.md"
 _GROUPS = {
@@ -160,15 +161,8 @@ def run(text: str, folder: Path) -> str:
     if not (bin_ / "python").exists():
         (bin_ / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         (bin_ / "python").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", text],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    done = programs.ended("bash", "-c", text, folder=folder, within_s=300, **variables)
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     assert "Traceback" not in done.stderr
     return " ".join(done.stdout.split())
@@ -182,9 +176,7 @@ def check(command: Shown, folder: Path) -> None:
         if words[3] == "run" and "simulated" not in words:
             expand(f"{command.text} --dry-run", folder)
     elif words[0] == "make":
-        outside = {name: value for name, value in os.environ.items() if name[:4] != "MAKE"}
-        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, env=outside, check=False)
-        assert done.returncode == 0, command.text
+        assert make("-n", *words[1:]).returncode == 0, command.text
     else:
         check_program(words)
 
@@ -272,7 +264,7 @@ def test_commands_in_sentences_name_what_there_is() -> None:
 
 
 def test_every_page_of_the_repository_names_what_there_is() -> None:
-    """Modules, matrices and targets of make, in blocks and in sentences."""
+    """Modules, their commands, matrices and targets of make, in blocks and in sentences."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
@@ -283,7 +275,9 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
         text = page.read_text(encoding="utf-8")
         for module in re.findall(r"\bpython -m ([\w.]*\w)", text):
             assert find_spec(module), (page, module)
-        for matrix in re.findall(r"\bexperiments run ([\w./-]*\w)", text):
+        for program, name in re.findall(r"\bpython -m (experiments|analysis) ([a-z]+)", text):
+            called(program, [name])
+        for matrix in re.findall(r"(?:\bexperiments run |EMULATED=)([\w./-]*\w)", text):
             assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
         for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
             assert target in targets, (page, target)

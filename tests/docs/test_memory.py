@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import PartialsPlace
-from tests.fcdp.training import (
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    shard_with_fcdp,
-    topology_of,
-    train,
-)
+from tests.fcdp.training import Run, Settings, train
 from tests.ranks import Pools
 
 FOLDER = Path(tempfile.gettempdir())
@@ -49,20 +40,14 @@ def test_the_worked_example() -> None:
     assert taken.device == 0
 
 
-def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Memory]:
+def taken(settings: Settings) -> tuple[memory.Memory, memory.Memory]:
     """What one rank has allocated after two steps, and what the equations say."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = make_model(settings)
-    fcdp.shard(model, topology, units=model.blocks, policy=settings.policy, look_ahead=look_ahead)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    data = batches(settings, topology.rank)
+    run = Run(settings)
     for _ in range(2):
-        loss_of(model, next(data)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step()
     with torch.no_grad():  # which keeps the root too; a step of one micro-batch does not
-        loss_of(model, next(data))
-    engine = engine_of(model)
+        run.loss()
+    engine = engine_of(run.model)
     disk = engine.cache._disk_tier
     size = 0
     if disk is not None:
@@ -71,7 +56,7 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
     allocated = memory.Memory(
         engine.ledger.device_cache_bytes, 0, engine.ledger.host_cache_bytes, size
     )
-    closed_form = memory.cache(settings.policy, engine.units, topology, look_ahead)
+    closed_form = memory.cache(settings.policy, engine.units, run.topology, settings.look_ahead)
     return allocated, replace(closed_form, slices=0)  # on CPUs they are views of FSDP2's memory
 
 
@@ -82,9 +67,13 @@ def test_a_rank_takes_what_the_equations_say(
 ) -> None:
     for adapter_rank, look_ahead in ((0, 1), (3, 2)):
         settings = Settings(
-            nodes, ranks_per_node, adapter_rank=adapter_rank, policy=POLICIES[policy]
+            nodes,
+            ranks_per_node,
+            adapter_rank=adapter_rank,
+            policy=POLICIES[policy],
+            look_ahead=look_ahead,
         )
-        for allocated, expected in ranks.run(settings.world_size, taken, settings, look_ahead):
+        for allocated, expected in ranks.run(settings.world_size, taken, settings):
             if policy in ("auto", "always full"):
                 assert allocated.device <= expected.device
                 expected = replace(expected, device=allocated.device)
@@ -94,22 +83,13 @@ def test_a_rank_takes_what_the_equations_say(
 
 def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     """Bytes of partial gradients, checksums and guard on one rank, each with its equation."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = make_model(settings)
-    fcdp.shard(
-        model,
-        topology,
-        units=model.blocks,
-        partial_gradients=place,
-        verify=True,
-        mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
-    )
-    with fcdp.accumulate(model, last=False):
-        loss_of(model, next(batches(settings, topology.rank))).backward()
-    engine, counts = engine_of(model), fcdp.ledger(model)
+    run = Run(replace(settings, partial_gradients=place, verify=True))
+    topology = run.topology
+    with fcdp.accumulate(run.model, last=False):
+        run.loss().backward()
+    engine, counts = engine_of(run.model), fcdp.ledger(run.model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
     guard = engine.staleness._guard
-    assert guard is not None
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
         (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
@@ -135,14 +115,13 @@ def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> 
 
 def kept_back(settings: Settings) -> tuple[int, int, int]:
     """Bytes that error feedback keeps after a step, their equation, and what a load leaves."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
+    run = Run(settings)
     for _ in range(2):
-        loss_of(model, next(batches(settings, topology.rank))).backward()
-    held = fcdp.ledger(model).residual_bytes
-    model.load_state_dict(model.state_dict())
-    closed_form = memory.residuals(engine_of(model).units, topology.nodes)
-    return held, closed_form, fcdp.ledger(model).residual_bytes
+        run.loss().backward()
+    held = fcdp.ledger(run.model).residual_bytes
+    run.model.load_state_dict(run.model.state_dict())
+    closed_form = memory.residuals(engine_of(run.model).units, settings.nodes)
+    return held, closed_form, fcdp.ledger(run.model).residual_bytes
 
 
 @pytest.mark.parametrize("adapter_rank", [0, 3])
@@ -156,8 +135,7 @@ def test_residuals(ranks: Pools, adapter_rank: int) -> None:
 
 
 def gathered_and_trained(settings: Settings) -> tuple[int, int]:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    units = engine_of(shard_with_fcdp(make_model(settings), topology, settings)).units
+    units = engine_of(Run(settings).model).units
     sizes = [(unit.shard_bytes * settings.world_size, unit.trainable) for unit in units]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 

@@ -42,13 +42,18 @@ def test_the_pages_are_short() -> None:
     assert len((ROOT / "REPRODUCTION.md").read_text(encoding="utf-8").split()) <= 5_000
 
 
-def test_links_to_headings_have_one() -> None:
-    for page in (ROOT / "README.md", *(DOCS / name for name in PAGES)):
-        links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
-        for target, heading in links:
-            if "://" not in target:
-                found = anchors(page.parent / target if target else page)
-                assert heading in found, (page.name, target, heading)
+def test_links_lead_to_a_file_and_its_heading() -> None:
+    others = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
+    for page in (*others, *(DOCS / name for name in PAGES)):
+        text = page.read_text(encoding="utf-8")
+        pictures = [(picture, "") for picture in re.findall(r'src(?:set)?="([^"]+)"', text)]
+        links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text)
+        inside = [link for link in links + pictures if "://" not in link[0]]
+        assert inside or page.parent == DOCS, page
+        for target, heading in inside:
+            file = page.parent / target if target else page
+            assert file.exists(), (page.name, target)
+            assert not heading or heading in anchors(file), (page.name, target, heading)
 
 
 TERMS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 import fcdp
 from fcdp.cache.named import _POLICIES, parse
 from fcdp.engine import engine_of
-from tests.docs import ROOT, block, table
+from tests import programs
+from tests.docs import block, table
 from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
 from tests.ranks import Pools
 
@@ -49,9 +49,7 @@ def train(policy: str) -> dict[str, Any]:
         fcdp.shard(model, topology, units=model.blocks, policy=chosen)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     data = batches(settings, topology.rank)
-    losses = []
-    for _ in range(2):
-        losses.append(take_step(loss_of(model, next(data)), optimizer))
+    losses = [take_step(loss_of(model, next(data)), optimizer) for _ in range(2)]
     engine = engine_of(model)
     return {
         "losses": losses,
@@ -77,9 +75,5 @@ def test_the_example_is_a_policy_to_a_type_checker(
     example = tmp_path / "example.py"
     own = block("extend.md", "policy")
     example.write_text(own + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "", "--strict", "--follow-imports=silent",
-         str(example)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    options = ("--config-file", "", "--strict", "--follow-imports=silent")
+    programs.printed(sys.executable, "-m", "mypy", *options, example)

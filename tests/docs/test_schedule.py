@@ -6,21 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp
 from docs import draw_schedule
 from docs.draw_schedule import Kind, Timeline
 from tests.docs import table
-from tests.fcdp.training import (
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    shard_with_fcdp,
-    topology_of,
-)
+from tests.fcdp.training import Run, Settings
 from tests.ranks import Pools
 
 #: The ranges that the library marks in a profile.
@@ -39,15 +31,10 @@ WAIT = "fcdp::reduce_wait"
 
 def ranges_of_a_step() -> list[str]:
     """What a rank does in the second step of a full fine-tuning, in the order of its start."""
-    settings = Settings()
-    model = shard_with_fcdp(make_model(settings), topology_of(2, 2), settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = batches(settings, 0)
+    run = Run(Settings(optimizer="sgd"))
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as prof:
-            loss_of(model, next(data)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            run.step()
     events = sorted(prof.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("fcdp::")]
 
@@ -80,22 +67,19 @@ def test_no_stream_does_two_things_at_once(name: str, line: Timeline) -> None:
 
 def counts(settings: Settings, skipped: int) -> dict[str, int]:
     """Gathers and reductions of one micro-batch, after ``skipped`` others."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    data = batches(settings, topology.rank)
-    ledger = fcdp.ledger(model)
+    run = Run(settings)
+    ledger = fcdp.ledger(run.model)
     for index in range(settings.accumulation * 2):
         if index == skipped:
             ledger.reset()
         elif index > skipped:
             break
         last = (index + 1) % settings.accumulation == 0
-        with fcdp.accumulate(model, last=last):
-            loss_of(model, next(data)).backward()
+        with fcdp.accumulate(run.model, last=last):
+            run.loss().backward()
         if last:
-            optimizer.step()
-            optimizer.zero_grad()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
     reduced = ledger.bytes["inter_node"]["reduce"] > 0
     return {"misses": ledger.misses, "hits": ledger.hits, "reduced across nodes": reduced}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import fcdp
+from tests import programs
 from tests.docs import DOCS, ROOT
 
 pytest.importorskip("mkdocs", reason="no mkdocs here: make setup installs it (group docs)")
@@ -45,15 +45,9 @@ class Reader(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As ``make docs`` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": _path()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = ("-m", "mkdocs", "build", "--strict", "--site-dir", folder)
+    variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": _path()}
+    done = programs.ended(sys.executable, *words, within_s=300, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
     return folder

@@ -12,9 +12,9 @@ import pytest
 
 from examples import plain_loop
 from tests.examples.launch import printed
+from tests.programs import ROOT
 from tests.ranks import Pools
 
-ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"step (\d+): loss (\d\.\d{4}), gradient norm \d+\.\d{3}")
 
 

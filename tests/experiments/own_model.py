@@ -25,8 +25,7 @@ class Model(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        logits: torch.Tensor = self.output(hidden)
-        return logits
+        return self.output(hidden)
 
 
 def build(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:

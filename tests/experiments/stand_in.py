@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +189,6 @@ def _end_a_forked_helper() -> None:
     _, status = os.waitpid(pid, 0)
     if os.waitstatus_to_exitcode(status) != -signal.SIGTERM:
         raise ClusterError("the helper handled a signal that was meant to end it")
-
-
-@contextmanager
-def full_disk(at_bytes: int) -> Iterator[None]:
-    """Have the kernel write a file up to so many bytes and refuse the rest, as a full disk does."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (at_bytes, limit[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 class Observer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,9 +14,9 @@ from typer.testing import Result
 from baselines import registry
 from experiments import terminal
 from experiments.matrix import reader
-from experiments.records.provenance import ROOT
 from experiments.records.record import read as read_records
 from experiments.runner.directory import RunDirectory
+from tests import programs
 from tests.experiments.command_line import command
 from tests.experiments.planted import PLANTED, markers
 from tests.experiments.stand_in import matrix_file, take_the_place_of_clusters
@@ -35,9 +33,8 @@ def stand_in(*arguments: str, cluster: dict[str, Any] | None = None) -> Result:
 
 
 def test_help_says_what_it_does() -> None:
-    shown = [sys.executable, "-m", "experiments"]
-    done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "Usage: python -m experiments" in done.stdout
+    shown = programs.ended(sys.executable, "-m", "experiments").stdout
+    assert "Usage: python -m experiments" in shown
     text = " ".join(command("run", "--help").stdout.split())
     for part in ("--resume", "--retry-failed", "--only", "moves to DIR/earlier/TIME", "130"):
         assert part in text
@@ -77,11 +74,9 @@ def test_the_parent_stays_light() -> None:
         "reader.read('quickstart')\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    imported = programs.printed(sys.executable, "-c", code).split()
     heavy = {"torch", "deepspeed", "transformers", "pandas", "wandb", "matplotlib", "numpy"}
-    assert not heavy & set(result.stdout.split())
+    assert not heavy & {*imported}
 
 
 def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> None:
@@ -179,14 +174,8 @@ def test_no_secret_is_in_an_output_or_a_file(tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = ("run", str(matrix_file(tmp_path)), "--output", str(output), "--only", "10mbit")
     told = {"STAND_IN": json.dumps({"behaviours": {"fcdp": "quote"}}), "WANDB_MODE": "offline"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.experiments.stand_in", *words],
-        cwd=ROOT,
-        env={**os.environ, **PLANTED, **told},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("-m", "tests.experiments.stand_in", *words)
+    result = programs.ended(sys.executable, *words, **PLANTED, **told)
     assert result.returncode == 1
     assert markers(result.stdout + result.stderr) == []
     found = [path for path in output.rglob("*") if path.is_file()]

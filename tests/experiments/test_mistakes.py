@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from experiments.commands import COMMANDS, load
 from experiments.matrix.files import MATRICES
 from experiments.records.provenance import ROOT
+from tests import programs
 from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file
 
@@ -72,8 +72,6 @@ trace HERE/empty --only fcdp
     MATRIX: HERE/empty is a folder; give one of its files
 trace HERE/small.yaml --only fcdp --output HERE/trace.json
     --only: 2 cells match 'fcdp', give one: fcdp-full-tiny-100mbit
-trace HERE/small.yaml --only zero9 --output HERE/trace.json
-    --only: no cell id matches 'zero9'
 show nowhere
     nowhere: no such file or directory
 show docs
@@ -116,12 +114,8 @@ plan CLUSTER --gpu a41
     gpu = 'a41': allowed are a40,
 plan CLUSTER --inter-node -1Gbps
     --inter-node = '-1Gbps': allowed: a number above 0 and a unit
-plan CLUSTER --inter-node '0 Gbit/s'
-    --inter-node = '0 Gbit/s': allowed:
 plan CLUSTER --nodes 0
     --nodes = '0': allowed: whole numbers, 1 or more
-plan CLUSTER --gpus eight
-    --gpus = 'eight': allowed: whole numbers, 1 or more
 plan CLUSTER --host-memory '0 GiB'
     --host-memory = '0 GiB': allowed: bytes, 1 or more
 plan CLUSTER --peft dora:8
@@ -142,8 +136,6 @@ plan CLUSTER --server 100Gbps
     --server = '100Gbps': allowed: a bandwidth and a number of NVMe drives
 plan CLUSTER --server 100Gbps,0
     --server = '0': allowed:
-plan CLUSTER --server 12,100Gbps
-    --server = '12': allowed:
 plan CLUSTER --server fast,2
     --server = 'fast': allowed:
 """.splitlines()
@@ -221,16 +213,9 @@ def test_a_simulated_run_says_so_and_sweeps_what_killed_ones_left(tmp_path: Path
     left = tmp_path / f"fcdp-{scope}-{2**22 - 1}-1-0-x"
     left.mkdir()
     words = ("run", "volume", "--cluster", "simulated", "--only", "fsdp2-lora", "--no-wandb")
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments", *words, "--output", str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in result.stdout
-    assert "emulated" not in result.stdout
+    command = (sys.executable, "-m", "experiments", *words, "--output", tmp_path / "run")
+    printed = programs.printed(*command, TMPDIR=str(tmp_path))
+    assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in printed
+    assert "emulated" not in printed
     assert not left.exists()
-    assert str(ROOT) not in result.stdout
+    assert str(ROOT) not in printed

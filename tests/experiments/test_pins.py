@@ -87,7 +87,6 @@ def test_secondary_shards_of_frozen_parameters_outlive_the_step(runs: Runs) -> N
 
 def test_with_lora_hpz_sends_next_to_nothing(runs: Runs) -> None:
     least = runs.zero3.measurement.inter_node_bytes_closed_form
-    assert least is not None
     assert runs.zero3.sent > least
     # Half, as the paper's table has it, would be at least this.
     assert runs.hpz.sent < 0.25 * least

@@ -8,47 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 
 import fcdp
-from tests.fcdp.training import (
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    topology_of,
-)
+from tests.fcdp import training
+from tests.fcdp.training import Settings
 
 PLAIN = Settings(2, 1)
 
 
-class Run:
-    """A training run on this rank."""
+class Run(training.Run):
+    """A training that knows its step."""
 
     def __init__(self, settings: Settings = PLAIN, seed: int = 0) -> None:
-        self.topology = topology_of(settings.nodes, settings.ranks_per_node)
-        model = make_model(settings)
-        torch.manual_seed(seed)
-        for param in model.parameters():
-            if seed:
-                nn.init.normal_(param)
-        self.model = shard_with_fcdp(model, self.topology, settings)
-        self.optimizer = make_optimizer(self.model, settings)
-        self.data = batches(settings, self.topology.rank)
+        """With other parameters than those of seed 0, if one is given."""
+        super().__init__(settings)
+        if seed:
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.to_local().normal_()  # type: ignore[attr-defined]
         self.position = 0
 
     def train(self, steps: int) -> list[float]:
-        return [self._step() for _ in range(steps)]
-
-    def _step(self) -> float:
-        loss = loss_of(self.model, next(self.data))
-        self.position += 1
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+        self.position += steps
+        return [self.step() for _ in range(steps)]
 
     def save(self, directory: Path, **options: Any) -> Any:
         extra = {"position": self.position}

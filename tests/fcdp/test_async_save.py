@@ -53,10 +53,7 @@ def save_beside_training(directory: str, cached: bool, helpers: bool) -> list[fl
     checkpoint.load(state, checkpoint_id=path)
     if helpers:
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     else:
         model.load_state_dict(state["model"])

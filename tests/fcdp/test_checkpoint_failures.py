@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
+from tests.disks import full_disk
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
 from tests.fcdp.training import WIDTH, make_model, make_optimizer, shard_with_fcdp
 from tests.ranks import Pools
@@ -59,17 +58,6 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(
     assert (tmp_path / "notes").exists()
 
 
-@contextmanager
-def files_end_at(size: int) -> Iterator[None]:
-    """The kernel refuses to write past ``size`` bytes of any file, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def save_on_a_full_disk(directory: Path, part: str) -> str:
     """A good save and one over it that the disk has no room for. Returns the error."""
     run = Run()
@@ -83,7 +71,7 @@ def save_on_a_full_disk(directory: Path, part: str) -> str:
         "state.pt": (True, torch.zeros(biggest)),
     }[part]
     size = biggest // 2 if part == "shards" else biggest
-    with files_end_at(size) if full else nullcontext(), pytest.raises(RuntimeError) as error:
+    with full_disk(size) if full else nullcontext(), pytest.raises(RuntimeError) as error:
         fcdp.save(run.model, run.optimizer, directory, extra=extra)
     resumed = Run(seed=1)
     resumed.load(directory)
@@ -174,10 +162,7 @@ def load_into_another_class(directory: Path) -> dict[str, str]:
         assert not other.state
         assert other.param_groups[0]["lr"] == 0.3
     assert_equal(run.params(), before)
-    for same in (
-        torch.optim.AdamW(params, fused=True),
-        Wrapper(torch.optim.AdamW(params)),
-    ):
+    for same in (torch.optim.AdamW(params, fused=True), Wrapper(torch.optim.AdamW(params))):
         fcdp.load(run.model, same, directory)
         assert len(same.state) == len(params)
     fcdp.save(run.model, Main(params), directory)

@@ -11,18 +11,7 @@ import torch.nn as nn
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import (
-    Settings,
-    TinyLM,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    take_step,
-    topology_of,
-    train,
-)
+from tests.fcdp.training import Run, Settings, TinyLM, batches, loss_of, topology_of, train
 from tests.ranks import Pools
 
 STEPS = 10
@@ -48,13 +37,9 @@ class Trained:
 
 
 def train_and_gather(settings: Settings) -> Trained:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
-    losses = []
-    for _ in range(settings.steps):
-        losses.append(take_step(loss_of(model, next(data)), optimizer))
+    run = Run(settings)
+    model = run.model
+    losses = [run.step() for _ in range(settings.steps)]
     counts = fcdp.ledger(model)
     ledger, hits = counts.snapshot(), counts.hits
     with torch.no_grad():
@@ -138,11 +123,10 @@ def test_the_ledger_counts_encoded_bytes(
 
 
 def sharded_weights_stay(settings: Settings) -> bool:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    before = [param.to_local().clone() for param in model.parameters()]
-    loss_of(model, next(batches(settings, topology.rank))).backward()
-    after = [param.to_local() for param in model.parameters()]
+    run = Run(settings)
+    before = [param.to_local().clone() for param in run.model.parameters()]
+    run.loss().backward()
+    after = [param.to_local() for param in run.model.parameters()]
     return all(map(torch.equal, before, after))
 
 
@@ -195,21 +179,18 @@ class Scaled:
 
 def train_with_a_scaler(settings: Settings) -> Scaled:
     """fp16 under a gradient scaler that begins too high, so that the first steps overflow."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    optimizer = make_optimizer(model, settings)
+    run = Run(settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
-    data = batches(settings, topology.rank)
     losses, scales = [], []
     for _ in range(settings.steps):
-        loss = loss_of(model, next(data))
+        loss = run.loss()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
+        scaler.step(run.optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         losses.append(loss.item())
         scales.append(scaler.get_scale())
-    finite = all(bool(param.to_local().isfinite().all()) for param in model.parameters())
+    finite = all(bool(param.to_local().isfinite().all()) for param in run.model.parameters())
     return Scaled(losses, scales, finite)
 
 

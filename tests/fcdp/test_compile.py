@@ -65,25 +65,15 @@ def compile_blocks(model: Transformer, backend: str) -> None:
         layer.compile(backend=backend)
 
 
-class Checkpointed(nn.Module):
-    """The first layer is frozen, and recomputed in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Transformer(2, checkpointing=True)
-        self.body.layers[0].requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.body(tokens)
-
-
 @cases(shapes=[PAIR])
 def test_compiled_blocks_with_checkpointing(run: Run) -> None:
+    """The first layer is frozen, and recomputed in backward."""
     torch._dynamo.reset()
-    model = Checkpointed()
-    run.shard([*model.body.layers, model])
+    model = Transformer(2, checkpointing=True)
+    model.layers[0].requires_grad_(False)
+    run.shard(model.units())
     run.cache(model)
-    compile_blocks(model.body, "aot_eager")
+    compile_blocks(model, "aot_eager")
     train(
         run,
         model,

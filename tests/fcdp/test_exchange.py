@@ -109,10 +109,7 @@ def test_all_reduce_sums_and_counts_what_it_sends(
     size = 12 // world * dtype.itemsize
     expected = (
         [total * each for each in range(12)],
-        (
-            2 * (nodes - 1) * size,
-            2 * (ranks_per_node - 1) * nodes * size,
-        ),
+        (2 * (nodes - 1) * size, 2 * (ranks_per_node - 1) * nodes * size),
     )
     assert on_threads(nodes, ranks_per_node, own) == [expected] * world
 
@@ -216,10 +213,7 @@ class Recording:
 
 @contextmanager
 def on_an_accelerator(name: str) -> Iterator[mock.Mock]:
-    with (
-        mock.patch("fcdp.exchange._on_host", return_value=False),
-        mock.patch(name) as called,
-    ):
+    with mock.patch("fcdp.exchange._on_host", return_value=False), mock.patch(name) as called:
         yield called
 
 

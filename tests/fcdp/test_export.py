@@ -12,12 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 import fcdp
 from tests.fcdp.checkpoints import assert_equal

@@ -59,7 +59,6 @@ def test_a_torch_of_one_group_per_module_has_it_in_the_same_form() -> None:
 def test_the_version_that_is_promised_is_the_one_that_is_tested() -> None:
     root = HOUSE.parent
     pinned = re.search(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
     assert pinned[1] == fsdp2.TESTED
     assert f'"torch>={fsdp2.TESTED}"' in (root / "pyproject.toml").read_text()
     assert torch.__version__.startswith(f"{fsdp2.TESTED}.")

@@ -15,70 +15,10 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.guard import Guard
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
-from tests.fcdp.training import (
-    WIDTH,
-    Block,
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    take_step,
-    topology_of,
-)
+from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of
 from tests.ranks import Pools
 
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
-
-
-def losses_around_a_write(where: str, detect: bool) -> tuple[float, float, str]:
-    """The loss after a ``.data`` write as computed, as it should be, and the error if there is."""
-    topology = topology_of(2, 1)
-    model = make_model(FROZEN)
-    fcdp.shard(
-        model,
-        topology,
-        units=model.blocks,
-        reshard_after_forward=True,
-        detect_writes=detect,
-    )
-    tokens = next(batches(FROZEN, topology.rank))
-    before = loss_of(model, tokens)
-    if where == "within":
-        for param in model.blocks.parameters():
-            param.data.mul_(2)
-        before.backward()
-        with pytest.raises(RuntimeError) as error, torch.no_grad():
-            loss_of(model, tokens)
-        with torch.no_grad():
-            found = loss_of(model, tokens).item()
-        fcdp.invalidate(model)
-        with torch.no_grad():
-            return found, loss_of(model, tokens).item(), str(error.value)
-    before.backward()
-    # One rank alone writes.
-    if topology.rank == 1:
-        for param in model.blocks.parameters():
-            param.data.mul_(2)
-    with torch.no_grad():
-        found = loss_of(model, tokens).item()
-        fcdp.invalidate(model)
-        return found, loss_of(model, tokens).item(), ""
-
-
-def test_a_write_between_passes_is_gathered_anew(ranks: Pools) -> None:
-    for found, expected, _ in ranks.run(2, losses_around_a_write, "between", True):
-        assert found == expected
-    # The guard is what sees it.
-    assert any(a != b for a, b, _ in ranks.run(2, losses_around_a_write, "between", False))
-
-
-def test_a_write_within_a_pass_is_an_error_on_all_ranks_at_the_next(ranks: Pools) -> None:
-    for found, expected, message in ranks.run(2, losses_around_a_write, "within", True):
-        assert "blocks." in message
-        assert "written where nothing shows it" in message
-        assert found == expected  # all units were gathered anew after the error
 
 
 class Event:
@@ -149,17 +89,14 @@ def test_all_that_was_compared_can_be_waited_for() -> None:
 
 def last_pass_of_a_run(end: str, directory: str) -> str:
     """What the end of a run says of a write that its last pass did not use."""
-    topology = topology_of(2, 1)
-    model = make_model(FROZEN)
-    fcdp.shard(model, topology, units=model.blocks, reshard_after_forward=True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    loss = loss_of(model, next(batches(FROZEN, topology.rank)))
+    run = Run(FROZEN)
+    model, loss = run.model, run.loss()
     for param in model.blocks.parameters():
         param.data.mul_(2)
     loss.backward()
     with pytest.raises(RuntimeError) as error:
         if end == "save":
-            fcdp.save(model, optimizer, directory)
+            fcdp.save(model, run.optimizer, directory)
         elif end == "publish":
             fcdp.publish(model, directory)
         else:
@@ -187,14 +124,12 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     As on an accelerator, where no pass with gradients compares contents. Also returns how often the
     host has waited for that, up to each pass.
     """
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
+    run = Run(settings)
+    model = run.model
     staleness, guard = engine_of(model).staleness, engine_of(model)._guard
     assert guard is not None
     staleness._compares = False
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
-    tokens = next(data)
+    tokens = next(run.data)
     waits: list[int] = []
     type(model.blocks[1]).part = Block.forward  # type: ignore[attr-defined]
     register_fsdp_forward_method(model.blocks[1], "part")
@@ -215,11 +150,11 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     found: list[tuple[float, float]] = []
     with mock.patch.object(guard, "check", wraps=guard.check) as check:
         for _ in range(2):
-            take_step(loss_of(model, next(data)), optimizer)
+            run.step()
             waits.append(check.call_count)
             evaluate()
-            for ranks in ({0}, {*range(topology.world_size)}, set()):
-                if topology.rank in ranks:
+            for ranks in ({0}, {*range(settings.world_size)}, set()):
+                if run.topology.rank in ranks:
                     for param in model.blocks.parameters():
                         param.data.mul_(1.5)
                 fcdp.ledger(model).reset()

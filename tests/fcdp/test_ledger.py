@@ -8,29 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fcdp
 from fcdp.counts import Ledger
 from fcdp.engine import engine_of
-from tests.fcdp.training import Result, Settings, make_model, shard_with_fcdp, topology_of, train
+from tests.fcdp.training import Result, Run, Settings, train
 from tests.ranks import Pools
 
 
 def node_bytes(result: Result, settings: Settings, link: str, phase: str) -> float:
     """Bytes of one node a step."""
-    assert result.ledger is not None
     count = result.ledger.get(link, {}).get(phase, 0)
     return settings.ranks_per_node * count / settings.steps
 
 
 def gathered_bytes(settings: Settings) -> tuple[int, int]:
     """Padded bytes of all units and of the trainable ones, from the units' own layout."""
-    engine = engine_of(
-        shard_with_fcdp(
-            make_model(settings), topology_of(settings.nodes, settings.ranks_per_node), settings
-        )
-    )
     sizes = [
         (unit.shard_bytes * settings.world_size, unit.params[0].requires_grad)
-        for unit in engine.units
+        for unit in engine_of(Run(settings).model).units
     ]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
@@ -71,14 +66,6 @@ def test_flat_exchanges_send_all_but_one_ranks_part_and_gradients_of_each_micro_
         read = node_bytes(result, settings, link, "backward")
         assert read == node_bytes(hierarchical, settings, link, "backward")
     assert (result.hits, result.misses) == (hierarchical.hits, hierarchical.misses)
-
-
-def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
-    settings = Settings(2, 2, accumulation=4, steps=2)
-    result = ranks.run(4, train, settings, "fcdp")[0]
-    total, _ = ranks.run(4, gathered_bytes, settings)[0]
-    assert result.ledger is not None
-    assert 2 * sum(result.ledger["inter_node"].values()) / settings.steps == total
 
 
 def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
@@ -122,17 +109,12 @@ def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
 
 def pending_peak(settings: Settings) -> tuple[int, int, int]:
     """Peak of waiting gradient bytes, what waits in the end, and the closed form."""
-    import fcdp
-    from tests.fcdp.training import batches, loss_of
-
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    data = batches(settings, topology.rank)
+    run = Run(settings)
     for last in (False, True):
-        with fcdp.accumulate(model, last=last):
-            loss_of(model, next(data)).backward()
-    counts = fcdp.ledger(model)
-    shards = sum(unit.shard_bytes for unit in engine_of(model).units)
+        with fcdp.accumulate(run.model, last=last):
+            run.loss().backward()
+    counts = fcdp.ledger(run.model)
+    shards = sum(unit.shard_bytes for unit in engine_of(run.model).units)
     return counts.peak_pending_bytes, counts.pending_bytes, settings.nodes * shards
 
 

@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcdp import partition
-from fcdp.partition import (
-    Split,
-    bucket,
-    fit_in_a_slice,
-    placement,
-    split_off,
-)
+from fcdp.partition import Split, bucket, fit_in_a_slice, placement, split_off
 
 TRAINED = (torch.float32, True)
 FROZEN = (torch.bfloat16, False)
@@ -52,10 +46,7 @@ def test_neighbours_are_joined_until_a_bucket_is_full() -> None:
     assert [len(split.modules) for split in bucket(splits, model)] == [6, 6, 1, 1]
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    st.integers(1, 16),
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 16))
 def test_nothing_is_padded_where_a_dimension_is_even(shape: list[int], world_size: int) -> None:
     param = nn.Parameter(torch.empty(shape, device="meta"))
     found = placement(param, world_size)
@@ -94,10 +85,7 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
     inner = Called(of(3))
     outer = Called(block, Called(inner, Called(frozen(8))), plain)
     splits = split_off(outer, [block, plain])
-    assert splits == [
-        Split(block, [first, second], TRAINED),
-        Split(outer, [inner], TRAINED),
-    ]
+    assert splits == [Split(block, [first, second], TRAINED), Split(outer, [inner], TRAINED)]
 
 
 class Uncalled(nn.Module):

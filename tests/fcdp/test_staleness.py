@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,18 +12,7 @@ import torch.distributed.checkpoint as checkpoint
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import (
-    WIDTH,
-    Block,
-    Settings,
-    TinyLM,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    topology_of,
-)
+from tests.fcdp.training import WIDTH, Block, Run, Settings, TinyLM, loss_of
 from tests.ranks import Pools
 
 # The adapters of each block have a unit of their own.
@@ -51,21 +41,18 @@ STALE: dict[str, list[str] | None] = {
 
 def stale_units(event: str) -> list[str] | None:
     """Run two forwards with ``event`` in between; return what the second gathered anew."""
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
-    engine = engine_of(model)
-    optimizer = make_optimizer(model, SETTINGS)
+    run = Run(SETTINGS)
+    model, topology, engine = run.model, run.topology, engine_of(run.model)
     fused = torch.optim.AdamW(list(model.blocks[0].first.parameters()), fused=True)
-    data = batches(SETTINGS, topology.rank)
     weight = model.blocks[1].up.weight
     if event in ("load_assign", "write_after_assign"):
         assign(model)
         weight = model.blocks[1].up.weight
-    loss_of(model, next(data)).backward()
+    run.loss().backward()
     generations = {unit: entry.generation for unit, entry in engine.entries.items()}
     with torch.no_grad():
         if event == "step":
-            optimizer.step()
+            run.optimizer.step()
         elif event == "fused_step":
             fused.step()
         elif event == "load":
@@ -97,7 +84,7 @@ def stale_units(event: str) -> list[str] | None:
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
     counts = fcdp.ledger(model)
     counts.reset()
-    loss_of(model, next(data))
+    run.loss()
     stale = [
         unit.name for unit, entry in engine.entries.items() if entry.generation > generations[unit]
     ]
@@ -121,10 +108,8 @@ def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else(ranks: Pools)
 
 def load_into_an_old_state(directory: str) -> None:
     """The same with a ``state_dict`` that was taken passes ago, and nothing else that looks."""
-    topology = topology_of(2, 1)
-    model = make_model(SETTINGS)
-    fcdp.shard(model, topology, units=model.blocks, detect_writes=False)
-    tokens = next(batches(SETTINGS, topology.rank))
+    run = Run(replace(SETTINGS, reshard_after_forward=None, detect_writes=False))
+    model, tokens = run.model, next(run.data)
     state = model.state_dict()
 
     def loss() -> float:
@@ -154,42 +139,22 @@ def test_a_state_dict_is_watched_for_as_long_as_it_lives(ranks: Pools, tmp_path:
     ranks.run(2, load_into_an_old_state, str(tmp_path))
 
 
-def write_between_forward_and_backward() -> str:
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    loss = loss_of(model, next(batches(settings, topology.rank)))
-    with torch.no_grad():
-        model.blocks[1].up.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="blocks.1: parameters were written in place") as error:
-        loss.backward()
-    return str(error.value)
-
-
-def test_a_write_in_mid_step_is_an_error_that_names_the_unit(ranks: Pools) -> None:
-    assert all(
-        "fcdp.invalidate" in message for message in ranks.run(2, write_between_forward_and_backward)
-    )
-
-
 # Passes over parts of a model
 
 
 def by_forward(block: Block, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = block(x)
-    return y
+    return block(x)
 
 
 def small_adapters_around_a_write(by_optimizer: bool) -> bool:
     """Whether a part's pass after a write uses it, in adapters that stay gathered after forward."""
-    topology = topology_of(2, 2)
-    settings = Settings(2, 2, adapter_rank=1)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
+    run = Run(Settings(2, 2, adapter_rank=1))
+    model = run.model
     assert engine_of(model)._kept, "FCDP chose to keep them gathered"
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     x = torch.ones(2, WIDTH)
-    loss_of(model, next(batches(settings, topology.rank))).backward()
+    run.loss().backward()
     with torch.no_grad():
         before = by_forward(model.blocks[0], x)
         if by_optimizer:
@@ -214,14 +179,12 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
 
 def misses_of_given_up_steps() -> list[int]:
     """Gathers across nodes in each pass of a model that stays gathered, and is never stepped."""
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1, reshard_after_forward=False)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
+    run = Run(Settings(2, 1, reshard_after_forward=False))
     counts = [0]
     for _ in range(4):
-        loss_of(model, next(batches(settings, topology.rank))).backward()
-        model.zero_grad()
-        counts.append(fcdp.ledger(model).misses)
+        run.loss().backward()
+        run.model.zero_grad()
+        counts.append(fcdp.ledger(run.model).misses)
     return [after - before for before, after in pairwise(counts)]
 
 

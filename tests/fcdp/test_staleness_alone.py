@@ -262,8 +262,7 @@ def test_what_has_no_memory_has_no_contents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
-    [("e", "e:"), ("bcd", "b, c, d:"), ("abde", "a, b, d and 1 more units:")],
+    ("wrong", "named"), [("e", "e:"), ("bcd", "b, c, d:"), ("abde", "a, b, d and 1 more units:")]
 )
 def test_stale_parameters_that_were_used_are_an_error_once(
     wrong: str, named: str, monkeypatch: pytest.MonkeyPatch

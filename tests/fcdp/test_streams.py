@@ -7,7 +7,6 @@ them; schedules drawn from seeds are run besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
 
 import fcdp
 from fcdp.engine import engine_of
@@ -211,19 +209,16 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
 
     Frozen ones come from the cache from the second step on, where the host waits for nothing.
     """
-    topology = training.topology_of(nodes, ranks_per_node)
     settings = replace(LORA, nodes=nodes, ranks_per_node=ranks_per_node, detect_writes=False)
-    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
-    optimizer = training.make_optimizer(model, settings)
-    data, losses = training.batches(settings, topology.rank), []
+    run, losses = training.Run(settings), []
     for _ in range(settings.steps):
-        handles = [block.unshard(async_op=True) for block in model.blocks]  # type: ignore[operator]
+        handles = [block.unshard(async_op=True) for block in run.model.blocks]  # type: ignore[operator]
         for handle in handles:
             handle.wait()
-        loss = training.loss_of(model, next(data))
+        loss = run.loss()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
 
@@ -245,22 +240,16 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     from tests.fcdp.accelerator import here
 
     settings = replace(SMALL, ranks_per_node=ranks_per_node, policy=policy, detect_writes=False)
-    topology = training.topology_of(2, ranks_per_node)
-    shard: Callable[..., nn.Module] = {
-        "fsdp2": training.shard_with_fsdp2,
-        "fcdp": training.shard_with_fcdp,
-    }[engine]
-    model = shard(training.make_model(settings), topology, settings)
-    data = training.batches(settings, topology.rank)
+    run = training.Run(settings, engine)
     before = here().reserved_bytes
     for _ in range(passes):
-        training.loss_of(model, next(data)).backward()
-        for param in model.parameters():
+        run.loss().backward()
+        for param in run.model.parameters():
             param.grad = None
     taken = here().reserved_bytes - before
     if engine == "fsdp2":
         return taken, 0
-    size = 2 * max(unit.shard_bytes for unit in engine_of(model).units)
+    size = 2 * max(unit.shard_bytes for unit in engine_of(run.model).units)
     return taken, -(-size // 512) * 512  # as the allocator gives it
 
 

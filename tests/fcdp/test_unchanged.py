@@ -7,12 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fcdp
 from fcdp import staleness
-from tests.fcdp import training
-from tests.fcdp.training import Settings
+from tests.fcdp.training import Run, Settings, loss_of
 from tests.ranks import Pools
 
 SETTINGS = Settings(2, 1)
@@ -20,24 +18,21 @@ SETTINGS = Settings(2, 1)
 
 def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
     """Losses of forwards around an optimizer step, and how often the ranks had agreed by then."""
-    topology = training.topology_of(2, 1)
-    shard = training.shard_with_fsdp2 if engine == "fsdp2" else training.shard_with_fcdp
-    model = shard(training.make_model(SETTINGS), topology, SETTINGS)
-    optimizer = training.make_optimizer(model, SETTINGS)
-    batch = next(training.batches(SETTINGS, dist.get_rank()))
-    training.loss_of(model, batch).backward()
+    run = Run(SETTINGS, engine)
+    model, batch = run.model, next(run.data)
+    loss_of(model, batch).backward()
     found: list[torch.Tensor] = []
     times = []
     with mock.patch.object(staleness, "any_rank", wraps=staleness.any_rank) as agree:
 
         def forwards() -> None:
             with torch.no_grad():
-                found.extend(training.loss_of(model, batch) for _ in range(4))
+                found.extend(loss_of(model, batch) for _ in range(4))
             times.append(agree.call_count)
 
         with fcdp.unchanged(model) if engine == "fcdp" else nullcontext():
             forwards()
-            optimizer.step()
+            run.optimizer.step()
             forwards()
         forwards()
     return found, times
@@ -52,17 +47,16 @@ def test_the_ranks_agree_once_and_a_step_is_seen(ranks: Pools) -> None:
 
 
 def written(how: str) -> str:
-    topology = training.topology_of(2, 1)
-    model = training.shard_with_fcdp(training.make_model(SETTINGS), topology, SETTINGS)
-    batch = next(training.batches(SETTINGS, dist.get_rank()))
+    run = Run(SETTINGS)
+    model, batch = run.model, next(run.data)
     weight = model.blocks[1].down.weight
     with torch.no_grad():
         try:
             with fcdp.unchanged(model):
-                training.loss_of(model, batch)
+                loss_of(model, batch)
                 weight.data.mul_(0.5) if how == "data" else weight.mul_(0.5)
-                training.loss_of(model, batch)
-            training.loss_of(model, batch)
+                loss_of(model, batch)
+            loss_of(model, batch)
         except RuntimeError as error:
             return str(error)
     return "nothing"

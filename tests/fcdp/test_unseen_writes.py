@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import fcdp
-from tests.fcdp import training
-from tests.fcdp.training import Settings
+from tests.fcdp.training import Run, Settings, loss_of
 from tests.ranks import Pools
 
 SETTINGS = Settings(adapter_rank=3)
@@ -34,13 +33,6 @@ WRITES: dict[str, Callable[[DTensor], None]] = {
 }
 
 
-def model_of(engine: str, policy: fcdp.CachePolicy) -> Any:
-    settings = replace(SETTINGS, policy=policy)
-    topology = training.topology_of(2, 2)
-    shard = training.shard_with_fsdp2 if engine == "fsdp2" else training.shard_with_fcdp
-    return shard(training.make_model(settings), topology, settings)
-
-
 def write(model: Any, name: str, *, alone: bool) -> None:
     """Write to the weights of the second block, which are frozen; on one rank alone if asked."""
     param = model.blocks[1].down.weight
@@ -50,16 +42,14 @@ def write(model: Any, name: str, *, alone: bool) -> None:
 
 def evaluate_after(name: str, engine: str, policy: fcdp.CachePolicy, method: str) -> list[float]:
     """Losses of a step, of evaluations around an unseen write, and of a step after it."""
-    model = model_of(engine, policy)
-    optimizer = training.make_optimizer(model, SETTINGS)
-    data = training.batches(SETTINGS, dist.get_rank())
-    losses = [training.take_step(training.loss_of(model, next(data)), optimizer)]
+    run = Run(replace(SETTINGS, policy=policy), engine)
+    losses = [run.step()]
     for _ in range(2):
-        write(model, name, alone=True)
-        evaluated = [next(data) for _ in range(2)]
+        write(run.model, name, alone=True)
+        evaluated = [next(run.data) for _ in range(2)]
         with torch.no_grad() if method == "no_grad" else torch.inference_mode():
-            losses += [training.loss_of(model, batch).item() for batch in evaluated]
-        losses.append(training.take_step(training.loss_of(model, next(data)), optimizer))
+            losses += [loss_of(run.model, batch).item() for batch in evaluated]
+        losses.append(run.step())
     return losses
 
 
@@ -91,17 +81,15 @@ def test_an_evaluation_sees_what_was_written(
 
 def train_after(name: str) -> tuple[int, str]:
     """How many training passes ran after an unseen write before the error, and what it says."""
-    model = model_of("fcdp", fcdp.HostCache())
-    optimizer = training.make_optimizer(model, SETTINGS)
-    data = training.batches(SETTINGS, dist.get_rank())
+    run = Run(SETTINGS)
     for _ in range(2):
-        training.take_step(training.loss_of(model, next(data)), optimizer)
-    write(model, name, alone=False)
+        run.step()
+    write(run.model, name, alone=False)
     for passes in range(6):
         try:
-            training.loss_of(model, next(data)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            run.loss().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
         except RuntimeError as error:
             return passes, str(error)
     return 6, ""

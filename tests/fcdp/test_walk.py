@@ -150,12 +150,7 @@ def refusal_on_one_rank(walk: Walk) -> None:
 
 SABOTAGES = {
     function.__name__: function
-    for function in (
-        old_parameters,
-        other_gradient,
-        lost_state,
-        refusal_on_one_rank,
-    )
+    for function in (old_parameters, other_gradient, lost_state, refusal_on_one_rank)
 }
 
 

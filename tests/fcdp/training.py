@@ -228,18 +228,36 @@ def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
+ENGINES: dict[str, Callable[[TinyLM, fcdp.Topology, Settings], TinyLM]] = {
+    "fsdp2": shard_with_fsdp2,
+    "fcdp": shard_with_fcdp,
+    "uncached": shard_with_fcdp_uncached,
+    "takeover": take_over_from_fsdp2,
+}
+
+
+class Run:
+    """A training on this rank with an engine of ``ENGINES``, step by step."""
+
+    def __init__(self, settings: Settings, engine: str = "fcdp") -> None:
+        self.topology = topology_of(settings.nodes, settings.ranks_per_node)
+        self.model = ENGINES[engine](make_model(settings), self.topology, settings)
+        self.optimizer = make_optimizer(self.model, settings)
+        self.data = batches(settings, self.topology.rank)
+
+    def loss(self) -> torch.Tensor:
+        """The next micro-batch's."""
+        return loss_of(self.model, next(self.data))
+
+    def step(self) -> float:
+        """One step; its loss."""
+        return take_step(self.loss(), self.optimizer)
+
+
 def train(settings: Settings, engine: str) -> Result:
-    """Train on this rank with ``engine``: "fsdp2", "fcdp", "uncached", "takeover"."""
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    wrap: Callable[[TinyLM, fcdp.Topology, Settings], TinyLM] = {
-        "fsdp2": shard_with_fsdp2,
-        "fcdp": shard_with_fcdp,
-        "uncached": shard_with_fcdp_uncached,
-        "takeover": take_over_from_fsdp2,
-    }[engine]
-    model = wrap(make_model(settings), topology, settings)
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
+    """Train on this rank with an engine of ``ENGINES``."""
+    run = Run(settings, engine)
+    topology, model, optimizer, data = run.topology, run.model, run.optimizer, run.data
     # Read at the end: on an accelerator the host runs ahead.
     losses: list[Sequence[torch.Tensor]] = []
     norms: list[torch.Tensor] = []
@@ -252,7 +270,7 @@ def train(settings: Settings, engine: str) -> Result:
             if engine != "fsdp2" and settings.accumulation > 1:
                 defer = fcdp.accumulate(model, last=last)
             with defer:
-                loss = loss_of(model, next(data)) / settings.accumulation
+                loss = run.loss() / settings.accumulation
                 loss.backward()
             of_step.append(loss.detach())
         if settings.clip is not None:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from experiments.records.provenance import ROOT
+from tests import programs
 
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
@@ -52,15 +53,8 @@ def start(
     command: list[str | Path], path: Path | None = None, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**inherited, "PATH": f"{path or ROOT}:{os.environ['PATH']}", **settings},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    variables = {"PATH": f"{path or ROOT}:{os.environ['PATH']}", **settings}
+    return programs.ended(*command, environment=inherited, within_s=200, **variables)
 
 
 def told(file: Path) -> list[dict[str, Any]]:
@@ -268,7 +262,6 @@ def test_a_signal_to_the_script_alone_ends_the_command(
         stdout=subprocess.PIPE,
         text=True,
     ) as started:
-        assert started.stdout is not None
         assert started.stdout.readline() == "first runs\n"
         started.send_signal(number)
         assert started.communicate(timeout=60)[0] == "first is tidy\n"

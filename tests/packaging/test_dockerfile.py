@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from typer.main import get_group
 
 from analysis.__main__ import app
 from experiments.commands import COMMANDS
+from tests import programs
 from tests.packaging import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
@@ -35,20 +35,15 @@ def test_the_linter_has_no_complaint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint is not in this environment: `make setup` did not make it")
-    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    programs.printed(hadolint, "--no-color", DOCKERFILE)
 
 
 def test_every_system_package_that_the_set_up_asks_for_is_installed(tmp_path: Path) -> None:
     """Asked on a PATH with no Python, compiler or make, the script names all of them."""
     for tool in ("cat", "dirname", "flock", "id", "mktemp", "rm", "sed"):
         (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
-    done = subprocess.run(
-        [shutil.which("bash") or "bash", ROOT / "scripts/setup.sh", "--check"],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    script = (shutil.which("bash") or "bash", ROOT / "scripts/setup.sh", "--check")
+    done = programs.ended(*script, environment={"PATH": str(tmp_path)})
     named = re.search(r"apt-get install (.*)", done.stderr)
     assert named, done.stderr
     (installed,) = re.findall(r"--no-install-recommends (.*?) &&", " ".join(arguments("RUN")))
@@ -77,20 +72,11 @@ def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> 
             shutil.copy(ROOT / source, tmp_path / target)
     (step,) = [run for run in arguments("RUN") if "scripts/setup.sh" in run]
     assert ("ARG", "TORCH=cuda") in instructions()
-    done = subprocess.run(
-        ["bash", "-c", step.replace("setup.sh --pins", "setup.sh --check")],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "TORCH": torch,
-            "VENV": str(tmp_path / "venv"),
-            "TORCH_EXTENSIONS_DIR": str(tmp_path / "venv/operators"),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"torch's {torch} build" in done.stdout
+    checked = step.replace("setup.sh --pins", "setup.sh --check")
+    folders = {"VENV": "venv", "TORCH_EXTENSIONS_DIR": "venv/operators"}
+    variables = {name: str(tmp_path / place) for name, place in folders.items()}
+    printed = programs.printed("bash", "-c", checked, folder=tmp_path, TORCH=torch, **variables)
+    assert f"torch's {torch} build" in printed
     assert (tmp_path / "fcdp/__init__.py").exists()
     for folder in operators():
         assert (tmp_path / folder.relative_to("/opt")).stat().st_mode & 0o7777 == 0o1777
@@ -121,8 +107,7 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
 
     def git(directory: Path, *arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        command = ["git", "-C", str(directory), *identity, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return programs.printed("git", "-C", directory, *identity, *arguments)
 
     repository.mkdir()
     git(repository, "init")
@@ -170,10 +155,5 @@ def test_the_entry_point_reaches_the_commands(
         path = tmp_path / program
         path.write_text(f'#!/bin/sh\necho {program} "$@"\n')
         path.chmod(0o755)
-    done = subprocess.run(
-        [script, *command],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == expected
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert programs.printed(script, *command, environment=environment).strip() == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import tiers
+from tests import programs, tiers
 from tests.packaging import ROOT
-from tests.packaging.test_project import TARGETS, make
+from tests.programs import make
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXTEND = (ROOT / "docs/extend.md").read_text(encoding="utf-8").replace("](../", "](")
@@ -26,35 +25,11 @@ PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`")
 
 
 def of_yaml(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
-    return content
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-def commands() -> list[str]:
-    """What CONTRIBUTING.md says to run, without what explains it."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", CONTRIBUTING, re.DOTALL)).splitlines()
-    lines = [*blocks, *re.findall(r"`((?:make|python|\.venv)[^`]+)`", CONTRIBUTING)]
-    return [line.partition("#")[0].strip() for line in lines]
-
-
-def links(text: str) -> list[str]:
-    return [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
-
-
-def headings(page: Path) -> set[str]:
-    """Anchors of a page's headings, as links name them."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_and_paths_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert links(text)
-    for target in links(text):
-        path, _, anchor = target.partition("#")
-        assert (ROOT / path).exists(), target
-        assert not anchor or anchor in headings(ROOT / path), target
+@pytest.mark.parametrize("text", [CONTRIBUTING, CHANGELOG], ids=["CONTRIBUTING", "CHANGELOG"])
+def test_paths_lead_somewhere(text: str) -> None:
     assert [path for path in PATH.findall(text) if not (ROOT / path).exists()] == []
 
 
@@ -73,36 +48,6 @@ def test_dotted_names_are_there() -> None:
     assert named
     for module, _, name in (dotted.rpartition(".") for dotted in named):
         assert hasattr(importlib.import_module(module), name), (module, name)
-
-
-def test_every_target_that_is_named_is_one() -> None:
-    named = {line.split()[1] for line in commands() if line.startswith("make ")}
-    assert {"setup", "check", "test", "reproduce", "pins"} <= named <= {*TARGETS}
-
-
-def test_every_command_is_one() -> None:
-    """Asked for its help, which reads as many words as name a command."""
-    modules = {
-        tuple(line.split()[2:4])
-        for line in commands()
-        if re.match(r"(\.venv/bin/)?python -m (experiments|analysis) ", line)
-    }
-    assert {("experiments", "run"), ("analysis", "report")} <= modules
-    for module, command in modules:
-        done = subprocess.run(
-            [sys.executable, "-m", module, command, "--help"],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-
-
-def test_matrices_that_are_named_are_there() -> None:
-    runs = [line.split() for line in commands() if " run " in line]
-    named = {words[words.index("run") + 1] for words in runs} - {"MATRIX"}
-    named |= set(re.findall(r"EMULATED=(\w+)", CONTRIBUTING))
-    assert named
-    for name in named:
-        assert (ROOT / "experiments" / "matrices" / f"{name}.yaml").exists()
 
 
 def test_the_tiers_are_those_of_the_tests() -> None:
@@ -135,11 +80,7 @@ def test_the_hooks_are_as_pre_commit_wants_them() -> None:
     pre_commit = Path(sys.executable).with_name("pre-commit")
     if not pre_commit.exists():
         pytest.skip("pre-commit is not in this environment: `make setup` did not make it")
-    done = subprocess.run(
-        [pre_commit, "validate-config", ".pre-commit-config.yaml"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    programs.printed(pre_commit, "validate-config", ".pre-commit-config.yaml")
 
 
 def test_the_workflow_calls_the_command_of_ci() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,34 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import programs
 from tests.packaging import ROOT
+from tests.programs import make
 
 TARGETS = (
-    "quickstart",
-    "reproduce",
-    "check",
-    "test",
-    "ci",
-    "lint",
-    "docs",
-    "archive",
-    "mutants",
-    "gpu",
-    "setup",
-    "baselines",
-    "clients",
-    "pins",
-    "clean",
-    "help",
+    *("quickstart", "reproduce", "check", "test", "ci", "lint", "docs", "archive", "mutants"),
+    *("gpu", "setup", "baselines", "clients", "pins", "clean", "help"),
 )
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make as from a shell, also where these tests were started by make."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    return subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=outside, capture_output=True, text=True
-    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -66,14 +45,12 @@ def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout
     archive = ROOT / first.stdout.split()[1]
-    subprocess.run(["tar", "-xzf", archive, "-C", tmp_path], check=True)
-    checked = ["sha256sum", "--strict", "-c", "SHA256SUMS"]
-    done = subprocess.run(checked, cwd=tmp_path / "fcdp", capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    listing = ["git", "ls-tree", "-r", "--name-only", "-z", "HEAD"]
-    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
-    named = {line.rpartition(": ")[0].removeprefix("./") for line in done.stdout.splitlines()}
-    assert named == {name for name in tracked.stdout.split("\0") if name}
+    programs.printed("tar", "-xzf", archive, "-C", tmp_path)
+    checked = ("sha256sum", "--strict", "-c", "SHA256SUMS")
+    lines = programs.printed(*checked, folder=tmp_path / "fcdp").splitlines()
+    tracked = programs.printed("git", "ls-tree", "-r", "--name-only", "-z", "HEAD")
+    named = {line.rpartition(": ")[0].removeprefix("./") for line in lines}
+    assert named == {name for name in tracked.split("\0") if name}
     archive.unlink()
 
 
@@ -114,7 +91,7 @@ def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / ".ci/run", root / ".ci/run")
     mutants = "" if "mutants:" in tests else "mutants:\n\t@echo survived: none\n"
     (root / "Makefile").write_text(f"ci:\n\t{tests}\n\ndocs:\n\t{docs}\n{mutants}")
-    return subprocess.run([root / ".ci/run"], capture_output=True, text=True, cwd="/", check=False)
+    return programs.ended(root / ".ci/run", folder=Path("/"))
 
 
 def test_licence_and_citation() -> None:
@@ -139,7 +116,4 @@ SCRIPTS = [
 def test_the_linter_has_no_complaint(script: Path) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     # Below a warning it asks about functions that are called by name.
-    done = subprocess.run(
-        [shellcheck, "--severity=warning", script], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
+    programs.printed(shellcheck, "--severity=warning", script)

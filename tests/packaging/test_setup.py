@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.packaging import ROOT
 
 #: Everything that the script may find besides the stand-ins.
@@ -69,14 +70,8 @@ class Machine:
         self.calls_file.write_text("")
         path = str(self.root / "bin")
         fixed = {"PATH": path, "CALLS": str(self.calls_file), "FAIL": "", "TORCH": "cpu"}
-        return subprocess.run(
-            [shutil.which("bash") or "bash", "scripts/setup.sh", *arguments],
-            cwd=self.root,
-            env={**fixed, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        script = (shutil.which("bash") or "bash", "scripts/setup.sh", *arguments)
+        return programs.ended(*script, folder=self.root, environment=fixed, within_s=120, **env)
 
     @property
     def installs(self) -> list[str]:

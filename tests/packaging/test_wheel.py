@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -16,6 +15,8 @@ from tests.packaging import ROOT
 
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
 from packaging.requirements import Requirement
+
+from tests import programs
 
 #: Imports the library with everything in it but what takes other people's trainers over, and none
 #: of the parts beside it.
@@ -79,7 +80,5 @@ def test_an_environment_with_what_it_asks_for_imports_all_of_it(
     modules -= {path for path in modules if path.parent.name == "integrations"}
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules}
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-c", IMPORTS]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {*done.stdout.split()} == names - {"fcdp"} | {"fcdp.integrations"}
+    printed = programs.printed(python, "-c", IMPORTS, folder=tmp_path, environment=clean)
+    assert {*printed.split()} == names - {"fcdp"} | {"fcdp.integrations"}

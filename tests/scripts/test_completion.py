@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from experiments.commands import COMMANDS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import programs
 
 pytestmark = pytest.mark.ranks
 
@@ -24,11 +21,7 @@ def completed(line: str) -> list[str]:
         f". scripts/completion.bash; COMP_WORDS=({' '.join(map(shlex.quote, words))}); "
         f'COMP_CWORD={len(words) - 1}; _fcdp_complete; printf "%s\\n" "${{COMPREPLY[@]}}"'
     )
-    done = subprocess.run(
-        ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return programs.printed("bash", "-euc", script).split()
 
 
 @pytest.mark.parametrize(

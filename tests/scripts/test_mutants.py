@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
 from scripts.mutants.mutant import Source
 from scripts.mutants.operators import omissions, order
-
-ROOT = Path(__file__).parents[2]
+from tests import programs
+from tests.programs import ROOT
 
 CODE = """\
 class Tier:
@@ -93,10 +92,5 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
             tree.put(dataclasses.replace(any_, file="fcdp/__init__.py", source=source))
             print(*run(tree, ["tests"], 60))
         """
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.splitlines() == [
-        "0 the end of the process",
-        "1 tests/test_one.py::test_one",
-    ]
+    ran = programs.printed(sys.executable, "-c", program)
+    assert ran.splitlines() == ["0 the end of the process", "1 tests/test_one.py::test_one"]

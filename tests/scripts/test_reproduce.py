@@ -9,8 +9,7 @@ import pytest
 from experiments.matrix import files
 from scripts import reproduce
 from simulation import yaml_lines
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT
 
 
 def test_every_matrix_that_has_committed_records_is_run() -> None:

@@ -55,13 +55,7 @@ shares = st.floats(0, 1)
     ("layers", "width", "gpus", "free_gb", "tokens", "at_200", "at_100"), VECTORS
 )
 def test_vectors(
-    layers: int,
-    width: int,
-    gpus: int,
-    free_gb: float,
-    tokens: int,
-    at_200: float,
-    at_100: float,
+    layers: int, width: int, gpus: int, free_gb: float, tokens: int, at_200: float, at_100: float
 ) -> None:
     found, slower = (point(layers, width, gpus, gbit_s) for gbit_s in (200, 100))
     assert found.free_bytes() / 1e9 == pytest.approx(free_gb, abs=0.05)
@@ -95,7 +89,6 @@ def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: 
     for name in ("memory_bytes", "bandwidth_bits_per_s"):
         better = one.model_copy(update={name: factor * getattr(one, name)})
         other = better.estimate(gamma)
-        assert other is not None
         assert other.hfu >= found.hfu * (1 - 1e-9)
         assert better.hfu_bound >= one.hfu_bound * (1 - 1e-9)
 
@@ -106,7 +99,6 @@ def test_a_steps_utilisation_stays_below_efficiency_and_bound(
 ) -> None:
     found = one.estimate(efficiency=efficiency)
     assume(found is not None)
-    assert found is not None
     assert found.hfu <= efficiency * (1 + 1e-9)
     # Backward computes three times as much for the same gather, so the step's bound is twice that
     # of the forward: (1 + 3) / (1 + 1).

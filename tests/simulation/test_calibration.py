@@ -12,13 +12,7 @@ import pytest
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
 from simulation.calibration import calibrate, intervals
-from simulation.emulated import (
-    FITTED_TO,
-    TWO_CORES,
-    Comparison,
-    MeasuredStep,
-    compare,
-)
+from simulation.emulated import FITTED_TO, TWO_CORES, Comparison, MeasuredStep, compare
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUNS = [
@@ -69,7 +63,6 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
     counted = 0
     for record, comparison in compared(name):
         measurement = record.measurement
-        assert measurement is not None
         ledger = measurement.ledger_bytes_per_step
         # Auto keeps entries on the host while it measures, which lasts into the counted steps.
         if ledger is None or getattr(record.cell.settings, "policy", None) == "auto":

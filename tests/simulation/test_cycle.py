@@ -158,7 +158,6 @@ def test_slots_are_those_of_the_records(record: Record) -> None:
     """Bytes exactly; activations, which are counted by hand, within 4 %."""
     workload, hardware = workload_of(record.cell), cluster_of(record.cell)
     found = measured(workload, hardware, predict(workload, hardware))
-    assert record.measurement is not None
     assert found.bytes_by_slot == record.measurement.bytes_by_slot
     if record.measurement.activation_bytes_by_slot is None:
         assert found.activation_bytes_by_slot is None

@@ -141,11 +141,9 @@ def test_what_never_fits() -> None:
     given_workload = workload("ddp", "gpt-30b", micro_batch=1)
     assert largest_micro_batch(given_workload, HARDWARE) == 0
     shortage = needed(given_workload, HARDWARE).shortage(HARDWARE)
-    assert shortage is not None
     assert "a device needs" in shortage
     small = replace(HARDWARE, host_memory_bytes=1e9)
     shortage = needed(workload("fcdp", micro_batch=1), small).shortage(small)
-    assert shortage is not None
     assert "a node's host needs 14.8 GB, has 1.0" in shortage
 
 
@@ -175,7 +173,6 @@ def test_peaks_are_those_of_real_steps() -> None:
     # The study's device tells policies nothing of the reserve.
     hardware = replace(HARDWARE, device_reserve_bytes=0.0)
     for record in STUDY:
-        assert record.finding is not None
         for peak in record.finding.peaks:
             footprint = needed(trained_in(record.case, peak.micro_batch), hardware)
             ratio = footprint.device_bytes / peak.device_bytes
@@ -199,7 +196,6 @@ def test_no_batch_is_promised_that_does_not_fit() -> None:
     """At most two that would fit are not promised; no more are where cards report more memory."""
     more = reported(HARDWARE)
     for record in STUDY:
-        assert record.finding is not None
         trained, real = trained_in(record.case), record.finding.largest_micro_batch
         most = real + unaware(record.case)
         assert real - 2 <= largest_micro_batch(trained, HARDWARE) <= most, record.case

@@ -51,7 +51,6 @@ def _away(claim: Claim, check: Check, rows: Sequence[Row]) -> float:
     """By what the records must be multiplied so that ours is the paper's number."""
     compute = check.compute
     assert isinstance(compute, Ratio | Value)
-    assert claim.number is not None
     assert claim.unit is not None
     ours, paper = taken(compute.samples(rows), compute.take), claim.number / SCALES[claim.unit]
     if isinstance(compute, Value) or compute.kind == "ratio":

@@ -47,7 +47,6 @@ def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
 
 def test_a_row_has_the_quantities_of_its_record() -> None:
     record = recorded("fcdp")
-    assert record.measurement is not None
     sent = record.measurement.inter_node_bytes_per_step
     assert row(record).quantities == pytest.approx(
         {
@@ -69,7 +68,6 @@ def test_a_row_has_the_quantities_of_its_record() -> None:
 @pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
 def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
     of, theirs = recorded("fcdp"), made("fsdp2")
-    assert of.measurement is not None
     measured = of.measurement.model_copy(update={"losses": losses})
     difference = LossDifference(
         kind="loss_difference", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
@@ -91,10 +89,7 @@ def test_each_at_its_own_micro_batch() -> None:
 
 
 FASTER = Ratio(
-    kind="gain",
-    quantity="tokens_per_s",
-    of=select(strategy="fcdp"),
-    over=select(strategy="fsdp2"),
+    kind="gain", quantity="tokens_per_s", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
 )
 
 

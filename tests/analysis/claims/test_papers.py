@@ -14,8 +14,8 @@ from analysis.claims import papers
 from analysis.claims.computations import Ratio
 from analysis.claims.papers import Claim
 from analysis.load import matrices
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[3]
 CHECK: dict[str, Any] = {
     "matrix": "parity",
     "compute": {

@@ -57,17 +57,14 @@ def test_the_interval_is_that_of_the_comparison_of_both_cells() -> None:
     ours, theirs = timed("fcdp", rounds(1, 0.2)), timed("fsdp2", rounds(2, 0.4))
     assert ours.record is not None
     found = FASTER.timing([Sample(2.0, ours, theirs)])
-    assert found is not None
     assert found.interval == Comparison(ours.record, theirs.record).interval
     assert (found.rounds, found.enough) == (2 * FEWEST, True)
     less = FASTER.model_copy(update={"kind": "reduction"}).timing([Sample(-1.0, ours, theirs)])
-    assert less is not None
     assert less.interval == (1 - found.interval[1], 1 - found.interval[0])
 
 
 def test_bytes_and_what_was_simulated_have_no_timing() -> None:
     ran = timed("fcdp", [1.0])
-    assert ran.record is not None
     simulated = row(ran.record.model_copy(update={"evidence": "simulated"}))
     by_bytes = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
     assert by_bytes.timing([Sample(1.0, ran, ran)]) is None

@@ -26,7 +26,6 @@ def pair(**fcdp: object) -> list[Record]:
     """A baseline and FCDP under the same settings, FCDP's measurement changed."""
     baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW))
     subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW))
-    assert subject.measurement is not None
     changed = subject.measurement.model_copy(update=fcdp)
     return [baseline, subject.model_copy(update={"measurement": changed})]
 
@@ -41,7 +40,6 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
         ledger_bytes_per_step={"inter_node": {"forward": ledger}},
     )
     of = baseline.measurement
-    assert of is not None
     assert baseline.step_seconds_median is not None
     assert of.inter_node_bytes_closed_form is not None
     found = row(compare([baseline, subject]), "fcdp")
@@ -59,7 +57,6 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
 
 def test_losses_are_compared_at_steps_that_both_have() -> None:
     baseline, subject = pair(losses=[5.6, 5.5 - 0.2, 5.38 + 0.01])
-    assert baseline.measurement is not None
     reference = baseline.measurement.losses
     found = row(compare([baseline, subject]), "fcdp")
     assert found["loss_difference"] == pytest.approx(5.39 - reference[2])

@@ -28,7 +28,6 @@ NAMES = [name for names in ENGINES.values() for name in names]
 def made(link: int | None, tuning: str, at: int) -> Record:
     """A cell of one strategy, each a little slower than the one before."""
     base = made_up.record(made_up.cell("fsdp2", GPT2, tuning, link))
-    assert base.measurement is not None
     seconds = [second * (1 + at / 10) for second in base.measurement.step_seconds]
     sent = base.measurement.inter_node_bytes_per_step * (1 + at)
     cell = base.cell.model_copy(update={"strategy": NAMES[at]})
@@ -54,9 +53,7 @@ def many() -> Drawn:
     return drawn(*made_up.LINKS)
 
 
-def test_a_column_has_its_engine_and_what_all_are_compared_with(
-    many: Drawn,
-) -> None:
+def test_a_column_has_its_engine_and_what_all_are_compared_with(many: Drawn) -> None:
     records, drawings = many
     looks = strategies.styles(NAMES)
     axes = drawings["throughput"].figure.axes
@@ -78,9 +75,7 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(
         assert found == expected
 
 
-def test_the_legend_has_a_column_an_engine(
-    many: Drawn,
-) -> None:
+def test_the_legend_has_a_column_an_engine(many: Drawn) -> None:
     (legend,) = many[1]["throughput"].figure.legends
     labels = [label.get_text().strip() for label in legend.get_texts()]
     rows = len(labels) // len(ENGINES)

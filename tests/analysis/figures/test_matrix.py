@@ -150,7 +150,6 @@ def test_phases_drawn_are_the_records(records: list[Record], drawings: list[Draw
 
 def test_long_lines_of_losses_are_thinned_and_say_so(records: list[Record]) -> None:
     long = records[0]
-    assert long.measurement is not None
     losses = [float(step) for step in range(1300)]
     long = long.model_copy(
         update={

@@ -39,8 +39,6 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
 
 def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
     record = made_up.record(made_up.cell("fcdp", GPT2, "full", None))
-    assert record.measurement is not None
-    assert record.measurement.ledger_bytes_per_step is not None
     phases = record.measurement.ledger_bytes_per_step["inter_node"]
     row = frame([record]).iloc[0]
     assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())

@@ -21,7 +21,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: sudo apt-get install chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: sudo apt-get install chromium")
 ]
 
 PHONE, DESK = 390, 1280
@@ -94,10 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = {root / "records.jsonl": made_up.records()}
     pages = {
         "claims": (reproduction.write(results).page, '["Paper"]'),
-        "report": (
-            run.write(found, root, "deepspeed-zero3").report,
-            '["s/step"]',
-        ),
+        "report": (run.write(found, root, "deepspeed-zero3").report, '["s/step"]'),
     }
     for name, (page, columns) in pages.items():
         probe = PROBE.replace("COLUMNS", f"new Set({columns})")

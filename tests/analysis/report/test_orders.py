@@ -24,7 +24,6 @@ def records(seconds: dict[str, float], spread: float = SPREAD, **changes: object
         steps = [middle * (1 + spread * at) for at in (-1, -0.5, 0, 0.5, 1)]
         cell = made_up.cell(strategy, MODEL, "full", None)
         record = next(each for each in made_up.records() if each.cell.strategy == strategy)
-        assert record.measurement is not None
         measured = record.measurement.model_copy(update={"step_seconds": steps})
         found.append(
             record.model_copy(
@@ -58,7 +57,6 @@ def test_cells_within_each_others_interval_are_no_pair() -> None:
     assert order(TIMED, spread=0.3).pairs == 1  # the fastest and the slowest alone
     close = {"deepspeed-zero3": 1.1, "fsdp2": 1.05, "fcdp": 1.0}
     found = simulator.order("made-up", records(close), records(close, 0.0), readable=True)
-    assert found is not None
     assert found.pairs == 0
 
 
@@ -69,7 +67,6 @@ def test_strategies_that_round_are_no_choice() -> None:
         (other,) = records({"fcdp": seconds})
         found.append(other.model_copy(update={"cell": cell, "cell_id": cell.id}))
     only = simulator.order("made-up", timed, predicted, readable=True)
-    assert only is not None
     assert (only.pairs, only.right, only.costs) == (1, 1, ())
 
 
@@ -78,7 +75,6 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     loud = simulator.order(
         "loud", records(TIMED, machine=busy), records({**TIMED, "fcdp": 9.0}, 0.0), readable=True
     )
-    assert loud is not None
     assert not loud.quiet
     quiet, unread = order(TIMED), order(TIMED, readable=False)
     assert quiet.quiet

@@ -21,8 +21,7 @@ from analysis.report import reproduction
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
 from tests.analysis.pages import check_page
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.programs import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,7 @@ from experiments.records.workload import OwnModel
 from tests.analysis import made_up
 
 
-def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(
-    compared: pd.DataFrame,
-) -> None:
+def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(compared: pd.DataFrame) -> None:
     shown = tables.presentable(compared)
     assert len(shown) == (compared["state"] != "skipped").sum()
     assert set(shown["Evidence"]) == {"emulated"}

@@ -68,7 +68,6 @@ def _bytes_over_fcdp() -> tuple[float, dict[str, dict[str, float]], str | None, 
         workers.step([next(own)])
     workers.settle()
     cache, ledger = workers.cache, workers.take_ledger()
-    assert cache is not None
     assert ledger is not None
     return workers.closed_form_bytes, ledger, workers.policy, cache.hits
 

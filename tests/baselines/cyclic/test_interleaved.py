@@ -94,8 +94,7 @@ def _kept(count: int) -> tuple[Any, int, int]:
 
 def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """A loss that keeps nothing."""
-    loss: torch.Tensor = model(rows).mean()
-    return loss
+    return model(rows).mean()
 
 
 def test_more_stages_than_micro_batches_are_refused(ranks: Pools) -> None:

@@ -40,10 +40,7 @@ def test_each_stage_has_one_micro_batch_in_every_slot(stages: int) -> None:
         (slot % period, stage)
         for micro_batch in range(stages)
         for stage in range(stages)
-        for slot in (
-            forward_slot(micro_batch, stage),
-            backward_slot(micro_batch, stage, stages),
-        )
+        for slot in (forward_slot(micro_batch, stage), backward_slot(micro_batch, stage, stages))
     )
     assert used == Counter((slot, stage) for slot in range(period) for stage in range(stages))
 

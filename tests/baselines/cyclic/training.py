@@ -48,8 +48,7 @@ class Tied(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        logits: torch.Tensor = self.head(self.norm(hidden))
-        return logits
+        return self.head(self.norm(hidden))
 
 
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

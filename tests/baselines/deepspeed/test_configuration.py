@@ -53,8 +53,7 @@ def strategy() -> Any:
 
 
 def configured(model: nn.Module, blocks: list[nn.Module], **settings: Any) -> dict[str, Any]:
-    configuration: dict[str, Any] = strategy().configuration(model, job(blocks, **settings))
-    return configuration
+    return strategy().configuration(model, job(blocks, **settings))
 
 
 def count(module: nn.Module) -> int:

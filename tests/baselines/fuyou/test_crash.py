@@ -21,18 +21,10 @@ import torch.distributed as dist
 
 from baselines.fuyou.train import Fuyou, build
 from fcdp.generations import RECORD
-from tests.baselines.fuyou.training import (
-    batches,
-    in_memory,
-    made,
-    same,
-    settings,
-    state,
-    steps,
-)
+from tests import programs
+from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, state, steps
+from tests.programs import ROOT
 from tests.ranks import Pools
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_a_run_that_is_killed_goes_on_from_its_last_step(
@@ -48,7 +40,6 @@ def test_a_run_that_is_killed_goes_on_from_its_last_step(
             f"from {__name__} import endless; endless({str(folder)!r})",
         ]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         while int(process.stdout.readline()) < 2:  # nothing, where the run ended by itself
             pass
         # Anywhere in the steps that follow.
@@ -94,9 +85,8 @@ def test_a_program_that_ends_without_a_word_writes_its_last_step_or_says_that_it
 ) -> None:
     """Python ends threads' pools before the writes that are delayed have begun."""
     command = f"from {__name__} import ends; ends({str(tmp_path)!r}, {fails})"
-    ended = subprocess.run(
-        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ended = programs.ended(sys.executable, "-c", command)
+    assert ended.returncode == 0, ended.stderr
     (done,) = ranks.run(1, _done, tmp_path)
     assert done == 4 - fails
     said = "the last step does not count: [Errno 5] Input/output error"

@@ -14,15 +14,7 @@ from baselines.fuyou.train import Fuyou, build
 from baselines.strategy import load
 from fcdp.direct_io import open_alone
 from fcdp.generations import STATE
-from tests.baselines.fuyou.training import (
-    batches,
-    in_memory,
-    made,
-    same,
-    settings,
-    steps,
-    trained,
-)
+from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, steps, trained
 from tests.ranks import Pools, RankFailure
 
 pytestmark = pytest.mark.ranks

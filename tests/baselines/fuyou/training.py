@@ -104,7 +104,6 @@ def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
 
 def _add_gradients(params: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
-        assert param.grad is not None
         found = param.grad.float()
         before, param.grad = masters[name].grad, None
         masters[name].grad = found if before is None else before + found

@@ -129,7 +129,6 @@ def _ends(folder: Path, who: str, how: int, after_s: float) -> None:
 def _goes_on(folder: Path) -> None:
     """The files have a whole step, from which training gives what it had given at once."""
     step = step_of(folder)
-    assert step is not None
     assert step >= 2
     found = trained(2, 1, folder, then=lambda worker: worker._port._plan)
     mine, expected = masters(folder, found[0]), reference(2, step + 1)

@@ -24,7 +24,6 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
         trainable.take_ledger()
         total += trainable.step([next(batches) for _ in range(ACCUMULATION)]).item()
     ledger = trainable.take_ledger()
-    assert ledger is not None
     return {**ledger["inter_node"], "closed form": trainable.closed_form_bytes, "loss": total}
 
 
@@ -38,10 +37,7 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
     ],
 )
 def test_gradients_of_each_micro_batch_cross_nodes(
-    ranks: Pools,
-    tuning: Tuning,
-    exchanges: Exchanges,
-    times: float,
+    ranks: Pools, tuning: Tuning, exchanges: Exchanges, times: float
 ) -> None:
     ours, theirs = (
         ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each))[0]

@@ -13,6 +13,7 @@ import pytest
 
 from experiments.clusters.emulated import Network
 from experiments.records.provenance import ROOT
+from tests import programs
 from tests.experiments.waiting import wait_until
 
 _SBIN = ("/usr/sbin", "/sbin")
@@ -136,16 +137,7 @@ class Slurm:
 
     def call(self, *words: str) -> str:
         """Call one of Slurm's commands on the first node; what it prints."""
-        done = subprocess.run(
-            self.command(*words),
-            env={**os.environ, **self.variables},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return programs.printed(*self.command(*words), **self.variables)
 
     def wait_until_idle(self) -> None:
         """Wait until all nodes wait for work."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from experiments.clusters import lifetimes
 from experiments.clusters.messages import Order
 from experiments.clusters.node import _arguments
-from experiments.records.provenance import ROOT
+from tests import programs
 
 
 def order(*arguments: str, files: dict[str, str]) -> Order:
@@ -68,13 +66,7 @@ NO_SIGNAL = 0
 
 def folder_of_sockets(temporary: Path, last_signal: int) -> Path:
     """Where the socket was in a process that sent itself this signal before it ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(last_signal)],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-    )
+    done = programs.ended(sys.executable, "-c", START, last_signal, TMPDIR=str(temporary))
     assert done.stdout, done.stderr
     assert done.returncode == -last_signal
     return Path(done.stdout.strip()).parent

@@ -13,13 +13,7 @@ from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.counters import transmitted_bytes
-from experiments.clusters.emulated import (
-    INTERFACE,
-    MTU,
-    TO_GROUPS,
-    Network,
-    burst_bytes,
-)
+from experiments.clusters.emulated import INTERFACE, MTU, TO_GROUPS, Network, burst_bytes
 from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 

@@ -17,9 +17,9 @@ from experiments.clusters.privileges import (
     missing_capabilities,
     require,
 )
+from tests import programs
 from tests.experiments.waiting import is_running
 
-ROOT = Path(__file__).parents[3]
 USER = 1000
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
 WITHOUT_CAPABILITIES = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
@@ -54,7 +54,7 @@ def logs() -> Iterator[Path]:
 def test_a_user_runs_a_cluster_in_a_user_namespace(as_user: list[str], logs: Path) -> None:
     before = netns.listnetns()
     command = [*as_user, "-m", "tests.experiments.clusters.unprivileged", str(logs), "a b", "$c"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = programs.ended(*command, within_s=120)
     if "ClusterError" in done.stderr:
         pytest.skip(f"no user namespaces here: {done.stderr}")
     assert done.returncode == 0, done.stderr
@@ -71,9 +71,7 @@ def test_where_user_namespaces_are_forbidden_it_says_what_to_do(
     outer = [*as_user, "-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"]
     forbidden = ["unshare", "--user", "--map-root-user", "sh", "-ec", FORBID, "sh"]
     inner = [*WITHOUT_CAPABILITIES, as_user[-1], "-m", "tests.experiments.clusters.unprivileged"]
-    done = subprocess.run(
-        [*outer, *forbidden, *inner, str(logs)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = programs.ended(*outer, *forbidden, *inner, logs)
     if "ClusterError" not in done.stderr and "unshare" in done.stderr:
         pytest.skip(f"no user namespaces here: {done.stderr}")
     assert done.returncode == 1
@@ -88,7 +86,7 @@ def test_where_user_namespaces_are_forbidden_it_says_what_to_do(
 
 def test_a_cluster_without_privileges_says_what_is_missing(as_user: list[str]) -> None:
     script = "from experiments.clusters.privileges import require; require()"
-    done = subprocess.run([*as_user, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = programs.ended(*as_user, "-c", script)
     assert "ClusterError: an emulated cluster needs CAP_NET_ADMIN and CAP_SYS_ADMIN" in done.stderr
 
 

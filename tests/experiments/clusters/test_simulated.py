@@ -40,12 +40,10 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     assert (record.state, record.evidence, record.error) == ("ok", "simulated", None)
     assert read_records(tmp_path / "records.jsonl") == [record]
     measurement = record.measurement
-    assert measurement is not None
     assert measurement.simulation is not None
     assert len(measurement.step_seconds) == 1
     assert measurement.losses == []
     assert record.tokens_per_s == given.tokens_per_step / measurement.step_seconds[0]
-    assert measurement.ledger_bytes_per_step is not None
     sent = sum(measurement.ledger_bytes_per_step["inter_node"].values())
     assert sent == measurement.inter_node_bytes_per_step
     assert sum(measurement.simulation.critical_seconds.values()) == pytest.approx(
@@ -57,15 +55,13 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy"),
-    [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)],
+    ("strategy", "policy"), [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)]
 )
 def test_what_caches_by_a_policy_says_by_which(
     tmp_path: Path, strategy: str, policy: str | None
 ) -> None:
     settings = {} if policy is None else {"policy": policy}
     (record,) = run([simulated(strategy, **settings)], tmp_path)
-    assert record.measurement is not None
     assert record.measurement.policy == policy
     assert record.measurement.host_cache_bytes == (None if policy is None else 0)
 
@@ -74,7 +70,6 @@ def test_what_does_not_fit_is_oom(tmp_path: Path) -> None:
     wide = model_spec("gpt2", layers=40, width=8192, heads=64)
     (record,) = run([simulated("ddp", model=wide)], tmp_path)
     assert record.state == "oom"
-    assert record.error is not None
     assert "a device needs" in record.error
     assert record.measurement is None
 
@@ -82,7 +77,6 @@ def test_what_does_not_fit_is_oom(tmp_path: Path) -> None:
 def test_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
     first, second = run([simulated("fcdp", dtype="float32"), simulated("fcdp")], tmp_path)
     assert first.state == "failed"
-    assert first.error is not None
     assert "allowed: bfloat16" in first.error
     assert second.state == "ok"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.commands import COMMANDS, load, summary
-from experiments.records.provenance import ROOT
+from tests import programs
 
 pytestmark = pytest.mark.ranks
 
@@ -32,10 +31,7 @@ def test_help_and_mistakes_import_no_command() -> None:
     look += "CliRunner().invoke(app, [{}]); "
     look += "print([m for m in sys.modules if m.startswith(('experiments.commands.', 'torch'))])"
     for arguments in ("", "'--help'", "'plam'"):
-        done = subprocess.run(
-            [sys.executable, "-c", look.format(arguments)], cwd=ROOT, capture_output=True, text=True
-        )
-        assert done.stdout == "[]\n", done.stderr
+        assert programs.printed(sys.executable, "-c", look.format(arguments)) == "[]\n"
 
 
 def test_the_default_plan_waits_neither_for_torch_nor_for_long() -> None:
@@ -46,6 +42,5 @@ def test_the_default_plan_waits_neither_for_torch_nor_for_long() -> None:
         "print(found.exit_code, 'torch' in sys.modules, time.process_time() < 5)"
     )
     cluster = ["--nodes", "64", "--gpus", "8", "--gpu", "a40", "--inter-node", "10Gbps"]
-    command = [sys.executable, "-c", look, "plan", "--model", "gpt-30b", *cluster]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["0", "False", "True"]
+    words = ("plan", "--model", "gpt-30b", *cluster)
+    assert programs.printed(sys.executable, "-c", look, *words) == "0 False True\n"

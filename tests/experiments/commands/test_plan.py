@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from experiments.__main__ import app
 from experiments.preflight.schema import Compute
 from simulation.models import shape
+from tests import programs
 from tests.experiments.preflight.made_up import preflight
 from tests.simulation.planner.made_up import config_file
 
@@ -221,8 +221,7 @@ def test_a_plan_starts_without_what_takes_long_to_import() -> None:
         "print(*sys.modules, file=sys.stderr)\n"
     )
     options = ["--model", "gemma-2b", *(part for pair in CLUSTER.items() for part in pair)]
-    command = [sys.executable, "-c", program, "plan", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = programs.ended(sys.executable, "-c", program, "plan", *options)
     assert "take " in done.stdout
     late = {"torch", "numpy", "pandas", "matplotlib", "transformers", "experiments.records.cell"}
     assert not late & {*done.stderr.split()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from experiments.__main__ import app
 from experiments.clusters.interface import Outcome
 from experiments.commands import preflight
 from experiments.preflight.schema import Preflight
-from experiments.records.provenance import ROOT
+from tests import programs
 from tests.experiments.stand_in import StandInCluster
 from tests.simulation.planner.made_up import config_file
 
@@ -24,28 +23,20 @@ from tests.simulation.planner.made_up import config_file
 def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     words = ("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments", "preflight", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = (sys.executable, "-m", "experiments", "preflight", *words)
+    printed = programs.printed(*command, within_s=200)
     measured = Preflight.read(file)
     assert measured.evidence == "emulated"
     assert measured.network["rate_bits_per_s"] == 10**8
     for link in (measured.links.inter_node_point_to_point, measured.links.inter_node_all_gather):
-        assert link is not None
         # Headers take one per cent of it.
         assert link.bytes_per_s == pytest.approx(100e6 / 8, rel=0.15)
     assert measured.links.intra_node_all_gather is None
     assert measured.compute.device == "cpu"
     assert measured.host.to_device_bytes_per_s is None
-    assert "between nodes, gather, a node sends" in done.stdout
-    assert f"figures  {file}" in done.stdout
-    plan = shlex.split(done.stdout.splitlines()[-1].partition("python -m experiments ")[2])
+    assert "between nodes, gather, a node sends" in printed
+    assert f"figures  {file}" in printed
+    plan = shlex.split(printed.splitlines()[-1].partition("python -m experiments ")[2])
     assert plan == ["plan", "--preflight", str(file), "--model", "MODEL"]
     model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
     planned = CliRunner().invoke(app, [*plan[:-1], str(model)])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from experiments.commands.sweep_cell import pick
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
+from tests import programs
 from tests.experiments.stand_in import matrix_file
 from tests.experiments.tracking import offline
 
@@ -49,35 +48,30 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
         pick(reader.read("tau-batch"), arguments)
 
 
+#: Variables of W&B's agent, offline, and of a cluster's stand-in.
+OFFLINE = {
+    "PYTHONPATH": str(ROOT),
+    "STAND_IN": "{}",
+    "WANDB_MODE": "offline",
+    "WANDB_SWEEP_ID": "a-sweep",
+}
+
+
 @pytest.mark.ranks
 def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: Path) -> None:
     file = matrix_file(tmp_path)
     settings = ["--strategy=fcdp", "--inter_bandwidth_bits_per_s=10000000"]
 
-    def call(run: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tests.experiments.stand_in", "sweep-cell", file, *settings],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "STAND_IN": json.dumps({}),
-                "WANDB_MODE": "offline",
-                "WANDB_SWEEP_ID": "a-sweep",
-                "WANDB_RUN_ID": run,
-            },
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+    def call(run: str) -> None:
+        words = ("-m", "tests.experiments.stand_in", "sweep-cell", file, *settings)
+        variables = {**OFFLINE, "WANDB_RUN_ID": run}
+        programs.printed(sys.executable, *words, folder=tmp_path, within_s=100, **variables)
 
-    done = call("first")
-    assert done.returncode == 0, done.stderr
+    call("first")
     records = tmp_path / "runs/small/records.jsonl"
     assert len(records.read_text().splitlines()) == 1
     # Another run of the same sweep asks for the same cell: it is not measured again.
-    assert call("second").returncode == 0
+    call("second")
     assert len(records.read_text().splitlines()) == 1
     runs = (tmp_path / "runs/small/wandb").glob("offline-run-*")
     assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
@@ -86,28 +80,14 @@ def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: P
 @pytest.mark.system
 def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     """Every twelfth point of the grid, by W&B's agent, read back from the offline files."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.experiments.tracking.sweep_agent", SWEEP, "12"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "STAND_IN": json.dumps({}),
-            "WANDB_MODE": "offline",
-            "WANDB_SWEEP_ID": "a-sweep",
-        },
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    words = ("-m", "tests.experiments.tracking.sweep_agent", SWEEP, "12")
+    variables = {**OFFLINE, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = programs.ended(sys.executable, *words, folder=tmp_path, within_s=250, **variables)
     found = offline.runs(tmp_path / "runs/tau-batch")
     points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]
-    assert points == [
-        ("run0", "threshold(0)", 1),
-        ("run1", "threshold(0.75)", 1),
-    ], done.stdout + done.stderr
+    assert points == [("run0", "threshold(0)", 1), ("run1", "threshold(0.75)", 1)], (
+        done.stdout + done.stderr
+    )
     assert {run.sweep for run in found} == {"a-sweep"}
     metric = yaml.safe_load(SWEEP.read_text())["metric"]["name"]
     records = read(tmp_path / "runs/tau-batch/records.jsonl")

@@ -78,9 +78,7 @@ def test_no_larger_micro_batch_fits() -> None:
         assert cell.micro_batch == 1 or fits(workload_of(cell), hardware)
 
 
-def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(
-    tmp_path: Path,
-) -> None:
+def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(tmp_path: Path) -> None:
     document = yaml.safe_load(SIMULATED)
     document["axes"]["nodes"] = [1, 4]
     document["workload"]["micro_batch"] = "max"

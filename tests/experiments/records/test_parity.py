@@ -66,8 +66,7 @@ def test_a_cell_that_did_not_run_is_a_problem_and_a_skipped_one_is_not() -> None
 
 
 @pytest.mark.parametrize(
-    "reference",
-    [[], [trained("fsdp2", state="failed")], [trained("fsdp2", [math.nan] * 4)]],
+    "reference", [[], [trained("fsdp2", state="failed")], [trained("fsdp2", [math.nan] * 4)]]
 )
 def test_what_has_no_reference_was_not_compared(reference: list[Record]) -> None:
     *_, found = compare([*reference, trained("fcdp")])

@@ -12,6 +12,7 @@ import pytest
 
 from experiments.records import provenance
 from experiments.records.provenance import ROOT, gather, scrub
+from tests import programs
 
 
 def test_it_names_versions_and_machine() -> None:
@@ -29,10 +30,8 @@ def test_it_imports_no_library_to_ask_its_version() -> None:
         "import sys; from experiments.records import provenance; "
         "provenance.gather(); print(*sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not {"torch", "deepspeed", "transformers", "peft"} & set(result.stdout.split())
+    imported = programs.printed(sys.executable, "-c", code).split()
+    assert not {"torch", "deepspeed", "transformers", "peft"} & {*imported}
 
 
 def test_it_names_no_path_and_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +66,6 @@ def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     git("init", "--quiet")
     git("commit", "--quiet", "--allow-empty", "--message", "first")
     clean = gather().commit
-    assert clean is not None
     assert len(clean) == 40
     (tmp_path / "new.py").touch()
     assert gather().commit == f"{clean}-dirty"

@@ -25,6 +25,5 @@ def test_the_last_step_is_of_a_complete_line(tmp_path: Path) -> None:
         assert last_step(tmp_path) == Step(1, 2, 5.0, 0.5, 0.0)
     file.write_text(line + '{"step": 2, "of": 2, "loss": NaN, "seconds": 0.5, "at": 0.0}\n{"st')
     last = last_step(tmp_path)
-    assert last is not None
     assert last.step == 2
     assert math.isnan(last.loss)

@@ -54,10 +54,7 @@ def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
         "llama-4x128 · lora · 100 Mbit/s · emulated",
         "fsdp2           ok       1,024         –    6.30         –    6.00    nan 0.500",
     ]
-    assert lines[11:] == [
-        "oom 1 cell: rank 1: out of memory",
-        f"  {cell(strategy='fsdp2').id}",
-    ]
+    assert lines[11:] == ["oom 1 cell: rank 1: out of memory", f"  {cell(strategy='fsdp2').id}"]
 
 
 def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import wandb
 
-from experiments.records.provenance import ROOT
 from experiments.tracking import sink
 from experiments.tracking.sink import export
+from tests import programs
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
 
@@ -143,21 +142,10 @@ def test_the_key_is_nowhere(tmp_path: Path) -> None:
     )
     home = tmp_path / "home"
     home.mkdir()
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(home),
-            "WANDB_API_KEY": KEY,
-            "WANDB_MODE": "online",
-            "WANDB_BASE_URL": "http://127.0.0.1:9",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    asked = {"WANDB_API_KEY": KEY, "WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(home), **asked}
+    result = programs.ended(sys.executable, "-c", code, environment=environment, within_s=100)
+    assert result.returncode == 0, result.stderr
     assert "mode='offline', runs=1" in result.stdout
     assert "cannot be reached, writing offline" in result.stdout
     assert KEY not in result.stdout + result.stderr

@@ -52,14 +52,10 @@ def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
 
 def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runner) -> None:
     finished = run(
-        "co2",
-        **OVER_FCDP,
-        inter_bandwidth_bits_per_s=10**9,
-        inter_group_bandwidth_bits_per_s=10**8,
+        "co2", **OVER_FCDP, inter_bandwidth_bits_per_s=10**9, inter_group_bandwidth_bits_per_s=10**8
     )
     measured = finished.measurement
     between = measured.inter_group_bytes_per_step
-    assert between is not None
     inside = finished.sent - between
     # A node has half of a worker's displacement, which crosses once in a round.
     exchanged = crossing(finished, 2, share=1 / 2) / INTERVAL
@@ -82,7 +78,6 @@ def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner
     plain = run("streaming-diloco", **settings)
     told = run("streaming-diloco", **settings, held_out_every=2)
     losses = told.measurement.held_out_losses
-    assert losses is not None
     assert list(losses) == [2, 4, 6]
     assert losses[6] == told.measurement.held_out_loss
     assert len(set(losses.values())) == 3
@@ -91,9 +86,7 @@ def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner
 
 
 @pytest.mark.parametrize(
-    ("settings", "how"),
-    [({}, "SIGKILL"), (OVER_FCDP, "raise")],
-    ids=["whole", "over fcdp"],
+    ("settings", "how"), [({}, "SIGKILL"), (OVER_FCDP, "raise")], ids=["whole", "over fcdp"]
 )
 def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
     cluster: EmulatedCluster, tmp_path: Path, settings: dict[str, Any], how: str
@@ -122,7 +115,6 @@ def test_each_link_has_its_own_limit(cluster: EmulatedCluster, tmp_path: Path) -
     result = cells.run(cluster, wanted, tmp_path / "cell")
     measured = result.measurement
     between = measured.inter_group_bytes_per_step
-    assert between is not None
     assert 0 < between < result.sent
     # Some of it leaves in the free burst.
     assert sum(measured.step_seconds) > 0.7 * 2 * 8 * between / 2e7

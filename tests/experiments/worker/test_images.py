@@ -288,8 +288,6 @@ def test_resnets_have_their_papers_shape(
 
 def averaged() -> tuple[list[float], list[float]]:
     module = nn.BatchNorm2d(2)
-    assert module.running_mean is not None
-    assert module.running_var is not None
     module.running_mean.fill_(dist.get_rank())
     module.running_var.fill_(10.0 * dist.get_rank())
     convolutional.average_statistics(nn.Sequential(module))

@@ -6,23 +6,16 @@ import gzip
 import json
 from pathlib import Path
 
-import torch
-
 import fcdp
 from experiments.worker.worker import FOLDER, SUMMARY, profile_step
-from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
+from tests.fcdp.training import Run, Settings
 from tests.ranks import Pools
 
 
 def profiled(output: str) -> dict[str, dict[str, int]]:
     """Profile the second step of a small model; returns this rank's bytes of it."""
-    settings = Settings(2, 2)
-    topology = topology_of(2, 2)
-    model = make_model(settings)
-    fcdp.shard(model, topology)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = batches(settings, topology.rank)
-    ledger = fcdp.ledger(model)
+    run = Run(Settings(2, 2))
+    ledger = fcdp.ledger(run.model)
     taken: list[dict[str, dict[str, int]]] = []
 
     def take() -> dict[str, dict[str, int]]:
@@ -30,12 +23,9 @@ def profiled(output: str) -> dict[str, dict[str, int]]:
         ledger.reset()
         return taken[-1]
 
-    def step() -> None:
-        take_step(loss_of(model, next(data)), optimizer)
-
-    step()
+    run.step()
     sent = iter([1_000_000, 3_500_000])
-    profile_step(step, lambda: next(sent), take, topology, Path(output))
+    profile_step(run.step, lambda: next(sent), take, run.topology, Path(output))
     return taken[-1]
 
 

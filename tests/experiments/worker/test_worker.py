@@ -94,7 +94,6 @@ def test_fcdp_sends_one_gather_and_one_reduction_a_step(
     assert fcdp.measurement.inter_node_bytes_closed_form == least
     assert run("fsdp2", settings).sent >= 2.5 * fcdp.sent
     ledger = fcdp.measurement.ledger_bytes_per_step
-    assert ledger is not None
     assert sum(ledger["inter_node"].values()) == pytest.approx(fcdp.sent, rel=0.02)
     # One gather before the forward, none for the backward, one reduction.
     assert ledger["inter_node"].keys() == {"forward", "reduce"}
@@ -142,7 +141,6 @@ def test_each_choice_sends_what_its_closed_form_says(
         run("fcdp", LORA if LORA.items() <= settings.items() else {}),
     )
     least = finished.measurement.inter_node_bytes_closed_form
-    assert least is not None
     assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
     assert finished.measurement.policy == describes
     expected = pytest.approx(plain.measurement.losses, rel=off, abs=0)
@@ -195,7 +193,6 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert measured.engine_version
     assert len(measured.step_seconds) == finished.cell.steps
     assert 0 < sum(measured.step_seconds) < finished.seconds
-    assert measured.inter_node_bytes_closed_form is not None
     assert finished.sent >= measured.inter_node_bytes_closed_form
     assert 50e6 < measured.peak_host_bytes < 4e9
     assert measured.peak_device_bytes is None
@@ -211,7 +208,6 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
 def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner, strategy: str) -> None:
     measured = run(strategy, LORA).measurement
     assert run(strategy).measurement.held_out_loss is None
-    assert measured.held_out_loss is not None
     assert measured.held_out_loss == pytest.approx(
         run("fsdp2", LORA).measurement.held_out_loss, rel=1e-5
     )
@@ -235,7 +231,6 @@ def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
 def test_a_measurement_says_what_the_cache_did(run: Runner) -> None:
     measured = run("fcdp").measurement
     cache, blocks = measured.cache, 2
-    assert cache is not None
     # The root stays gathered until its backward: nothing would read an entry of it.
     assert cache.entries == {"host": blocks}
     assert (cache.hits_per_step, cache.misses_per_step) == (blocks, blocks + 1)
@@ -268,10 +263,8 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
         mean = sum(found.step_seconds) / len(found.step_seconds)
         assert sum(map(float, filter(None, seconds))) == pytest.approx(mean, rel=0.2)
         assert found.inter_node_bytes_closed_form is None
-        assert found.rewards is not None
         assert len(found.rewards) == finished.cell.warmup_steps + finished.cell.steps
     assert half <= generated["fcdp"] <= 1.05 * half + 2 * FIXED_BYTES
-    assert fcdp.measurement.scoring_bytes is not None
     assert fcdp.measurement.scoring_bytes <= FIXED_BYTES
     assert half <= fcdp.measurement.update_bytes <= 1.05 * half + 2 * FIXED_BYTES
     assert generated["fsdp2"] > 10 * generated["fcdp"]
@@ -291,11 +284,7 @@ def test_progress_is_reported_step_by_step(run: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how", "rank"),
-    [
-        ("fcdp", "SIGKILL", 2),
-        ("deepspeed-zero3", "raise", 3),
-    ],
+    ("strategy", "how", "rank"), [("fcdp", "SIGKILL", 2), ("deepspeed-zero3", "raise", 3)]
 )
 def test_a_rank_that_fails_in_mid_step_ends_the_cell(
     cluster: EmulatedCluster, run: Runner, tmp_path: Path, strategy: str, how: str, rank: int
@@ -328,9 +317,7 @@ def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -
     for form in ("cyclic-ring", "cyclic-zero"):
         finished = run(form, four)
         least = finished.measurement.inter_node_bytes_closed_form
-        assert least is not None
         assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
         assert finished.measurement.losses == pytest.approx(together, rel=1e-4)
         slots = finished.measurement.bytes_by_slot
-        assert slots is not None
         assert len(slots) == 2 * NODES * RANKS_PER_NODE

@@ -243,8 +243,7 @@ _threads = threading.local()
 
 def here() -> Device:
     """The device of the rank that this thread is."""
-    device: Device = _threads.device
-    return device
+    return _threads.device
 
 
 class DeviceTensor(torch.Tensor):
@@ -252,14 +251,9 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def over(plain: torch.Tensor) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_subclass(
-            DeviceTensor,
-            plain,
-            False,
-            dispatch_device=True,
-            device_for_backend_keys=_device,
+        return torch.Tensor._make_subclass(
+            DeviceTensor, plain, False, dispatch_device=True, device_for_backend_keys=_device
         )
-        return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -384,8 +378,7 @@ def _index(index: torch.Tensor | None) -> torch.Tensor | None:
     """An index of a tensor of the device: of one that is on the host CUDA makes a copy."""
     if index is None or isinstance(index, DeviceTensor):
         return index
-    copied: torch.Tensor = _run(aten._to_copy.default, (index,), {"device": _device})
-    return copied
+    return _run(aten._to_copy.default, (index,), {"device": _device})
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:

@@ -122,8 +122,7 @@ class Group(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         return BACKEND

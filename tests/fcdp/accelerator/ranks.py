@@ -168,10 +168,7 @@ def run(
             # One thread runs at a time, until it waits for others: they share random numbers.
             with Group.hub.changed, driving(Device(rank, tape, seed)):
                 dist.init_process_group(
-                    f"cpu:{BACKEND},{NAME}:{BACKEND}",
-                    rank=rank,
-                    world_size=world_size,
-                    store=store,
+                    f"cpu:{BACKEND},{NAME}:{BACKEND}", rank=rank, world_size=world_size, store=store
                 )
                 try:
                     results[rank] = function(*args)

@@ -132,11 +132,7 @@ class Tape:
         return made
 
     def note(
-        self,
-        timeline: Timeline,
-        what: str,
-        reads: Sequence[Touch],
-        writes: Sequence[Touch],
+        self, timeline: Timeline, what: str, reads: Sequence[Touch], writes: Sequence[Touch]
     ) -> Operation:
         """Note an operation, and whatever touched its bytes and is not ordered before it."""
         number = len(timeline.operations) + 1
@@ -244,6 +240,5 @@ def made_by() -> str:
     frame = sys._getframe(1)
     while frame is not None and "/accelerator/" in frame.f_code.co_filename:
         frame = frame.f_back
-    assert frame is not None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return line.split(" = ")[0].removeprefix("self.")

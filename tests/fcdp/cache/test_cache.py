@@ -24,29 +24,12 @@ from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
-from tests.fcdp.training import (
-    Settings,
-    TinyLM,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    take_step,
-    topology_of,
-)
+from tests.fcdp.training import Run, Settings, make_model, topology_of
 from tests.ranks import Pools
 
 
-def make(settings: Settings) -> tuple[TinyLM, Any]:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    return shard_with_fcdp(make_model(settings), topology, settings), batches(
-        settings, topology.rank
-    )
-
-
-def tiers(model: TinyLM) -> dict[str, str | None]:
-    engine = engine_of(model)
+def tiers(run: Run) -> dict[str, str | None]:
+    engine = engine_of(run.model)
     return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
 
 
@@ -117,12 +100,11 @@ def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
                 return allocate(tier, unit)
         return allocate(tier, unit)
 
-    settings = Settings(2, 1, policy=fcdp.DeviceCache())
-    model, data = make(settings)
+    run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
     with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad():
-        loss_of(model, next(data))
+        run.loss()
     logging.getLogger("fcdp").removeHandler(handler)
-    return tiers(model), said
+    return tiers(run), said
 
 
 def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Pools) -> None:
@@ -136,16 +118,14 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Po
 
 def no_memory_on_rank_1(policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
     """Neither its device nor its host takes an entry that was meant for the device."""
-    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy)
-    model, data = make(settings)
-    optimizer = make_optimizer(model, settings)
+    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
     takes = ((DeviceTier, "_allocate"), (HostTier, "_take_more"))
     with ExitStack() as stack:
         for tier, method in takes if topology_of(2, 1).rank == 1 else ():
             refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
             stack.enter_context(refuse)
-        losses = [take_step(loss_of(model, next(data)), optimizer) for _ in range(4)]
-    counts = fcdp.ledger(model)
+        losses = [run.step() for _ in range(4)]
+    counts = fcdp.ledger(run.model)
     return losses, counts.hits, counts.misses
 
 
@@ -161,13 +141,12 @@ def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
 
 def count_questions() -> list[int]:
     """How often the ranks ask each other whether all hold an entry, step by step."""
-    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.DeviceCache())
-    model, data = make(settings)
-    optimizer = make_optimizer(model, settings)
+    device = fcdp.DeviceCache()
+    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=device))
     asked = []
     with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
         for _ in range(3):
-            take_step(loss_of(model, next(data)), optimizer)
+            run.step()
             asked.append(question.call_count)
     return asked
 
@@ -180,10 +159,10 @@ def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device(ranks: Pools) -> N
 
 def ask_of_stale_entries(directory: Path) -> tuple[list[bool], int]:
     """Whether they are hits, and how often the ranks asked each other."""
-    model, data = make(Settings(2, 1, policy=fcdp.DiskCache(directory)))
-    cache = engine_of(model).cache
+    run = Run(Settings(2, 1, policy=fcdp.DiskCache(directory)))
+    cache = engine_of(run.model).cache
     with torch.no_grad():
-        loss_of(model, next(data))
+        run.loss()
     with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
         for entry in cache._entries.values():
             entry.generation += 1
@@ -196,14 +175,12 @@ def test_nobody_asks_for_what_every_rank_knows_is_stale(ranks: Pools, tmp_path: 
 
 def keep_on_the_device() -> int:
     """How many entries were allocated in three steps of full fine-tuning."""
-    settings = Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache())
-    model, data = make(settings)
-    optimizer = make_optimizer(model, settings)
+    run = Run(Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache()))
     with mock.patch.object(
         DeviceTier, "_allocate", autospec=True, side_effect=DeviceTier._allocate
     ) as allocate:
         for _ in range(3):
-            take_step(loss_of(model, next(data)), optimizer)
+            run.step()
     return allocate.call_count
 
 
@@ -213,14 +190,13 @@ def test_a_device_entry_is_overwritten_in_place(ranks: Pools) -> None:
 
 def threshold_in_mid_forward() -> tuple[dict[str, str | None], int]:
     """Ranks begin the forward with different memory in use; each entry on the device adds to it."""
-    rank = topology_of(2, 1).rank
-    model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
-    root, first, _ = engine_of(model).units
-    total = 2 * (root.shard_bytes + (1 - rank) * first.shard_bytes) + 2
+    run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
+    root, first, _ = engine_of(run.model).units
+    total = 2 * (root.shard_bytes + (1 - run.topology.rank) * first.shard_bytes) + 2
     used = Usage(1, 0, total)
     with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
-        loss_of(model, next(data)).backward()
-        return tiers(model), asked.call_count
+        run.loss().backward()
+        return tiers(run), asked.call_count
 
 
 def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
@@ -233,14 +209,14 @@ def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
 
 def threshold_as_activations_come() -> tuple[dict[str, str | None], int]:
     """On an accelerator tensors take half of the device while the second unit is stored."""
-    model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
+    run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     tensors = iter([10, 10, 50, 80])
     with (
         mock.patch("fcdp.cache.cache.device_usage", return_value=Usage(20, 20, 100)) as asked,
         mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
     ):
-        loss_of(model, next(data)).backward()
-        return tiers(model), asked.call_count
+        run.loss().backward()
+        return tiers(run), asked.call_count
 
 
 def test_a_threshold_sees_what_forward_has_taken_by_then(ranks: Pools) -> None:
@@ -256,11 +232,10 @@ def auto_moves_frozen_units() -> list[tuple[dict[str, str | None], int]]:
     with mock.patch(
         "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
     ) as asked:
-        settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto())
-        model, data = make(settings)
+        run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto()))
         for used[0] in (0, 0, 0, 10**6, 0):
-            loss_of(model, next(data)).backward()
-            seen.append((tiers(model), asked.call_count))
+            run.loss().backward()
+            seen.append((tiers(run), asked.call_count))
     return seen
 
 
@@ -273,11 +248,8 @@ def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
 
 def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
     """One rank's disk fails in mid-run; all go on together."""
-    topology = topology_of(2, 1)
     policy = fcdp.DiskCache(Path(directory))
-    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy)
-    model, data = make(settings)
-    optimizer = make_optimizer(model, settings)
+    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
     losses = []
     write, read = os.pwritev, os.preadv
 
@@ -285,21 +257,16 @@ def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
         raise OSError(errno.ENOSPC, "made up")
 
     for step in range(4):
-        broken_now = step in (1, 2) and topology.rank == rank
+        broken_now = step in (1, 2) and run.topology.rank == rank
         os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
-        losses.append(take_step(loss_of(model, next(data)), optimizer))
-    counts = fcdp.ledger(model)
+        losses.append(run.step())
+    counts = fcdp.ledger(run.model)
     return losses, counts.hits, counts.misses
 
 
 def train_on_host() -> list[float]:
-    settings = Settings(2, 1, adapter_rank=3)
-    model, data = make(settings)
-    optimizer = make_optimizer(model, settings)
-    losses = []
-    for _ in range(4):
-        losses.append(take_step(loss_of(model, next(data)), optimizer))
-    return losses
+    run = Run(Settings(2, 1, adapter_rank=3))
+    return [run.step() for _ in range(4)]
 
 
 def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: Path) -> None:
@@ -313,19 +280,18 @@ def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: P
 
 
 def corrupt(what: str) -> list[str]:
-    topology = topology_of(2, 1)
-    model, data = make(Settings(2, 1, verify=True))
-    engine = engine_of(model)
-    loss = loss_of(model, next(data))
+    run = Run(Settings(2, 1, verify=True))
+    engine = engine_of(run.model)
+    loss = run.loss()
     if what == "entry":
         engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
         with pytest.raises(RuntimeError) as error:
             loss.backward()
     else:
         loss.backward()
-        engine.entries[engine.units[1]].generation += topology.rank
+        engine.entries[engine.units[1]].generation += run.topology.rank
         with pytest.raises(RuntimeError) as error:
-            loss_of(model, next(data))
+            run.loss()
     return [str(error.value)]
 
 
@@ -340,21 +306,20 @@ def test_verify_names_unit_rank_and_generation(ranks: Pools) -> None:
 
 def where_the_root_lies(gradients: bool, micro_batches: int) -> list[str | None]:
     """Its tier after each of two steps."""
-    model, data = make(Settings(2, 1))
-    optimizer = make_optimizer(model, Settings(2, 1))
+    run = Run(Settings(2, 1))
     seen = []
     for _ in range(2):
         for micro in range(micro_batches):
             with torch.set_grad_enabled(gradients), ExitStack() as stack:
                 if gradients and micro_batches > 1:
                     last = micro == micro_batches - 1
-                    stack.enter_context(fcdp.accumulate(model, last=last))
-                loss = loss_of(model, next(data))
+                    stack.enter_context(fcdp.accumulate(run.model, last=last))
+                loss = run.loss()
                 if gradients:
                     loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(tiers(model)["root"])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        seen.append(tiers(run)["root"])
     return seen
 
 
@@ -367,10 +332,10 @@ def test_what_no_gather_of_the_step_reads_again_is_not_stored(ranks: Pools) -> N
 
 def fetched_ahead() -> list[int]:
     """How many entries are asked for ahead while they are fresh, and once they are stale."""
-    model, data = make(Settings(2, 1, policy=fcdp.HostCache()))
-    cache = engine_of(model).cache
+    run = Run(Settings(2, 1, policy=fcdp.HostCache()))
+    cache = engine_of(run.model).cache
     with torch.no_grad():
-        loss_of(model, next(data))
+        run.loss()
     entries, counts = [*cache._entries.values()], []
     with mock.patch.object(HostTier, "expect") as expect:
         for _ in range(2):

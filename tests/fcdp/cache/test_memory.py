@@ -47,7 +47,6 @@ def test_a_group_leaves_its_limit_less_what_it_cannot_give_up(
 
 def test_the_tightest_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = memory.available_host_memory()
-    assert free is not None
     monkeypatch.setattr(memory, "_left_to_groups", lambda: [free // 2, free // 4])
     assert memory.available_host_memory() == free // 4
 

@@ -38,9 +38,7 @@ def test_on_cuda_a_rank_that_runs_ahead_aborts_and_the_next_exchange_raises(
         here.begins()
 
 
-def test_on_cuda_ranks_that_all_raise_alike_abort_nothing(
-    playing: Callable[[int], None],
-) -> None:
+def test_on_cuda_ranks_that_all_raise_alike_abort_nothing(playing: Callable[[int], None]) -> None:
     (here, backend), (there, other) = over_nccl(), over_nccl()
     for _ in range(2):
         # Together: after a failure the first waits for the second.

@@ -10,19 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fcdp
 from fcdp import failure
 from fcdp.failure import RankFailed
-from tests.fcdp.training import (
-    Settings,
-    TinyLM,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    take_step,
-)
+from tests.fcdp.training import Run, Settings, TinyLM
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -58,22 +48,19 @@ def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[li
     torch.manual_seed(0)
     failure.POLL_S = 0.2
     done = dist.new_group()  # the pool's own group is among those that a failure breaks
-    topology = fcdp.Topology.build(settings.nodes, settings.ranks_per_node, "cpu")
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
+    run = Run(settings)
     seen: list[str] = []
     began = time.monotonic()
     try:
         for step in range(5):
-            fails = step == 1 and topology.rank in failing
-            mend = _FAULTS[where](model) if fails else lambda: None
+            fails = step == 1 and run.topology.rank in failing
+            mend = _FAULTS[where](run.model) if fails else lambda: None
             try:
-                take_step(loss_of(model, next(data)), optimizer)
+                run.step()
                 seen.append("trained")
             except ValueError as error:
                 seen.append(str(error))
-                optimizer.zero_grad()
+                run.optimizer.zero_grad()
             finally:
                 mend()
     except RankFailed as error:

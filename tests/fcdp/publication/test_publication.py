@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -23,16 +22,8 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp import durable
-from tests.fcdp.training import (
-    Settings,
-    TinyLM,
-    batches,
-    loss_of,
-    make_model,
-    shard_with_fcdp,
-    topology_of,
-    whole,
-)
+from tests.fcdp import training
+from tests.fcdp.training import Settings, TinyLM, whole
 from tests.ranks import Pools, RankFailure, RankPool
 
 pytestmark = pytest.mark.ranks
@@ -56,26 +47,15 @@ def equal(actual: Any, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(actual[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
-@dataclass
-class Run:
-    """A model in training whose rank publishes it."""
+class Run(training.Run):
+    """A training whose rank publishes its model."""
 
-    settings: Settings
-    place: Any
-    options: dict[str, Any]
-    rate: float = 1e-6
-
-    def __post_init__(self) -> None:
-        self.topology = topology_of(self.settings.nodes, self.settings.ranks_per_node)
-        self.model = shard_with_fcdp(make_model(self.settings), self.topology, self.settings)
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        self.optimizer = torch.optim.AdamW(params, lr=self.rate)
-        self.data = batches(self.settings, self.topology.rank)
-
-    def step(self) -> None:
-        loss_of(self.model, next(self.data)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def __init__(
+        self, settings: Settings, place: Any, options: dict[str, Any], rate: float = 1e-6
+    ) -> None:
+        super().__init__(settings)
+        self.optimizer.param_groups[0].update(lr=rate, eps=1e-8)
+        self.place, self.options = place, options
 
     def publish(self) -> fcdp.Publication:
         return fcdp.publish(self.model, self.place, **self.options)

@@ -213,7 +213,6 @@ class Walk:
         mine = torch.tensor([answer], device="cpu")
         answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(answers, mine, group=self.group, async_op=True)
-        assert work is not None
         work.wait(_AGREEMENT)
         return [bool(answer) for answer in answers]
 

@@ -43,8 +43,7 @@ class FailsInBackward(torch.autograd.Function):
     @classmethod
     def hook(cls, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """A forward hook: the module's output fails in backward."""
-        result: torch.Tensor = cls.apply(output)
-        return result
+        return cls.apply(output)
 
 
 class _Coarse(torch.autograd.Function):
@@ -61,8 +60,7 @@ class _Coarse(torch.autograd.Function):
 
 
 def coarse(weight: torch.Tensor, unit: float) -> torch.Tensor:
-    result: torch.Tensor = _Coarse.apply(weight, unit)  # type: ignore[no-untyped-call]
-    return result
+    return _Coarse.apply(weight, unit)
 
 
 class Linear(nn.Module):
@@ -88,8 +86,7 @@ class Adapter(nn.Module):
         self.up = Linear(rank, width, unit, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.up(self.down(x))
-        return result
+        return self.up(self.down(x))
 
 
 class Block(nn.Module):
@@ -140,8 +137,7 @@ class Net(nn.Module):
         skip: frozenset[int] = frozenset(),
         fails_before: int | None = None,
     ) -> torch.Tensor:
-        result: torch.Tensor = self.head(self._hidden(tokens, skip, fails_before))
-        return result
+        return self.head(self._hidden(tokens, skip, fails_before))
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Another method that computes with the parameters of all blocks."""

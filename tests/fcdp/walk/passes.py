@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import fcdp
-from tests.fcdp.walk.drive import Handler, Walk
+from tests.fcdp.walk.drive import Walk
 from tests.fcdp.walk.model import Boom, FailsInBackward, inputs_of_a_block, loss_of
 from tests.fcdp.walk.pair import Side
 
@@ -255,10 +255,7 @@ def boom(walk: Walk) -> None:
     walk.note(f"{place}{' with grad' if graph else ''}{' in accumulate' if within else ''}")
     for side in walk.pair.sides:
         try:
-            with (
-                side.accumulating("waits" if within else "plain"),
-                torch.set_grad_enabled(graph),
-            ):
+            with side.accumulating("waits" if within else "plain"), torch.set_grad_enabled(graph):
                 side.model(tokens[:, :-1], frozenset(), place)
             raise AssertionError("the forward did not fail")
         except Boom:
@@ -293,33 +290,3 @@ def setup_again(walk: Walk) -> None:
 def invalidate(walk: Walk) -> None:
     """Never needed here, and never wrong."""
     fcdp.invalidate(walk.pair.cached.model)
-
-
-HANDLERS: dict[str, Handler] = {
-    function.__name__: function
-    for function in (
-        train,
-        backward,
-        micro,
-        last,
-        accumulate,
-        step,
-        clip_step,
-        closure,
-        zero_grad,
-        evaluate,
-        no_grad_forward,
-        inference_forward,
-        forward_only,
-        two_forwards,
-        submodule,
-        method,
-        unshard,
-        freeze,
-        thaw,
-        boom,
-        boom_in_backward,
-        setup_again,
-        invalidate,
-    )
-}

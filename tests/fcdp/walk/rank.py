@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from tests.fcdp.walk import passes, storage, writes
 from tests.fcdp.walk.drive import Event, Handler, Walk, WalkFailed
 from tests.fcdp.walk.options import Options
 
-HANDLERS: dict[str, Handler] = {**passes.HANDLERS, **writes.HANDLERS, **storage.HANDLERS}
+#: Events by kind: the public functions of the modules that have them.
+HANDLERS: dict[str, Handler] = {
+    name: function
+    for module in (passes, writes, storage)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and not name.startswith("_")
+}
 
 #: An event that takes longer is a hang, and its stack is dumped.
 _HANG_S = 60

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 import fcdp
-from tests.fcdp.walk.drive import Handler, Walk
+from tests.fcdp.walk.drive import Walk
 from tests.fcdp.walk.pair import Side
 
 
@@ -145,19 +145,3 @@ def state_dict(walk: Walk) -> None:
         }
 
     walk.both("state", local)
-
-
-HANDLERS: dict[str, Handler] = {
-    function.__name__: function
-    for function in (
-        load,
-        rebuild,
-        keep_state,
-        write_kept_state,
-        save_by_dcp,
-        load_by_dcp,
-        save,
-        resume,
-        state_dict,
-    )
-}

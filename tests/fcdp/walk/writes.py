@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from tests.fcdp.walk.drive import Handler, Walk
+from tests.fcdp.walk.drive import Walk
 from tests.fcdp.walk.model import loss_of
 from tests.fcdp.walk.pair import Side
 
@@ -214,20 +214,3 @@ def write_within(walk: Walk) -> None:
 
 def data_write_within(walk: Walk) -> None:
     _write_within(walk, _UNSEEN)
-
-
-HANDLERS: dict[str, Handler] = {
-    function.__name__: function
-    for function in (
-        write,
-        data_write,
-        foreach_write,
-        assign_data,
-        vector_write,
-        master_copy,
-        average,
-        convert,
-        write_within,
-        data_write_within,
-    )
-}

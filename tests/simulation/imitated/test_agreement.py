@@ -28,11 +28,7 @@ MICRO_BATCH = 8
 
 def at(strategy: str, length: int) -> Case:
     return case(
-        strategy,
-        model=MODEL,
-        checkpointing=True,
-        sequence_length=length,
-        device_bytes=48 * 10**9,
+        strategy, model=MODEL, checkpointing=True, sequence_length=length, device_bytes=48 * 10**9
     )
 
 

@@ -10,11 +10,7 @@ from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
 
 def record(
-    strategy: str,
-    largest: int | None,
-    *,
-    tuning: str = "full",
-    length: int = 512,
+    strategy: str, largest: int | None, *, tuning: str = "full", length: int = 512
 ) -> MemoryRecord:
     """Of the 30B model without checkpointing; the peak at 8 is 10 GB a sequence that fits."""
     (case,) = (

@@ -19,11 +19,7 @@ MODELS = ("llama-3-8b", "llama-3-70b", "qwen2-7b", "mistral-7b", "mixtral-8x7b",
 GPUS = ("a10g", "l4", "rtx4090", "a40", "a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
 NODES = (1, 4, 16, 64)
 GBIT_S = (1, 10, 100, 800, 3200)
-TUNING: tuple[dict[str, Any], ...] = (
-    {},
-    {"lora_rank": 8},
-    {"lora_rank": 8, "frozen_dtype": "nf4"},
-)
+TUNING: tuple[dict[str, Any], ...] = ({}, {"lora_rank": 8}, {"lora_rank": 8, "frozen_dtype": "nf4"})
 POINTS = list(product(MODELS, GPUS, NODES, GBIT_S, TUNING))
 #: Seconds of CPU that an answer takes at most.
 IN_TIME = 5.0

@@ -89,11 +89,7 @@ def test_each_offer_is_checked_with_the_global_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "within", "said"),
     [
-        (
-            {"lora_rank": None, "strategies": ("ddp",)},
-            None,
-            "nothing fits, .*lacks",
-        ),
+        ({"lora_rank": None, "strategies": ("ddp",)}, None, "nothing fits, .*lacks"),
         ({"tokens": 1e13}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, would compute for"),
         ({"tokens": 1.2e9}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, takes \S+ hours"),
         ({"global_batch": 16, "micro_batches": (4,)}, None, "global_batch = 16: is no multiple"),

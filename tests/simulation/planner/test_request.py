@@ -56,10 +56,7 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"strategies": ("zero9",)}, "strategy = 'zero9': allowed are deepspeed-zero3, "),
-        (
-            {"strategies": ("cyclic-ring",)},
-            "strategy = 'cyclic-ring': is not planned: its ranks",
-        ),
+        ({"strategies": ("cyclic-ring",)}, "strategy = 'cyclic-ring': is not planned: its ranks"),
         ({"global_batch": 100}, "global_batch = 100: must be a multiple of the 32 ranks"),
         (
             {"global_batch": 64, "micro_batches": (1, 8)},

@@ -77,13 +77,7 @@ def test_more_bandwidth_never_lowers_throughput(
     assert fast.tokens_per_s >= slow.tokens_per_s * (1 - 1e-9)
 
 
-@given(
-    st.sampled_from(STRATEGIES),
-    TUNING,
-    st.floats(1, 600),
-    st.floats(1, 10),
-    st.integers(1, 64),
-)
+@given(st.sampled_from(STRATEGIES), TUNING, st.floats(1, 600), st.floats(1, 10), st.integers(1, 64))
 def test_more_host_memory_never_makes_a_fit_unfit(
     strategy: str, lora_rank: int | None, gigabytes: float, times: float, micro_batch: int
 ) -> None:
@@ -147,7 +141,6 @@ def test_micro_batches_are_all_that_divide_the_sequences(whole: int) -> None:
 def test_a_huge_global_batch_is_answered() -> None:
     asked = request("gpt-10b", strategies=("fsdp2",), recomputed=(1.0,), global_batch=32 * 10**12)
     (verdict,) = search(asked)
-    assert verdict.best is not None
     assert verdict.best.workload.micro_batch * verdict.best.workload.accumulation == 10**12
 
 

@@ -31,7 +31,6 @@ def small(directory: Path) -> Request:
 
 def test_without_a_server_it_is_not_offered(tmp_path: Path) -> None:
     found = plan(small(tmp_path))
-    assert found is not None
     assert found.in_network is None
     assert "luwu" not in report.document(found)
 
@@ -40,7 +39,6 @@ def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
     asked = small(tmp_path)
     without, found = plan(asked), plan(with_server(asked))
     assert without is not None
-    assert found is not None
     assert found.in_network is not None
     assert report.rows(found) == report.rows(without)
     document = report.document(found)
@@ -56,7 +54,6 @@ def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
 def test_it_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
     asked = with_server(replace(small(tmp_path), global_batch=64))
     found = in_network(asked)
-    assert found is not None
     assert found.workload.micro_batch == 2
 
 
@@ -88,7 +85,6 @@ def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
     asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
     found = in_network(with_server(asked))
-    assert found is not None
     assert found.workload.cached
     assert found.prediction.footprint.host_bytes > 0
 
@@ -102,13 +98,11 @@ def _one(gpu: str = "rtx4090", memory: float = 64e9, gpus: int = 1) -> Hardware:
 def test_it_is_named_where_nothing_fits_one_gpu() -> None:
     asked = request(hardware=_one())
     offered = out_of_core(asked)
-    assert offered is not None
     # Two generations of masters, moments and what is computed with.
     assert offered.ssd_bytes >= 28 * shape(asked.model, offered.length).parameters
     assert refusal(asked).endswith(f"or {offered}")
     assert "modelled, not simulated" in str(offered)
     more = out_of_core(request(hardware=_one(memory=512e9)))
-    assert more is not None
     assert more.tokens_per_s >= offered.tokens_per_s
 
 
@@ -138,6 +132,5 @@ def test_it_is_the_model_of_the_published_table(tmp_path: Path) -> None:
     (point,) = (p for p in fuyou.published() if (p.table, p.ssds, p.batch) == ("ssds", 12, 32))
     asked = request(str(file), hardware=machine, sequence_lengths=(1024,), micro_batches=(32,))
     made = out_of_core(asked)
-    assert made is not None
     tflops = 3 * fuyou.work_of(point).flops / made.seconds / 1e12
     assert tflops == pytest.approx(fuyou.predicted(point, 1e9), rel=0.1)

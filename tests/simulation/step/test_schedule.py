@@ -213,11 +213,9 @@ def test_fp32_on_gpus_is_refused() -> None:
 def test_what_does_not_fit_says_what_is_missing() -> None:
     found = predict(workload("ddp", large=True), hardware())
     assert found.state == "oom"
-    assert found.error is not None
     assert "a device needs" in found.error
     assert found.step_seconds > 0
     host = predicted("fcdp", on=hardware(host_memory_bytes=1e6))
-    assert host.error is not None
     assert "a node's host needs" in host.error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from fcdp import direct_io
 from fcdp.cache.tiers.disk import DiskTier
+from tests.disks import full_disk
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 PLACE: Any = Place(2, 0)
@@ -107,17 +107,12 @@ def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel refuses to let the file grow, as it does when the disk is full."""
     units = entries(4)
     tier = make_tier(tmp_path, *units)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 8192, hard))
-    try:
+    with full_disk(2 * 8192):
         for value, unit in enumerate(units):
             tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
         kept = [tier.intact(unit) for unit in units[:3]]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert kept == [True, True, False]
     assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
     loaded = torch.zeros(2, 2048)

@@ -1,0 +1,43 @@
+"""Programs that tests start and wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ended(
+    *words: object,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] = os.environ,
+    within_s: float | None = None,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """How a program ended and what it printed; ``variables`` are set besides its environment."""
+    return subprocess.run(
+        [*map(str, words)],
+        cwd=folder,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+
+
+def printed(*words: object, **options: Any) -> str:
+    """What a program prints that must end well; the options are those of ``ended``."""
+    done = ended(*words, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell, also where these tests were started by make."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return ended("make", *arguments, environment=outside)
