@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fcdp
@@ -44,6 +46,12 @@ def refusals() -> dict[str, str]:
     refused("twice", fcdp.cache_parameters, model, topology, fcdp.NoCache())
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
     refused("sharded_already", fcdp.shard, plain, topology, units=plain.blocks)
+    hybrid = nn.Linear(4, 4)
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    refused("hybrid", fcdp.cache_parameters, hybrid, topology)
+    elsewhere = nn.Linear(4, 4)
+    fully_shard(elsewhere, mesh=topology.mesh, reshard_after_forward=2)
+    refused("reshard_integer", fcdp.cache_parameters, elsewhere, topology)
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(
         distribute_tensor(parallel.weight.detach(), topology.mesh, [Shard(0)])
@@ -61,6 +69,8 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
         "model_as_unit": "units[0]: is the model itself",
         "twice": "set up on it already, with policy = HostCache() (now NoCache()); must be equal",
         "sharded_already": "is a DTensor",
+        "hybrid": "2 dimensions ('a', 'b')",
+        "reshard_integer": "reshard_after_forward is an integer",
         "tensor_parallel": "0.weight: is a DTensor",
     }.items():
         assert words in messages[case], (case, messages[case])
@@ -106,3 +116,46 @@ def collected() -> bool:
 
 def test_the_engine_dies_with_its_model(ranks: Pools) -> None:
     assert all(ranks.run(2, collected))
+
+
+def set_up_again() -> tuple[bool, bool, bool]:
+    """Whether FCDP is on a model before, after, and as it was after the same call again."""
+    topology = topology_of(2, 1)
+    plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
+    before = fcdp.is_cached(plain)
+    for _ in range(2):
+        fcdp.cache_parameters(plain, topology)
+    model = make_model(PLAIN)
+    fcdp.shard(model, topology, units=model.blocks)
+    engine = engine_of(model)
+    fcdp.shard(model, topology, units=model.blocks)
+    fcdp.cache_parameters(model, topology)  # a trainer's callback, say
+    return before, fcdp.is_cached(plain), engine_of(model) is engine
+
+
+def test_setting_up_again_with_equal_arguments_changes_nothing(ranks: Pools) -> None:
+    assert ranks.run(2, set_up_again) == [(False, True, True)] * 2
+
+
+def foreign_collectives() -> tuple[str, str]:
+    """What is said of a custom collective before FCDP, and of one after it."""
+    topology = topology_of(2, 1)
+    model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
+
+    class Custom(type(model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm)):  # type: ignore[misc]
+        pass
+
+    model.blocks[0].set_custom_all_gather(Custom())
+    with pytest.raises(ValueError) as early:  # noqa: PT011 - the message is the test
+        fcdp.cache_parameters(model, topology)
+    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
+    model.blocks[0].set_custom_all_gather(Custom())
+    with pytest.raises(RuntimeError) as late:
+        loss_of(model, next(batches(PLAIN, topology.rank)))
+    return str(early.value), str(late.value)
+
+
+def test_other_collectives_are_refused(ranks: Pools) -> None:
+    for early, late in ranks.run(2, foreign_collectives):
+        assert "blocks.0: has a custom collective, Custom" in early
+        assert "blocks.0: set_custom_all_gather" in late

@@ -13,23 +13,41 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
-from tests.fcdp.checkpoints import Run, assert_equal, moments
+from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, moments
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
 
 
-def resume_before_the_first_step(directory: Path) -> list[list[float]]:
-    """Losses of a run that was saved at once, of one from there, and of one without a save."""
-    run, resumed = Run(), Run(seed=1)
+def resume(settings: Settings, directory: Path, before: int) -> tuple[list[float], list[float]]:
+    """Losses after a save, of the run that went on and of one that started from it."""
+    run = Run(settings)
+    run.train(before)
     run.save(directory)
+    expected = run.train(3)
+    resumed = Run(settings, seed=1)
     resumed.load(directory)
-    return [each.train(3) for each in (run, resumed, Run())]
+    return resumed.train(3), expected
+
+
+RUNS = {"full": Settings(2, 2), "small_adapters": Settings(2, 2, adapter_rank=1)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_resumed_run_has_the_same_losses(ranks: Pools, tmp_path: Path, run: str) -> None:
+    for resumed, expected in ranks.run(4, resume, RUNS[run], tmp_path, 3):
+        assert resumed == expected
+        assert len(set(expected)) == 3
 
 
 def test_a_run_saved_before_its_first_step_resumes_too(ranks: Pools, tmp_path: Path) -> None:
     """A state that PyTorch makes up for an optimizer without one would count a step."""
-    saved, resumed, plain = ranks.run(2, resume_before_the_first_step, tmp_path)[0]
-    assert saved == resumed == plain
+    resumed, expected = ranks.run(2, resume, PLAIN, tmp_path, 0)[0]
+    assert resumed == expected
+    assert expected == ranks.run(2, losses_without_saving)[0]
+
+
+def losses_without_saving() -> list[float]:
+    return Run().train(3)
 
 
 def save_trained(settings: Settings, directory: Path) -> dict[str, torch.Tensor]:

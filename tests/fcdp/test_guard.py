@@ -21,6 +21,51 @@ from tests.ranks import Pools
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
 
 
+def losses_around_a_write(where: str, detect: bool) -> tuple[float, float, str]:
+    """The loss after a ``.data`` write as computed, as it should be, and the error if there is."""
+    topology = topology_of(2, 1)
+    model = make_model(FROZEN)
+    fcdp.shard(
+        model, topology, units=model.blocks, reshard_after_forward=True, detect_writes=detect
+    )
+    tokens = next(batches(FROZEN, topology.rank))
+    before = loss_of(model, tokens)
+    if where == "within":
+        for param in model.blocks.parameters():
+            param.data.mul_(2)
+        before.backward()
+        with pytest.raises(RuntimeError) as error, torch.no_grad():
+            loss_of(model, tokens)
+        with torch.no_grad():
+            found = loss_of(model, tokens).item()
+        fcdp.invalidate(model)
+        with torch.no_grad():
+            return found, loss_of(model, tokens).item(), str(error.value)
+    before.backward()
+    # One rank alone writes.
+    if topology.rank == 1:
+        for param in model.blocks.parameters():
+            param.data.mul_(2)
+    with torch.no_grad():
+        found = loss_of(model, tokens).item()
+        fcdp.invalidate(model)
+        return found, loss_of(model, tokens).item(), ""
+
+
+def test_a_write_between_passes_is_gathered_anew(ranks: Pools) -> None:
+    for found, expected, _ in ranks.run(2, losses_around_a_write, "between", True):
+        assert found == expected
+    # The guard is what sees it.
+    assert any(a != b for a, b, _ in ranks.run(2, losses_around_a_write, "between", False))
+
+
+def test_a_write_within_a_pass_is_an_error_on_all_ranks_at_the_next(ranks: Pools) -> None:
+    for found, expected, message in ranks.run(2, losses_around_a_write, "within", True):
+        assert "blocks." in message
+        assert "written where nothing shows it" in message
+        assert found == expected  # all units were gathered anew after the error
+
+
 class Event:
     """One that the host sees when told to."""
 

@@ -68,6 +68,14 @@ def test_flat_exchanges_send_all_but_one_ranks_part_and_gradients_of_each_micro_
     assert (result.hits, result.misses) == (hierarchical.hits, hierarchical.misses)
 
 
+def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
+    settings = Settings(2, 2, accumulation=4, steps=2)
+    result = ranks.run(4, train, settings, "fcdp")[0]
+    total, _ = ranks.run(4, gathered_bytes, settings)[0]
+    assert result.ledger is not None
+    assert 2 * sum(result.ledger["inter_node"].values()) / settings.steps == total
+
+
 def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
     settings = Settings(2, 2, adapter_rank=3, steps=3)
     result = ranks.run(4, train, settings, "fcdp")[0]

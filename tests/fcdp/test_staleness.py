@@ -139,6 +139,24 @@ def test_a_state_dict_is_watched_for_as_long_as_it_lives(ranks: Pools, tmp_path:
     ranks.run(2, load_into_an_old_state, str(tmp_path))
 
 
+def write_between_forward_and_backward() -> str:
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    loss = loss_of(model, next(batches(settings, topology.rank)))
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="blocks.1: parameters were written in place") as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_write_in_mid_step_is_an_error_that_names_the_unit(ranks: Pools) -> None:
+    assert all(
+        "fcdp.invalidate" in message for message in ranks.run(2, write_between_forward_and_backward)
+    )
+
+
 # Passes over parts of a model
 
 

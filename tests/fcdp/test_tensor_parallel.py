@@ -263,23 +263,44 @@ def test_one_rank_exports_whole_parameters(ranks: Pools, tmp_path: Path) -> None
     torch.testing.assert_close(written, answers[0][1], rtol=0, atol=0)
 
 
-def refusals() -> tuple[str, str]:
-    """What is said of a parameter on another mesh, and of a model on other ranks."""
-    topology, model = topology_of(Layout(2, 1)), parallel_model(Layout(2, 1))
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    model.head.weight = nn.Parameter(
-        distribute_tensor(torch.zeros(VOCABULARY, WIDTH), other, [Shard(1)])
-    )
-    with pytest.raises(ValueError, match="DTensor") as placed:
-        fcdp.shard(model, topology, units=model.blocks)
-    plain = nn.Linear(4, 4)
-    fully_shard(plain, mesh=mesh_of(2)["tp"])
-    with pytest.raises(ValueError, match="sharded over ranks") as elsewhere:
-        fcdp.cache_parameters(plain, topology)
-    return str(placed.value), str(elsewhere.value)
+MESHES = {
+    "another mesh": "head.weight: is a DTensor on mesh",
+    "hybrid": "2 dimensions ('r', 's') that replicates",
+    "other ranks": "sharded over ranks [0, 1]; must be those of the topology, [0, 2]",
+}
+
+
+def refusals() -> dict[str, str]:
+    return {case: refused(case) for case in MESHES}
+
+
+def refused(case: str) -> str:
+    layout = Layout(2, 1)
+    topology, model = topology_of(layout), parallel_model(layout)
+    arguments: dict[str, Any] = {"units": model.blocks}
+    if case == "another mesh":
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        model.head.weight = nn.Parameter(
+            distribute_tensor(torch.zeros(VOCABULARY, WIDTH), other, [Shard(1)])
+        )
+    elif case == "hybrid":
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("r", "s", "tp"))["r", "s"]
+        plain = nn.Linear(4, 4)
+        fully_shard(plain, mesh=mesh)
+        with pytest.raises(ValueError, match="replicates") as error:
+            fcdp.cache_parameters(plain, topology)
+        return str(error.value)
+    elif case == "other ranks":
+        plain = nn.Linear(4, 4)
+        fully_shard(plain, mesh=mesh_of(2)["tp"])
+        with pytest.raises(ValueError, match="sharded over ranks") as error:
+            fcdp.cache_parameters(plain, topology)
+        return str(error.value)
+    with pytest.raises(ValueError, match="DTensor") as error:
+        fcdp.shard(model, topology, **arguments)
+    return str(error.value)
 
 
 def test_other_meshes_are_refused(ranks: Pools) -> None:
-    placed, elsewhere = ranks.run(4, refusals)[0]
-    assert "head.weight: is a DTensor on mesh" in placed
-    assert "sharded over ranks [0, 1]; must be those of the topology, [0, 2]" in elsewhere
+    said = ranks.run(4, refusals)[0]
+    assert {case: text for case, text in MESHES.items() if text not in said[case]} == {}

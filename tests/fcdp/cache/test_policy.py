@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,19 @@ def place(policy: fcdp.CachePolicy, units: list[Any]) -> Any:
 
 def usage(used: int, total: int = 100) -> Usage:
     return Usage(used, used, total)
+
+
+def test_policies_are_values_that_travel() -> None:
+    for policy in (
+        fcdp.HostCache(),
+        fcdp.NoCache(),
+        fcdp.DeviceCache(),
+        fcdp.DiskCache(Path("/tmp")),
+        fcdp.Threshold(0.8),
+        fcdp.Budget(host=3),
+        fcdp.Auto(),
+    ):
+        assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 def test_below_the_threshold_the_device_takes_a_unit_at_it_the_host() -> None:
@@ -69,6 +84,20 @@ def test_frozen_units_come_before_trainable_ones() -> None:
     preferences = place(fcdp.Budget(host=20), [frozen, trained, kept]).preferences
     assert preferences[frozen] == preferences[trained] == ("host",)  # type: ignore[index]
     assert preferences[kept] == ()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fcdp.Threshold(1.1), "tau = 1.1"),
+        (lambda: fcdp.Budget(host=-1), "host = -1"),
+        (lambda: fcdp.Budget(disk=1), "needs a directory"),
+        (lambda: fcdp.Auto(reserve=1.0), "reserve = 1.0"),
+    ],
+)
+def test_bad_values_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 def test_auto_measures_fills_the_headroom_and_backs_off() -> None:

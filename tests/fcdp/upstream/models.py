@@ -30,15 +30,17 @@ def mlps(count: int, dim: int) -> nn.Sequential:
 
 
 class DoubleLinear(nn.Module):
-    """Two layers beside each other."""
+    """Two layers beside each other; the second may be left out of what is returned."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, use_second: bool) -> None:
         super().__init__()
         torch.manual_seed(42)
         self.lin1, self.lin2 = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.use_second = use_second
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.relu(self.lin1(x)), F.relu(self.lin2(x))
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        first = F.relu(self.lin1(x))
+        return (first, F.relu(self.lin2(x))) if self.use_second else first
 
 
 class Branches(nn.Module):

@@ -85,6 +85,20 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
             assert param.grad.dtype == torch.float32
 
 
+@cases()
+def test_evaluation_between_micro_batches(run: Run) -> None:
+    """A forward without gradients, between micro-batches that are not reduced."""
+    model = mlps(2, 5)
+    run.shard([*model, model])
+    run.cache(model)
+    for step in steps(run, model):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            model(run.input(4, 5, step=10 * step + micro)).sum().backward()
+            with torch.no_grad():
+                run.see("evaluated", model(run.input(4, 5, step=99)))
+
+
 @cases(("every",), ("no_sync",))
 def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
     """A unit that an early micro-batch uses and the last does not."""

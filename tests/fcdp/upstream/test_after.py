@@ -1,4 +1,4 @@
-"""Calls of FSDP2 that come after FCDP, and other roots and meshes."""
+"""Calls of FSDP2 that come after FCDP, and custom collectives of the user's own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+import fcdp
+from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.running import Run, adam, cases, train
+from tests.ranks import Pools
 
 
 @cases()
@@ -67,3 +70,21 @@ def test_a_mesh_whose_dimensions_are_named(run: Run) -> None:
         return model(x).sum()
 
     train(run, model, adam(model), loss)
+
+
+def sharded_again() -> tuple[str, str]:
+    """What ``fully_shard`` says to modules that a cached model holds already."""
+    topology = topology_of(2, 1)
+    model = mlps(1, 6)
+    for unit in [*model, model]:
+        fully_shard(unit, mesh=topology.mesh)
+    fcdp.cache_parameters(model, topology)
+    with pytest.raises(AssertionError, match="already been applied") as twice:
+        fully_shard(model[0], mesh=topology.mesh)
+    with pytest.raises(ValueError, match="set up on it already") as cached:
+        fcdp.cache_parameters(model[0], topology)
+    return str(twice.value), str(cached.value)
+
+
+def test_a_cached_module_is_not_sharded_again(ranks: Pools) -> None:
+    ranks.run(2, sharded_again)

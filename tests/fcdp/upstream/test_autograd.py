@@ -1,4 +1,4 @@
-"""Outputs and parameters that a loss leaves out."""
+"""Outputs, modules and parameters that a loss leaves out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fcdp.upstream.running import Run, adam, cases, train
 @cases((True,), (False,))
 def test_an_output_that_the_loss_leaves_out(run: Run, reshard: bool) -> None:
     """The second of two outputs falls out of the loss in mid-run."""
-    model = DoubleLinear(24)
+    model = DoubleLinear(24, use_second=True)
     run.shard([model.lin1, model], reshard_after_forward=reshard)
     run.cache(model)
 
@@ -20,6 +20,28 @@ def test_an_output_that_the_loss_leaves_out(run: Run, reshard: bool) -> None:
         return (first * second).sum() if step < 2 else first.sum()
 
     train(run, model, adam(model), loss)
+
+
+@cases((True,), (False,))
+def test_a_module_that_never_runs(run: Run, reshard: bool) -> None:
+    model = DoubleLinear(24, use_second=False)
+    run.shard([model.lin1, model.lin2, model], reshard_after_forward=reshard)
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum())
+
+
+@cases()
+def test_other_parameters_receive_gradients_in_each_step(run: Run) -> None:
+    """Parameters of one group receive gradients in turn, alike on all ranks."""
+    model = Branches(6)
+    run.shard([model])
+    run.cache(model)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.input(2, 6, step=step), used=("left", "right")[step % 2]).sum(),
+    )
 
 
 @cases()

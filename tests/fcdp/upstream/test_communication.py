@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
@@ -55,6 +56,27 @@ def test_units_are_gathered_and_reduced_as_often(run: Run, reshard: bool | None)
     assert backward == ({True: LAYERS + 1, False: 0, None: LAYERS}[reshard], LAYERS + 1)
     run.see("counts", (forward, backward))
     run.see_gradients(model)
+
+
+def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
+    """Gathers across nodes in forward and backward, and those from the cache in backward."""
+    run = Run(topology_of(2, 1), cached=True)
+    model = transformer(run, reshard_after_forward=reshard)
+    run.cache(model)
+    ledger = fcdp.ledger(model)
+    loss = loss_of(run, model)
+    forward = ledger.misses
+    loss.backward()
+    return forward, ledger.misses - forward, ledger.hits
+
+
+@pytest.mark.parametrize(
+    ("reshard", "hits"), [(True, LAYERS + 1), (False, 0), (None, LAYERS)], ids=str
+)
+def test_backward_gathers_nothing_across_nodes(
+    ranks: Pools, reshard: bool | None, hits: int
+) -> None:
+    assert ranks.run(2, gathers_across_nodes, reshard) == [(LAYERS + 1, 0, hits)] * 2
 
 
 @cases()

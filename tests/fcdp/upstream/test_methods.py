@@ -87,6 +87,18 @@ class Captioner(nn.Module):
 
 
 @cases((False,), (True,))
+def test_a_forward_method_inside_the_model(run: Run, cached_first: bool) -> None:
+    model = Captioner()
+    run.shard([model.vision, model.projector, model])
+    if cached_first:
+        run.cache(model)
+    register_fsdp_forward_method(model.vision, "features")
+    if not cached_first:
+        run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(2, 3, 8, 8, step=step)).sum())
+
+
+@cases((False,), (True,))
 def test_a_forward_method_of_the_root(run: Run, writes: bool) -> None:
     """Training goes through the method alone, and evaluation through ``forward``."""
     model = Captioner()

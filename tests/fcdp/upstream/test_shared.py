@@ -1,12 +1,20 @@
-"""Modules that share a group, and heads that run chunk by chunk."""
+"""Tied weights, modules that share a group, and heads that run chunk by chunk."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn as nn
 
-from tests.fcdp.upstream.models import VOCABULARY
+from tests.fcdp.upstream.models import VOCABULARY, Transformer
 from tests.fcdp.upstream.running import Run, cases, steps, train_on_tokens
+
+
+@cases((True, True), (True, False), (False, True), (False, False))
+def test_tied_weights(run: Run, reshard: bool, checkpointing: bool) -> None:
+    model = Transformer(tied=True, checkpointing=checkpointing)
+    run.shard(model.units(), reshard_after_forward=reshard)
+    run.cache(model)
+    train_on_tokens(run, model)
 
 
 class Chunked(nn.Module):

@@ -1,4 +1,4 @@
-"""State dicts: refused, loaded from meta, and full ones of rank 0."""
+"""State dicts: sharded, full, partial, kept while training goes on, and loaded from meta."""
 
 from __future__ import annotations
 
@@ -15,31 +15,71 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.fcdp.training import whole
-from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, adam, cases
+from tests.fcdp.upstream.models import MLP, mlps
+from tests.fcdp.upstream.running import Run, adam, all_sharded, cases
 
 
-def load_nothing(model: nn.Module) -> None:
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
+def stacked(dim: int) -> nn.Sequential:
+    torch.manual_seed(42)
+    return nn.Sequential(MLP(dim), nn.Sequential(MLP(dim), nn.Linear(dim, dim)), MLP(dim))
+
+
+@cases((3, False, True), (2, False, True), (5, False, False), (16, True, True))
+def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool) -> None:
+    """Values of a state dict are the parameters' memory, and loading writes into it."""
+    model = stacked(dim)
+
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(param.shape.index(max(param.shape)))
+
+    run.shard(
+        [*model, model],
+        reshard_after_forward=reshard,
+        shard_placement_fn=place if largest else None,
+    )
+    run.cache(model)
+    x = run.input(2, dim)
+    before = model.state_dict()
+    for name, param in model.named_parameters():
+        assert isinstance(before[name], DTensor)
+        assert before[name].to_local().data_ptr() == param.to_local().data_ptr()  # type: ignore[attr-defined]
+    run.see("before", model(x))
+    after = model.state_dict()  # reshards what stayed gathered
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert torch.equal(value.to_local(), before[name].to_local())
+    model.load_state_dict(
+        {name: value.detach().clone().fill_(0.1) for name, value in after.items()}
+    )
+    assert all_sharded(model)
+    run.see("loaded", model(x))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.2)
+    run.see("filled", model(x))
+    run.see_params(model)
 
 
 @cases()
-def test_a_load_that_is_refused(run: Run) -> None:
-    """A load that is refused leaves the model and its cache usable."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
+def test_a_state_dict_that_is_kept(run: Run) -> None:
+    """One state dict, taken before training, follows the parameters."""
+    torch.manual_seed(42)
+    model = nn.Linear(4, 4, bias=False)
+    run.shard([model], reshard_after_forward=True)
     run.cache(model)
-    x = run.input(4, 6)
-    for step in range(2):
-        output = model(x)
-        run.see(f"output {step}", output)
-        load_nothing(model)
-        output.sum().backward()
-    run.see_gradients(model)
+    state = model.state_dict()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(run.input(4, 4, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(state["weight"].to_local(), model.weight.to_local())
+    run.see("state", state["weight"])
 
 
 @cases((False,), (True,))
@@ -118,3 +158,45 @@ def test_a_full_state_dict_from_rank_0(run: Run) -> None:
     optimizer.step()
     run.see("went on", model(x))
     run.see_params(model)
+
+
+@cases((False,), (True,))
+def test_parts_of_a_state_dict(run: Run, assign: bool) -> None:
+    """``strict=False`` with some of the keys, into a sub-module too."""
+    model = mlps(2, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    x = run.input(4, 6)
+    for step in range(3):
+        run.see(f"output {step}", model(x))
+        part = {
+            name: (value.detach() * 0.5).clone()
+            for name, value in model.state_dict().items()
+            if "in_proj" in name
+        }
+        model.load_state_dict(part, strict=False, assign=assign)
+        model[1].load_state_dict(
+            {name: value.detach() * 1.5 for name, value in model[1].state_dict().items()},
+            assign=assign,
+        )
+    run.see_params(model)
+
+
+def load_nothing(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+
+
+@cases()
+def test_a_load_that_is_refused(run: Run) -> None:
+    """A load that is refused leaves the model and its cache usable."""
+    model = mlps(2, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    x = run.input(4, 6)
+    for step in range(2):
+        output = model(x)
+        run.see(f"output {step}", output)
+        load_nothing(model)
+        output.sum().backward()
+    run.see_gradients(model)
