@@ -17,6 +17,8 @@ from fcdp.engine import engine_of
 from tests.fcdp.training import (
     Run,
     Settings,
+    batches,
+    loss_of,
     make_model,
     shard_with_fcdp,
     shard_with_fsdp2,

@@ -15,7 +15,16 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.guard import Guard
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
-from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of
+from tests.fcdp.training import (
+    WIDTH,
+    Block,
+    Run,
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    topology_of,
+)
 from tests.ranks import Pools
 
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)

@@ -12,7 +12,18 @@ import torch.distributed.checkpoint as checkpoint
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import WIDTH, Block, Run, Settings, TinyLM, loss_of
+from tests.fcdp.training import (
+    WIDTH,
+    Block,
+    Run,
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+)
 from tests.ranks import Pools
 
 # The adapters of each block have a unit of their own.

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from baselines.registry import simulated
 from experiments.records.cell import ClusterSpec
-from experiments.records.modelled import messages
+from experiments.records.modelled import framed
+from simulation import framing
 from simulation.hardware import share_of_peak
 from simulation.prediction import Prediction, chrome_trace, needed, predict
 from simulation.traffic import MEASURED, difference_bits
@@ -43,7 +44,8 @@ def test_every_strategy_is_predicted(strategy: str, lora: bool) -> None:
 @pytest.mark.parametrize("strategy", simulated())
 def test_one_node_sends_nothing_to_others(strategy: str) -> None:
     assert predicted(strategy, on=hardware(nodes=1)).inter_node_bytes == 0
-    assert messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
+    alone = cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))
+    assert framing.messages(*framed(alone)) == 0
 
 
 def test_least_bytes_of_the_schedules() -> None:
