@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=48_500, aim=34_000),
+    "lines of source": Budget(most=48_600, aim=34_000),
     "lines of fcdp": Budget(most=12_000, aim=7_500),
     "lines of baselines": Budget(most=8_250, aim=6_500),
     "lines of simulation": Budget(most=9_050, aim=6_500),
