@@ -96,12 +96,6 @@ def table(record: dict[str, Any]) -> str:
     return made + "\n\n" + text.table(head, rows)
 
 
-def committed() -> dict[str, Any]:
-    """The record of the last measurement that was kept."""
-    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return record
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RECORD.parent.mkdir(parents=True, exist_ok=True)

@@ -293,12 +293,6 @@ def tables(record: dict[str, Any]) -> str:
     )
 
 
-def committed() -> dict[str, Any]:
-    """The record of the last measurement that was kept."""
-    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return record
-
-
 def _quartiles(values: Sequence[float]) -> list[float]:
     return [round(each, 1) for each in statistics.quantiles(values)]
 

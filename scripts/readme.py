@@ -71,7 +71,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/differences.md": {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
     },
-    "docs/use.md": {"saving": lambda: tables.saving(_saving())},
+    "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
     "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
@@ -109,8 +109,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
             quality.TIMES,
             lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
         ),
-        "coding": lambda: coding_speed.table(coding_speed.committed()),
-        "host-time": lambda: host_cost.tables(host_cost.committed()),
+        "coding": lambda: coding_speed.table(committed("coding-speed")),
+        "host-time": lambda: host_cost.tables(committed("host-cost")),
         "memory": memory.of_caches,
         "others": memory.of_others,
         "traffic": memory.of_traffic,
@@ -148,10 +148,11 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _saving() -> dict[str, Any]:
-    """The record of ``scripts.saving_cost``."""
-    found: dict[str, Any] = json.loads((ROOT / "results/saving/record.json").read_text("utf-8"))
-    return found
+def committed(name: str) -> dict[str, Any]:
+    """The record of the last measurement by a script that was kept, in a folder of results."""
+    file = ROOT / "results" / name / "record.json"
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
 
 
 def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from scripts import host_cost
+from scripts import host_cost, readme
 from tests.ranks import Pools
 
 COUNTS = {
@@ -17,7 +17,7 @@ COUNTS = {
 
 
 def test_the_record_holds_what_is_counted_on_all_shapes() -> None:
-    rows = host_cost.committed()["rows"]
+    rows = readme.committed("host-cost")["rows"]
     assert {(row["nodes"], row["ranks_per_node"]) for row in rows} == {*host_cost.SHAPES}
     assert len(rows) == len(host_cost.SHAPES) * len(COUNTS) * 2
     for row in rows:

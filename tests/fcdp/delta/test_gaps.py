@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +9,7 @@ from hypothesis import strategies as st
 
 from fcdp.delta import difference, gaps
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from fcdp.delta.huffman import zstd
 
 CODINGS: tuple[Coding, ...] = ("entropy", "ordered")
 
