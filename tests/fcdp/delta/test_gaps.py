@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -113,6 +115,14 @@ def test_files_of_publications_stay_readable() -> None:
     for coding, form in forms.items():
         encoded = encode(numbers, torch.zeros_like(numbers), coding)
         assert encoded[:4].view(torch.int32).item() == form
+
+
+def test_more_than_there_can_be_is_refused_before_it_is_unpacked() -> None:
+    numbers = torch.zeros(5000, dtype=torch.int16)
+    unpacked = mock.patch.object(gaps.huffman, "read", side_effect=AssertionError("unpacked"))
+    for tokens, others in ((5001, 0), (0, 0), (-1, 0), (1, 2), (1, -1)):
+        with unpacked:
+            assert not gaps.read(gaps.Sizes(tokens, others, 9), numbers.view(torch.uint8), numbers)
 
 
 def test_what_cannot_have_been_written_is_refused() -> None:
