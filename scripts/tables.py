@@ -453,7 +453,8 @@ def _of(records: Sequence[Record], subject: str) -> Record:
 def saving(record: Mapping[str, Any]) -> str:
     """Cost of saving on a schedule, by the record of ``scripts.saving_cost``."""
     pairs = zip(record["saved"], record["plain"], strict=True)
-    more = [100 * (saved / plain - 1) for saved, plain in pairs]
+    part = 100 * record["steps"] / record["each"]
+    more = [part * (saved / plain - 1) for saved, plain in pairs]
     low, high = interval(more)
     return (
         f"A save of {record['bytes'] / 1e6:.0f} MB each hundred steps (*emulated*, {len(more)} "
