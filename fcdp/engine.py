@@ -23,6 +23,7 @@ from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs, Exact
 from fcdp.counts import Ledger
+from fcdp.delta.difference import prepare
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
@@ -141,6 +142,8 @@ class Engine:
         self._encoded: list[EncodedReduce] = []
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._economies += [self._exact] if self._exact is not None else []
+        if self._economies and streams.on_host:
+            prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to tell when somebody takes it away.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}

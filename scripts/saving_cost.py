@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "saving" / "record.json"
 #: Cell of matrix ``reference``: all parameters trained, on a link that is not limited.
 CELL = "fcdp-full-gpt2-4x256-unshaped-k1"
-#: Steps of a half, in which a save always ends, and from one save to the next where saves are usual.
+#: Steps of a half, in which a save always ends; and from one save to the next where it counts.
 STEPS, EACH, ROUNDS = 25, 100, 32
 
 

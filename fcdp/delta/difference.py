@@ -13,13 +13,29 @@ nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.de
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from fcdp.delta import exponents, gaps
-from fcdp.delta.packing import GRANULE, Codes, pack_flags, places, unpack_flags
+from fcdp.delta.packing import (
+    GRANULE,
+    Bits,
+    Codes,
+    escaped,
+    joined,
+    keep_changed,
+    near_and_wide,
+    pack,
+    pack_flags,
+    sample,
+    spread_changed,
+    take,
+)
 
 #: Words per chunk: what is worked on stays in a core's cache.
 CHUNK = 2**19
@@ -32,8 +48,7 @@ _NOTHING, _SPARSE, _RAW = 0, 1, 16
 _GAPS, _ORDERED = 3, 5
 #: New words by their exponents.
 _EXPONENTS = 6
-_CODES = {1: Codes(2), 2: Codes(2), 4: Codes(4), 8: Codes(8)}
-
+_BITS: dict[int, Bits] = {_SPARSE: 2, 2: 2, 4: 4, 8: 8}
 
 #: How near the entropy: packed codes; entropy codes; these, of words in order of magnitude.
 Coding = Literal["packed", "entropy", "ordered"]
@@ -88,6 +103,17 @@ def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
     return at
 
 
+@functools.cache
+def prepare() -> None:
+    """Compile what coding runs, or load it: no rule is to take these seconds for coding's speed."""
+    base = torch.zeros(GRANULE, dtype=torch.int16, device="cpu")
+    new = base.clone()
+    new[0] = 1
+    for coding in get_args(Coding):
+        apply(encode(new, base, coding), base.clone())
+    apply(encode(new, None), base)
+
+
 def _table_bytes(numel: int) -> int:
     chunks = max(1, -(-numel // CHUNK))  # an empty tensor is one, empty, chunk
     return chunks * len(_Chunk._fields) * 4
@@ -97,80 +123,82 @@ def _raw(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
     return _Chunk(_RAW, 0, 0, 0), [new.contiguous().view(torch.uint8)]
 
 
+def _if_fewer(
+    row: _Chunk, parts: Sequence[torch.Tensor], new: torch.Tensor
+) -> tuple[_Chunk, list[torch.Tensor]]:
+    """A chunk of ``parts``, or of ``new`` as it is where these take no fewer bytes."""
+    body = [part.view(torch.uint8) for part in parts]
+    if sum(part.numel() for part in body) % 2:
+        body.append(body[-1].new_zeros(1))  # words begin at even bytes
+    return (row, body) if sum(part.numel() for part in body) < 2 * new.numel() else _raw(new)
+
+
 def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
     """New words by their exponents, where that is less than they are."""
     if not new.numel():
         return _raw(new)
     told, rest = exponents.write(new)
-    fill = rest.new_zeros((told.numel() + rest.numel()) % 2)  # words begin at even bytes
-    body = [told, rest, fill]
-    fewer = sum(part.numel() for part in body) < 2 * new.numel()
-    return (_Chunk(_EXPONENTS, told.numel(), 0, 0), body) if fewer else _raw(new)
+    return _if_fewer(_Chunk(_EXPONENTS, told.numel(), 0, 0), [told, rest], new)
 
 
 def _encode(
     new: torch.Tensor, base: torch.Tensor, coding: Coding
 ) -> tuple[_Chunk, list[torch.Tensor]]:
-    numbers = new - base
-    raw = _raw(new)
-    if numbers.numel() % GRANULE:
-        numbers = F.pad(numbers, (0, -numbers.numel() % GRANULE))
-    form = _choose(numbers)
+    form = _choose(new, base)
     if form == _NOTHING:
         return _Chunk(form, 0, 0, 0), []
     if form == _RAW:
-        return raw if coding == "packed" else _alone(new)
-    if coding != "packed":
-        numbers = numbers[: new.numel()]
-        if coding == "ordered":
-            numbers = numbers.index_select(0, gaps.by_magnitude(base))
-        # In order frequencies change on the way.
-        sizes, told = gaps.write(numbers, window=12 if coding == "ordered" else 17)
-        row = _Chunk(_ORDERED if coding == "ordered" else _GAPS, *sizes)
-        fill = told.new_zeros(told.numel() % 2)  # words begin at even bytes
-        return (row, [told, fill]) if told.numel() + fill.numel() < 2 * new.numel() else raw
-    codes = _CODES[form]
-    words = codes.pack(numbers)
-    bitmap, kept = [], None
+        return _raw(new) if coding == "packed" else _alone(new)
+    if coding == "packed":
+        return _if_fewer(*_by_codes(form, new, base), new)
+    if coding == "entropy":
+        sizes, told = gaps.write(new - base, window=17)
+        return _if_fewer(_Chunk(_GAPS, *sizes), [told], new)
+    # In order frequencies change on the way.
+    numbers = (new - base).index_select(0, gaps.by_magnitude(base))
+    sizes, told = gaps.write(numbers, window=12)
+    return _if_fewer(_Chunk(_ORDERED, *sizes), [told], new)
+
+
+def _by_codes(
+    form: int, new: torch.Tensor, base: torch.Tensor
+) -> tuple[_Chunk, list[torch.Tensor]]:
+    bits, now, before = _BITS[form], _filled(new), _filled(base)
+    codes = torch.empty(now.numel() * bits // 8, dtype=torch.uint8, device="cpu")
+    pack(now.numpy(), before.numpy(), bits, codes.numpy())
+    at = _escaped(codes, bits)
+    numbers = torch.empty_like(at, dtype=torch.int16)
+    take(now.numpy(), before.numpy(), at.numpy(), numbers.numpy())
+    near, wide = near_and_wide(numbers)
+    words, bitmap = codes.view(torch.int16), []
     if form == _SPARSE:
-        flags = words.to(torch.bool)
-        kept = places(flags)
-        bitmap, words = [pack_flags(flags)], words.index_select(0, kept)
-    at = codes.escaped(words)
-    if kept is not None:
-        at = kept.index_select(0, at >> 1).mul_(2).add_(at & 1)  # two bytes a word
-    some = codes.of_bytes(numbers).index_select(0, at).view(torch.int16)
-    escaped = _where(some, codes.escapes(some))
-    near = escaped.to(torch.int8)
-    far = near != escaped
-    wide = _where(escaped, far)
-    near.masked_fill_(far, 0)  # no escaped number is zero
-    parts = [*bitmap, words, wide, near]
+        bitmap, kept = [pack_flags(words.to(torch.bool))], torch.empty_like(words)
+        words = kept[: keep_changed(words.numpy(), kept.numpy())]
     row = _Chunk(form, words.numel(), near.numel(), wide.numel())
-    body = [part.view(torch.uint8) for part in parts]
-    if near.numel() % 2:
-        body.append(body[-1].new_zeros(1))  # words begin at even bytes
-    return (row, body) if sum(part.numel() for part in body) < 2 * new.numel() else raw
+    return row, [*bitmap, words, wide, near]
 
 
-def _where(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    """The ``values`` (n) whose ``flags`` (n, bool) are set, in order."""
-    return values.index_select(0, places(flags))
+def _escaped(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Places (k, int64) of the numbers that ``codes`` (uint8, whole granules) do not hold."""
+    at = torch.empty(codes.numel() * 8 // bits, dtype=torch.int64, device="cpu")
+    return at[: escaped(codes.view(torch.int64).numpy(), bits, at.numpy())]
 
 
-def _choose(numbers: torch.Tensor) -> int:
+def _filled(words: torch.Tensor) -> torch.Tensor:
+    """``words`` and zeros, up to a whole granule."""
+    missing = -words.numel() % GRANULE
+    return F.pad(words, (0, missing)) if missing else words
+
+
+def _choose(new: torch.Tensor, base: torch.Tensor) -> int:
     """The form whose bytes are the fewest, judged by a sample where that is enough."""
-    words = numbers.view(-1, 8)
-    sample = words[:: max(1, len(words) // _SAMPLED)].contiguous()
-    counts = sample.view(-1).clamp(-128, 128).abs_().bincount(minlength=1).tolist()
-    if counts[0] == sample.numel() and not numbers.view(torch.uint8).any():
+    step = max(1, new.numel() // 8 // _SAMPLED)
+    count, some, *beyond = sample(new.numpy(), base.numpy(), step)
+    if not some and np.array_equal(new.numpy(), base.numpy()):
         return _NOTHING
-    beyond = [sum(counts[limit:]) / sample.numel() for limit in (2, 8, 128)]
-    halves = sample.view(torch.int64)
-    some = int((halves[:, 0] | halves[:, 1]).count_nonzero()) / len(sample)
-    two, four, wide = beyond
+    two, four, wide = (number / (8 * count) for number in beyond)
     bits = {
-        _SPARSE: 1 / 8 + 2 * some + 8 * two,
+        _SPARSE: 1 / 8 + 2 * some / count + 8 * two,
         2: 2 + 8 * two,
         4: 4 + 8 * four,
         8: 8 + 8 * wide,
@@ -211,36 +239,36 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
             order = gaps.by_magnitude(base)
             base.index_add_(0, order, numbers)
     elif row.form != _NOTHING:
-        _check(row.form in _CODES)
-        base.add_(_numbers(row, reader, base.numel())[: base.numel()])
+        _check(row.form in _BITS)
+        _add(row, reader, base)
     return reader.at
 
 
-def _numbers(row: _Chunk, reader: _Reader, numel: int) -> torch.Tensor:
-    """The differences of a chunk, filled up to a whole granule."""
-    codes = _CODES[row.form]
-    count = -(-numel // GRANULE) * GRANULE // codes.per_word
+def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
+    """Add the numbers of a chunk's codes to ``base``."""
+    bits = _BITS[row.form]
+    count = -(-base.numel() // GRANULE) * GRANULE * bits // 16
+    words = torch.zeros(count, dtype=torch.int16, device="cpu")
     if row.form == _SPARSE:
-        kept = places(unpack_flags(reader.take(count // 8, torch.uint8)))
-        given = reader.take(row.words, torch.int16)
-        _check(kept.numel() == row.words)
-        words = torch.zeros(count, dtype=torch.int16, device="cpu").index_copy_(0, kept, given)
+        bitmap = reader.take(words.numel() // 8, torch.uint8)
+        kept = reader.take(row.words, torch.int16)
+        _check(spread_changed(bitmap.numpy(), kept.numpy(), words.numpy()))
     else:
-        words = reader.take(count, torch.int16)
-    numbers = codes.unpack(words)
-    wide = reader.take(row.wide, torch.int16)
-    near = reader.take(row.escaped, torch.int8)
+        words.copy_(reader.take(words.numel(), torch.int16))
+    wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
-    at = codes.escaped(words)
-    some = codes.of_bytes(numbers).index_select(0, at).view(torch.int16)
-    escapes, far = places(some == -codes.limit), places(near == 0)
-    _check(escapes.numel() == row.escaped and far.numel() == row.wide)
-    escaped = near.to(torch.int16).index_copy_(0, far, wide)
-    some.index_copy_(0, escapes, escaped)
-    codes.of_bytes(numbers).index_copy_(0, at, codes.of_bytes(some))
-    return numbers
+    numbers, values = Codes(bits).unpack(words), joined(near, wide)
+    at = _escaped(words.view(torch.uint8), bits)
+    if values is None or values.numel() != at.numel():
+        raise _damaged()
+    numbers.index_copy_(0, at, values)
+    base.add_(numbers[: base.numel()])
 
 
 def _check(holds: bool) -> None:
     if not holds:
-        raise ValueError("a difference between versions of a shard: damaged on its way")
+        raise _damaged()
+
+
+def _damaged() -> ValueError:
+    return ValueError("a difference between versions of a shard: damaged on its way")

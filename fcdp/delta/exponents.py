@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from fcdp.delta import huffman
+from fcdp.delta.compiled import Bytes, Words, compiled
 
 #: Numbers that share a mean exponent, and those of them that it is the mean of.
 _BLOCK, _SAMPLED = 256, 32
@@ -18,13 +19,10 @@ _WINDOW = 15
 
 def write(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The exponents of ``words`` (n, int16) as bytes (uint8), and the rest of them (n, uint8)."""
-    # The sign goes below the mantissa: the upper byte is the exponent.
-    rotated = (words << 1).sub_(words >> 15)
-    rest = rotated.to(torch.uint8)
-    distances = _blocks(rotated.bitwise_right_shift_(8).to(torch.uint8))
-    means = distances[:, :_SAMPLED].float().mean(1).to(torch.uint8)
-    distances -= means[:, None]
-    return huffman.write([distances.view(-1)[: words.numel()], means], _WINDOW), rest
+    distances, rest = torch.empty(2, words.numel(), dtype=torch.uint8, device="cpu")
+    means = torch.empty(-(-words.numel() // _BLOCK), dtype=torch.uint8, device="cpu")
+    _part(words.numpy(), distances.numpy(), means.numpy(), rest.numpy())
+    return huffman.write([distances, means], _WINDOW), rest
 
 
 def read(told: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
@@ -36,16 +34,31 @@ def read(told: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
     given = huffman.read(told, out.numel() + means)
     if given is None or given.numel() != out.numel() + means:
         return False
-    exponents = _blocks(given[: out.numel()])
-    exponents += given[out.numel() :, None]
-    torch.bitwise_left_shift(exponents.view(-1)[: out.numel()].to(torch.int16), 8, out=out)
-    out += rest
-    signs = out << 15
-    out.bitwise_right_shift_(1).bitwise_and_(0x7FFF).bitwise_or_(signs)
+    distances, means_of = given.split([out.numel(), means])
+    _join(distances.numpy(), means_of.numpy(), rest.numpy(), out.numpy())
     return True
 
 
-def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """(n) as (⌈n / block⌉, block), a copy; the last is filled up with its last value."""
-    fill = values[-1:].expand(-values.numel() % _BLOCK)
-    return torch.cat([values, fill]).view(-1, _BLOCK)
+@compiled
+def _part(words: Words, distances: Bytes, means: Bytes, rest: Bytes) -> None:
+    """Write exponents as distances from their blocks' means; signs go below the mantissas."""
+    for block in range(means.size):
+        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        of, to, beside = words[part], distances[part], rest[part]
+        total = 0
+        for at in range(min(_SAMPLED, of.size)):
+            total += of[at] >> 7 & 0xFF
+        means[block] = total // min(_SAMPLED, of.size)
+        for at in range(of.size):
+            to[at] = (of[at] >> 7) - means[block]
+        for at in range(of.size):
+            beside[at] = of[at] << 1 | of[at] >> 15 & 1
+
+
+@compiled
+def _join(distances: Bytes, means: Bytes, rest: Bytes, out: Words) -> None:
+    """Write the words of which :func:`_part` has made the others."""
+    for block in range(means.size):
+        for at in range(block * _BLOCK, min((block + 1) * _BLOCK, out.size)):
+            exponent = distances[at] + means[block] & 0xFF
+            out[at] = rest[at] << 15 | exponent << 7 | rest[at] >> 1

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fcdp.delta import huffman
-from fcdp.delta.packing import order_of, places
+from fcdp.delta.compiled import Bytes, Longs, Words, compiled
+from fcdp.delta.packing import BIT, DE_BRUIJN, joined, near_and_wide, pack_flags
 
 #: Zeros that one byte tells of. A byte more tells of as many runs of so many.
 _RUN = 64
 #: The two lowest bits of a byte: 1, −1, a number that follows, and no number but only zeros.
-_ONE, _MINUS_ONE, _OTHER, _ZEROS = range(4)
+_OTHER, _ZEROS = 2, 3
 
 
 class Sizes(NamedTuple):
@@ -35,38 +38,15 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
 
     ``window`` is that of :func:`huffman.write`.
     """
-    at = places(numbers.to(torch.bool))  # compared, it takes eight times as long
-    values = numbers.index_select(0, at)
-    gaps = at.to(torch.int32)
-    gaps[1:] -= gaps[:-1].clone()
-    gaps[0] += 1
-    gaps -= 1
-    one, minus_one = ((values == value).view(torch.uint8) for value in (1, -1))
-    kinds = (_OTHER - minus_one).sub_(one, alpha=_OTHER)
-    tokens = gaps.bitwise_and(_RUN - 1).to(torch.uint8) << 2 | kinds
-    some = places(gaps >= _RUN)
-    if some.numel():
-        tokens = _with_zeros(tokens, some, gaps.index_select(0, some) // _RUN)
-    others = values.index_select(0, places(kinds == _OTHER))
-    near = others.to(torch.int8)
-    far = near != others
-    wide = others.index_select(0, places(far))
-    near.masked_fill_(far, 0)  # no other number is zero
-    data = huffman.write([tokens, near, wide], window)
-    return Sizes(tokens.numel(), near.numel(), data.numel()), data
-
-
-def _with_zeros(tokens: torch.Tensor, some: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
-    """``tokens`` and, before ``some`` of them, what tells of so many ``runs`` of zeros more."""
-    before = torch.zeros(tokens.numel(), dtype=torch.int32, device="cpu")
-    before[some] = (runs + (_RUN - 1)) // _RUN
-    ends = torch.cumsum(before + 1, 0) - 1
-    full = _ZEROS | _RUN - 1 << 2
-    all_of_them = tokens.new_full((int(ends[-1]) + 1,), full)
-    all_of_them[ends] = tokens
-    last = _ZEROS | (runs - 1).bitwise_and(_RUN - 1) << 2
-    all_of_them[ends.index_select(0, some) - 1] = last.to(torch.uint8)
-    return all_of_them
+    if fill := -numbers.numel() % 64:
+        numbers = F.pad(numbers, (0, fill))
+    masks = pack_flags(numbers.to(torch.bool)).view(torch.int64)
+    # A token of zeros tells of so many that there is one for each number at most.
+    tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
+    others = torch.empty_like(numbers)
+    count, some = _tell(masks.numpy(), numbers.numpy(), tokens.numpy(), others.numpy())
+    data = huffman.write([tokens[:count], *near_and_wide(others[:some])], window)
+    return Sizes(count, some, data.numel()), data
 
 
 def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
@@ -79,26 +59,65 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
         return False
     told = huffman.read(data, tokens + 3 * others)
     wide_bytes = -1 if told is None else told.numel() - tokens - others
-    if told is None or wide_bytes < 0:
+    if told is None or wide_bytes < 0 or wide_bytes % 2:
         return False
     codes, near, wide = told.split([tokens, others, wide_bytes])
-    kinds = codes & 3
-    counts = codes.to(torch.int64) >> 2
-    steps = torch.where(kinds == _ZEROS, _RUN * (counts + 1), counts + 1)
-    ends = torch.cumsum(steps, 0)
-    some = places(kinds != _ZEROS)
-    at = ends.index_select(0, some) - 1
-    if int(ends[-1]) > numbers.numel():
-        return False
-    kinds = kinds.index_select(0, some)
-    other, far = kinds == _OTHER, near == 0
-    if int(other.sum()) != others or 2 * int(far.sum()) != wide_bytes:
-        return False
-    values = 1 - 2 * kinds.to(torch.int16)
-    known = near.view(torch.int8).to(torch.int16)
-    known.masked_scatter_(far, wide.clone().view(torch.int16))
-    numbers.index_copy_(0, at, values.masked_scatter_(other, known))
-    return True
+    values = joined(near.view(torch.int8), wide.clone().view(torch.int16))  # at an even place
+    return values is not None and _set(codes.numpy(), values.numpy(), numbers.numpy())
+
+
+@compiled
+def _tell(masks: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[int, int]:
+    """Write what tells of ``numbers`` (n), whose ``masks`` (n / 64) have a bit where one is not 0.
+
+    Returns how many ``tokens`` and ``others`` there are.
+    """
+    count = some = 0
+    last = -1
+    for block in range(masks.size):
+        left = masks[block]
+        while left != 0:
+            lowest = left & -left
+            left ^= lowest
+            at = 64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63]
+            zeros = at - last - 1
+            last = at
+            if zeros >= _RUN:
+                runs = zeros // _RUN
+                while runs > _RUN:
+                    tokens[count] = _ZEROS | _RUN - 1 << 2
+                    count += 1
+                    runs -= _RUN
+                tokens[count] = _ZEROS | runs - 1 << 2
+                count += 1
+            number = numbers[at]
+            other = number * number != 1
+            tokens[count] = (zeros & _RUN - 1) << 2 | (_OTHER if other else number < 0)
+            count += 1
+            # Written whether it is one, and then over: no branch that is guessed wrongly.
+            others[some] = number
+            some += other
+    return count, some
+
+
+@compiled
+def _set(tokens: Bytes, others: Words, numbers: Words) -> bool:
+    """Set the ``numbers`` (n) that were told of; returns whether they fit, and all are used."""
+    some = 0
+    at = -1
+    for token in tokens:
+        kind, zeros = token & 3, token >> 2
+        at += _RUN * (zeros + 1) if kind == _ZEROS else zeros + 1
+        if at >= numbers.size:
+            return False
+        if kind < _OTHER:
+            numbers[at] = 1 - 2 * kind
+        elif kind == _OTHER:
+            if some == others.size:
+                return False
+            numbers[at] = others[some]
+            some += 1
+    return some == others.size
 
 
 def by_magnitude(words: torch.Tensor) -> torch.Tensor:
@@ -107,4 +126,5 @@ def by_magnitude(words: torch.Tensor) -> torch.Tensor:
     What an update changes depends on how large it is against the number: words of one exponent,
     one after the other, have frequencies of their own.
     """
-    return order_of((words >> 7).to(torch.uint8))
+    magnitudes = (words >> 7).to(torch.uint8)
+    return torch.from_numpy(np.argsort(magnitudes.numpy(), kind="stable"))

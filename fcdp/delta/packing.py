@@ -1,22 +1,19 @@
-"""Small signed numbers as codes of two, four or eight bits, packed without a loop or a branch.
+"""Small signed numbers as codes of two, four or eight bits: on any device, and by a host's loops.
 
 A code of b bits holds what lies within ±(2^(b−1) − 1). Its lowest value, −2^(b−1), is the *escape*:
-the number stands elsewhere. Every function makes a few passes over memory that a core's cache
-holds; none compares element by element, which takes as long as all of the rest.
+the number stands elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-numpy: Any
-try:  # torch does not need it, but has no search for places as fast
-    import numpy
-except ImportError:
-    numpy = None
+from fcdp.delta.compiled import Bytes, Longs, Words, compiled
 
 Bits = Literal[2, 4, 8]
 
@@ -30,6 +27,14 @@ _EACH_BIT = 0x8040201008040201 - 2**64
 #: byte; with four of int16, those of four bits in the highest two.
 _GATHER_TWO = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
 _GATHER_FOUR = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12
+#: Numbers that stay in a core's first cache.
+_NEAR = 2048
+#: All bits but the highest of each code of two, four or eight, in 64; by the logarithm of two.
+_LOW = np.array([0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F], np.int64)
+#: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``BIT`` has i.
+DE_BRUIJN = 0x03F79D71B4CB0A89
+BIT = np.zeros(64, np.int64)
+BIT[[(DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,6 @@ class Codes:
     def limit(self) -> int:
         """The smallest magnitude that is escaped."""
         return int(2 ** (self.bits - 1))
-
-    @property
-    def per_word(self) -> int:
-        return 16 // self.bits
 
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
         """``numbers`` (n, int16) as words (n · bits / 16, int16); n is a multiple of a granule."""
@@ -73,35 +74,149 @@ class Codes:
         # The highest bit of a code is its sign.
         return codes.view(torch.int16).bitwise_xor_(self.limit).sub_(self.limit)
 
-    def escaped(self, words: torch.Tensor) -> torch.Tensor:
-        """Places (k, int64) of the bytes of ``words`` (m, int16) that hold an escape."""
-        codes = words.view(torch.uint8)
-        low = sum((self.limit - 1) << at for at in range(0, 8, self.bits))
-        # A code's highest bit of this sum is set where any lower bit of the code is.
-        others = (codes & low).add_(low)
-        return places(others.bitwise_not_().bitwise_and_(codes).bitwise_and_(0xFF ^ low).bool())
-
-    def of_bytes(self, numbers: torch.Tensor) -> torch.Tensor:
-        """``numbers`` (n, int16), those of each byte of codes as one element (n · bits / 8)."""
-        return numbers.view({2: torch.int64, 4: torch.int32, 8: torch.int16}[self.bits])
-
     def escapes(self, numbers: torch.Tensor) -> torch.Tensor:
         """Whether each of ``numbers`` (int16) is escaped, a bool each."""
         return numbers.clamp(1 - self.limit, self.limit - 1) != numbers
 
 
+@compiled
+def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]:
+    """Count, of groups of eight words, one in ``step``: all, and those in which one differs.
+
+    And the words that differ by 2, 8 and 128 or more. There is one group at least.
+    """
+    count = some = two = eight = wide = 0
+    for begin in range(0, max(1, new.size), 8 * step):
+        changed = False
+        for at in range(begin, min(begin + 8, new.size)):
+            number = np.int16(new[at] - base[at])
+            if number != 0:
+                changed = True
+            two += not -2 < number < 2
+            eight += not -8 < number < 8
+            wide += not -128 < number < 128
+        count += 1
+        some += changed
+    return count, some, two, eight, wide
+
+
+@compiled
+def pack(new: Words, base: Words, bits: int, codes: Bytes) -> None:
+    """Write what leads from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8)."""
+    low, high = np.int16(-(1 << bits - 1)), np.int16(1 << bits - 1)
+    numbers = np.empty(_NEAR, np.int8)
+    for begin in range(0, new.size, _NEAR):
+        now, before = new[begin : begin + _NEAR], base[begin : begin + _NEAR]
+        to = codes[begin * bits // 8 : (begin + now.size) * bits // 8]
+        for at in range(now.size):
+            number = np.int16(now[at] - before[at])
+            number = number if number > low else low
+            numbers[at] = number if number < high else high
+        # Each width by a loop of its own, which the compiler makes vector instructions of.
+        if bits == 2:
+            for at in range(to.size):
+                one, two = numbers[4 * at] & 3, (numbers[4 * at + 1] & 3) << 2
+                three, four = (numbers[4 * at + 2] & 3) << 4, (numbers[4 * at + 3] & 3) << 6
+                to[at] = one | two | three | four
+        elif bits == 4:
+            for at in range(to.size):
+                to[at] = numbers[2 * at] & 15 | (numbers[2 * at + 1] & 15) << 4
+        else:
+            for at in range(to.size):
+                to[at] = numbers[at]
+
+
+@compiled
+def escaped(codes: Longs, bits: int, at: Longs) -> int:
+    """Write the places of escapes in ``codes`` (n · bits / 64) to ``at`` (n); returns how many."""
+    per, shift = 64 // bits, bits // 4 + 1
+    low, count = _LOW[shift], 0
+    for block in range(codes.size):
+        # The sum of a code's lower bits and as many set ones has its highest bit if one of them is.
+        left = codes[block] & ~((codes[block] & low) + low) & ~low
+        while left != 0:
+            lowest = left & -left
+            left ^= lowest
+            at[count] = block * per + (BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift)
+            count += 1
+    return count
+
+
+@compiled
+def take(new: Words, base: Words, at: Longs, numbers: Words) -> None:
+    """Write to ``numbers`` (k) what leads from ``base`` to ``new`` in the places ``at`` (k)."""
+    for number in range(at.size):
+        numbers[number] = new[at[number]] - base[at[number]]
+
+
+@compiled
+def keep_changed(words: Words, kept: Words) -> int:
+    """Write those of ``words`` (m) that are not zero to ``kept`` (m); returns how many."""
+    count = 0
+    for word in words:
+        kept[count] = word
+        count += word != 0
+    return count
+
+
+@compiled
+def spread_changed(bitmap: Bytes, kept: Words, words: Words) -> bool:
+    """Set those of ``words`` (m, all zero) that ``bitmap`` (m / 8) names to ``kept``, in order.
+
+    Returns whether they are as many.
+    """
+    count = 0
+    for at in range(words.size):
+        if bitmap[at // 8] >> at % 8 & 1:
+            if count == kept.size:
+                return False
+            words[at] = kept[count]
+            count += 1
+    return count == kept.size
+
+
+def near_and_wide(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part ``numbers`` (k, int16, none is 0) in bytes (k, int8) and what these do not hold.
+
+    Where a byte does not hold a number it is 0.
+    """
+    near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
+    return near, wide[: _part(numbers.numpy(), near.numpy(), wide.numpy())]
+
+
+def joined(near: torch.Tensor, wide: torch.Tensor) -> torch.Tensor | None:
+    """The numbers (k, int16) that :func:`near_and_wide` parted; ``None`` if it parted none so."""
+    numbers = near.to(torch.int16)
+    return numbers if _join(wide.numpy(), numbers.numpy()) else None
+
+
+@compiled
+def _part(numbers: Words, near: NDArray[np.int8], wide: Words) -> int:
+    count = 0
+    for at in range(numbers.size):
+        near[at] = numbers[at]
+        if not -128 <= numbers[at] <= 127:
+            near[at] = 0
+            wide[count] = numbers[at]
+            count += 1
+    return count
+
+
+@compiled
+def _join(wide: Words, numbers: Words) -> bool:
+    count = 0
+    for at in range(numbers.size):
+        if numbers[at] == 0:
+            if count == wide.size:
+                return False
+            numbers[at] = wide[count]
+            count += 1
+    return count == wide.size
+
+
 def places(flags: torch.Tensor) -> torch.Tensor:
-    """Where ``flags`` (n, bool) are set, as int64 (k)."""
-    if numpy is None:
-        return flags.nonzero().view(-1)
-    return torch.from_numpy(numpy.flatnonzero(flags.numpy()))
-
-
-def order_of(keys: torch.Tensor) -> torch.Tensor:
-    """The places of ``keys`` (n, uint8) from the smallest to the largest, equal ones in order."""
-    if numpy is None:
-        return keys.argsort(stable=True)
-    return torch.from_numpy(numpy.argsort(keys.numpy(), kind="stable"))
+    """Where ``flags`` (n, bool) are set, as int64 (k): numpy is faster than torch at it."""
+    return torch.from_numpy(np.flatnonzero(flags.numpy()))
 
 
 def pack_flags(flags: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,8 @@ def test_it_has_every_file_of_the_library_and_no_other(wheel: Path) -> None:
 
 def test_it_asks_for_little(wheel: Path) -> None:
     needed = map(Requirement, described(wheel).get_all("Requires-Dist", []))
-    assert {each.name for each in needed} == {"torch", "xxhash", "backports.zstd"}
+    little = {"torch", "xxhash", "backports.zstd", "numba", "numpy"}
+    assert {each.name for each in needed} == little
     assert described(wheel).get_all("Provides-Extra") is None
 
 

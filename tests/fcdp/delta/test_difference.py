@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcdp.delta import packing
 from fcdp.delta.difference import CHUNK, apply, capacity, encode
 
 LENGTHS = [0, 1, 7, 127, 128, 129, 1000, CHUNK - 1, CHUNK, CHUNK + 3]
@@ -69,13 +67,6 @@ def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
 def test_small_updates_take_few_bits(scale: float, most: float) -> None:
     count = CHUNK
     assert 8 * _round_trip(*_updated(count, scale)) <= most * count
-
-
-def test_bytes_do_not_depend_on_numpy() -> None:
-    new, base = _updated(CHUNK, 3e-5)
-    with mock.patch.object(packing, "numpy", None):
-        without = encode(new, base)
-    assert torch.equal(without, encode(new, base))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 2**16))

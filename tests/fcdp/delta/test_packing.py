@@ -18,7 +18,7 @@ BITS: Any = pytest.mark.parametrize("bits", [2, 4, 8])
 def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> None:
     codes = Codes(bits)
     limit = 2 ** (bits - 1)
-    assert (codes.limit, codes.per_word) == (limit, 16 // bits)
+    assert codes.limit == limit
     torch.manual_seed(bits)
     for most in (1, limit - 1, limit, 2 * limit, 2**15 - 1):
         numbers = torch.randint(-most - 1, most + 1, (4 * GRANULE,), dtype=torch.int16)
@@ -28,19 +28,64 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
         words = codes.pack(numbers)
         assert (words.numel(), words.dtype) == (4 * GRANULE * bits // 16, torch.int16)
         assert torch.equal(codes.unpack(words), numbers.masked_fill(escaped, -limit))
-        holding = escaped.view(-1, 8 // bits).any(1)
-        assert codes.escaped(words).tolist() == holding.nonzero().view(-1).tolist()
+        base = torch.randint(-(2**15), 2**15, (4 * GRANULE,)).to(torch.int16)
+        on_host = torch.zeros_like(words)
+        arrays = [each.numpy() for each in (numbers + base, base)]
+        packing.pack(*arrays, bits, on_host.view(torch.uint8).numpy())
+        assert torch.equal(on_host, words)
+        at = torch.full((4 * GRANULE,), -1)
+        count = packing.escaped(words.view(torch.int64).numpy(), bits, at.numpy())
+        assert at[:count].tolist() == escaped.nonzero().view(-1).tolist()
+        assert at[count:].eq(-1).all()
+        taken = torch.empty(count, dtype=torch.int16)
+        packing.take(*arrays, at[:count].numpy(), taken.numpy())
+        assert torch.equal(taken, numbers[escaped])
 
 
-@pytest.mark.parametrize("with_numpy", [True, False])
-def test_flags_come_back_each_from_its_bit(with_numpy: bool) -> None:
+@pytest.mark.parametrize("numbers", [[], [1, -1, 127, -128], [128, -129, 5, 2**15 - 1, -(2**15)]])
+def test_numbers_come_back_from_bytes_and_words(numbers: list[int]) -> None:
+    given = torch.tensor(numbers, dtype=torch.int16)
+    near, wide = packing.near_and_wide(given)
+    assert wide.tolist() == [number for number in numbers if not -128 <= number < 128]
+    assert near.tolist() == [number if -128 <= number < 128 else 0 for number in numbers]
+    joined = packing.joined(near, wide)
+    assert joined is not None
+    assert torch.equal(joined, given)
+    assert packing.joined(near, torch.cat([wide, given.new_ones(1)])) is None
+    if wide.numel():
+        assert packing.joined(near, wide[1:]) is None
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_sample_counts_groups_and_how_far_their_words_differ(step: int) -> None:
+    base = torch.randint(-(2**15), 2**15, (8 * 30,)).to(torch.int16)
+    change = torch.zeros(30, 8, dtype=torch.int16)
+    change[::step][:7] = torch.tensor([[1], [-1], [2], [-7], [8], [-127], [-(2**15)]])
+    change[:, 1:] = 0
+    counted = packing.sample((base + change.view(-1)).numpy(), base.numpy(), step)
+    assert counted == (30 // step, 7, 5, 3, 1)
+
+
+def test_words_that_changed_come_back_to_their_places() -> None:
+    words = torch.randint(-2, 3, (64,)).to(torch.int16)
+    bitmap = pack_flags(words != 0).numpy()
+    kept = torch.empty_like(words)
+    kept = kept[: packing.keep_changed(words.numpy(), kept.numpy())]
+    assert kept.tolist() == [word for word in words.tolist() if word]
+    out = torch.zeros_like(words)
+    assert packing.spread_changed(bitmap, kept.numpy(), out.numpy())
+    assert torch.equal(out, words)
+    for other in (kept[1:], torch.cat([kept, kept])):
+        assert not packing.spread_changed(bitmap, other.numpy(), torch.zeros(64).short().numpy())
+
+
+def test_flags_come_back_each_from_its_bit() -> None:
     torch.manual_seed(0)
     flags = torch.rand(8 * 64) < 0.5
     packed = pack_flags(flags)
     assert packed[0].item() == sum(2**at for at in range(8) if flags[at])
     assert torch.equal(unpack_flags(packed), flags)
-    with mock.patch.object(packing, "numpy", packing.numpy if with_numpy else None):
-        assert places(flags).tolist() == [at for at in range(len(flags)) if flags[at]]
+    assert places(flags).tolist() == [at for at in range(len(flags)) if flags[at]]
 
 
 #: By form: what is added to 1024 words, and the bytes that it then takes behind the table.

@@ -1,0 +1,43 @@
+"""Loops over arrays on the host as machine code."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Words = NDArray[np.int16]
+#: Indices, and 64 bits at a time.
+Longs = NDArray[np.int64]
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def compiled(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Compile a function of arrays and numbers when it is called first.
+
+    It runs without Python's lock. What was compiled is kept beside the source, or in the user's
+    cache where that cannot be written: later processes begin with it.
+    """
+
+    @functools.cache
+    def loop() -> Callable[_Given, _Made]:
+        # Imported late: it takes half a second, which nobody waits for who codes nothing.
+        compiler = importlib.import_module("numba")
+        try:
+            made: Callable[_Given, _Made] = compiler.njit(nogil=True, cache=True)(function)
+        except RuntimeError:  # neither place can be written
+            made = compiler.njit(nogil=True)(function)
+        return made
+
+    @functools.wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        return loop()(*args, **kwargs)
+
+    return call
