@@ -61,7 +61,8 @@ def described(wheel: Path) -> Message:
 
 def test_it_has_every_file_of_the_library_and_no_other(wheel: Path) -> None:
     files = [path for path in (ROOT / "fcdp").rglob("*") if path.is_file()]
-    expected = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
+    files = [path for path in files if path.parent.name != "__pycache__"]
+    expected = {path.relative_to(ROOT).as_posix() for path in files}
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert found == expected
 
