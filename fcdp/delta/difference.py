@@ -7,7 +7,7 @@ a small difference; one that changes its sign is large, and rare.
 Chunks are coded alone, each in the form that takes the least: nothing, codes of two bits without
 the words that are zero, codes of two, four or eight bits, or the new words as they are. What a
 code cannot hold follows as bytes, and what a byte cannot hold as words. Near its entropy a chunk
-takes a third to a half of that and several times as long (:mod:`fcdp.delta.gaps`). Words of which
+takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`). Words of which
 nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.delta.exponents`).
 """
 
