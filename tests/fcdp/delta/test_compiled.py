@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from unittest import mock
 import numba
 import numpy as np
 import pytest
+from numba.core import caching
 
 from fcdp.delta.compiled import compiled
 
@@ -78,3 +80,12 @@ def test_it_runs_where_no_folder_can_keep_it() -> None:
     with mock.patch.object(numba, "njit", njit):
         assert [loop(np.arange(count)) for count in (0, 5)] == [0, 10]
     assert kept == [True, False]
+
+
+def test_it_runs_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(caching.FunctionCache, "save_overload", side_effect=full) as save:
+        loop = compiled(_sum)
+        assert [loop(np.arange(count)) for count in (0, 5)] == [0, 10]
+    save.assert_called_once()
