@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def test_hosts_make_a_cluster() -> None:
     assert allocation.launcher == Ssh(("10.0.0.1", "me@10.0.0.2"))
     assert allocation.spec == ClusterSpec(kind="rented", nodes=2, ranks_per_node=8)
     assert allocation.head_address() == "10.0.0.1"
+    commas = GOOD | {"FCDP_HOSTS": "10.0.0.1,me@10.0.0.2"}
+    assert Allocation.from_env(commas) == allocation
 
 
 def test_the_first_host_is_this_machine_and_the_others_are_reached_by_ssh() -> None:
@@ -70,6 +73,7 @@ def test_slurm_without_its_programs_is_an_error(
     [
         ("FCDP_HOSTS", " ", "no rented nodes: set FCDP_HOSTS"),
         ("FCDP_RANKS_PER_NODE", "-1", "FCDP_RANKS_PER_NODE = '-1': allowed are whole numbers"),
+        ("FCDP_RANKS_PER_NODE", "²", "FCDP_RANKS_PER_NODE = '²': allowed are whole numbers"),
     ],
 )
 def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> None:
@@ -92,8 +96,9 @@ def test_a_head_that_others_cannot_reach_is_refused() -> None:
 
 
 def test_a_head_without_an_address_is_named() -> None:
-    with pytest.raises(ClusterError, match=r"nowhere\.invalid: no address of the first node"):
-        Allocation.from_env(GOOD | {"FCDP_HEAD": "nowhere.invalid"}).head_address()
+    for name in ("nowhere.invalid", "two..dots", "x" * 64):
+        with pytest.raises(ClusterError, match=f"{re.escape(name)}: no address of the first node"):
+            Allocation.from_env(GOOD | {"FCDP_HEAD": name}).head_address()
 
 
 @pytest.mark.parametrize(("chosen", "count"), [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0)])
