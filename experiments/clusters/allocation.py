@@ -89,9 +89,7 @@ class Srun:
             "--cpu-bind=none",
             # A step that an interactive shell runs in has the node's resources already.
             "--overlap",
-            "--kill-on-bad-exit=1",
-            "--mpi=none",
-            f"--chdir={ROOT}",
+            *("--kill-on-bad-exit=1", "--mpi=none", f"--chdir={ROOT}"),
             *_PROGRAM,
         ]
 
@@ -117,8 +115,8 @@ class Allocation:
 
         Raises ``ClusterError`` naming the variable that is missing or not allowed.
         """
-        launcher = _launcher(environment)
-        return cls(launcher, _ranks(environment), environment.get("FCDP_HEAD") or None)
+        head = environment.get("FCDP_HEAD") or None
+        return cls(_launcher(environment), _ranks(environment), head)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -173,18 +171,15 @@ def _scontrol(*arguments: str) -> str:
 
 
 def _ranks(environment: Mapping[str, str]) -> int:
-    text = environment.get("FCDP_RANKS_PER_NODE", "")
-    if text:
-        if not text.isdecimal() or int(text) < 1:
-            raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
-        return int(text)
-    gpus = visible_gpus(environment)
-    if gpus == 0:
+    text = environment.get("FCDP_RANKS_PER_NODE") or f"{visible_gpus(environment) or ''}"
+    if not text:
         raise ClusterError(
             "FCDP_RANKS_PER_NODE is not set and this machine shows no GPU: allowed are whole "
             "numbers from 1"
         )
-    return gpus
+    if not text.isdecimal() or int(text) < 1:
+        raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
+    return int(text)
 
 
 def port(environment: Mapping[str, str], otherwise: int) -> int:
