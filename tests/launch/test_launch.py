@@ -79,6 +79,13 @@ def test_ssh_runs_the_commands_for_its_hosts(tmp_path: Path, python: Path) -> No
     assert check_calls(tmp_path) == {"FCDP_HOSTS": "node0 node1", "NCCL_DEBUG": "WARN"}
 
 
+def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> None:
+    command = "run 'my m.yaml'\n--set \"policy=[host, disk]\""
+    assert start([ROOT / "launch/commands.sh", command], VENV=str(python)).returncode == 0
+    (call,) = told(tmp_path / "python.jsonl")
+    assert call["arguments"][3:6] == ["my m.yaml", "--set", "policy=[host, disk]"]
+
+
 def test_slurm_runs_the_commands_in_its_allocation(tmp_path: Path, python: Path) -> None:
     submitted = {"VENV": str(python), "SLURM_SUBMIT_DIR": str(ROOT)}
     done = start(["bash", ROOT / "launch/slurm.sbatch", *COMMANDS], **submitted)
