@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -34,9 +35,26 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import profile
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 import fcdp
+
+
+def above(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is at least so large."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least}")
+        return int(text)
+
+    return read
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -46,18 +64,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="a folder, shared by all nodes")
     parser.add_argument("--field", default="text", help="of each object in JSON Lines")
     parser.add_argument("--held-out", type=float, default=0.05, help="share kept for evaluation")
-    parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--global-batch", type=int, default=32, help="sequences per step")
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and pass")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="instead of --epochs")
+    parser.add_argument("--sequence-length", type=above(2), default=1024)
+    parser.add_argument("--global-batch", type=above(1), default=32, help="sequences per step")
+    parser.add_argument("--micro-batch", type=above(1), default=1, help="sequences a rank and pass")
+    parser.add_argument("--epochs", type=above(1), default=1)
+    parser.add_argument("--steps", type=above(1), help="instead of --epochs")
     parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--warm-up", type=int, default=100, help="steps; then half a cosine")
-    parser.add_argument("--lora-rank", type=int, default=0, help="0: train all parameters")
+    parser.add_argument("--warm-up", type=above(0), default=100, help="steps; then half a cosine")
+    parser.add_argument("--lora-rank", type=above(0), default=0, help="0: train all parameters")
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--policy", default="host", help="where gathered parameters are kept")
-    parser.add_argument("--save-every", type=int, default=100, help="steps")
-    parser.add_argument("--evaluate-every", type=int, default=100, help="steps")
+    parser.add_argument("--save-every", type=above(1), default=100, help="steps")
+    parser.add_argument("--evaluate-every", type=above(1), default=100, help="steps")
     parser.add_argument("--time-out", type=float, default=300, help="s until a silent node is lost")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wandb", metavar="PROJECT", help="log to it; WANDB_MODE=offline works")
@@ -68,6 +86,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--model {options.model}: has no config.json; must be a folder with one")
     if not options.data.is_file():
         parser.error(f"--data {options.data}: must be a file of text or JSON Lines")
+    if not 0 <= options.held_out < 1:
+        parser.error(f"--held-out {options.held_out}: must be from 0 to below 1")
+    config = AutoConfig.from_pretrained(options.model, local_files_only=True)
+    # Tokens of BERT and its kin see those after them too, unless their configuration says so.
+    causal = any(getattr(config, a, False) for a in ("is_decoder", "is_encoder_decoder", "causal"))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (
+        type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal
+    ):
+        parser.error(f"--model {options.model}: is of type {config.model_type}; must be causal")
+    longest = getattr(config, "max_position_embeddings", None) or options.sequence_length
+    if options.sequence_length > longest:
+        parser.error(f"--sequence-length {options.sequence_length}: the model allows {longest}")
     return options
 
 
@@ -89,6 +119,17 @@ def join(time_out: timedelta) -> fcdp.Topology:
     return fcdp.Topology.from_env()
 
 
+def document(number: int, line: bytes, options: argparse.Namespace) -> str:
+    """The text of one line of JSON Lines."""
+    try:
+        found: str = json.loads(line)[options.field]
+        found.encode()  # no half characters
+    except Exception as error:
+        must = f"must be an object with text in --field {options.field}"
+        sys.exit(f"--data {options.data}: line {number}: {type(error).__name__}; {must}")
+    return found
+
+
 def tokenise(options: argparse.Namespace) -> Path:
     """Write the text's tokens, unless an earlier start has; the file's name is what it holds."""
     text = options.data.read_bytes()
@@ -100,9 +141,14 @@ def tokenise(options: argparse.Namespace) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
         documents = [text.decode(errors="replace")]
         if options.data.suffix == ".jsonl":
-            documents = [json.loads(line)[options.field] for line in text.splitlines() if line]
+            lines = enumerate(text.splitlines(), 1)
+            documents = [document(*line, options) for line in lines if line[1].strip()]
+        if not any(documents):
+            sys.exit(f"--data {options.data}: has no text")
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         tokens = [t for each in tokenizer(documents)["input_ids"] for t in (*each, *end)]
+        if not tokens:
+            sys.exit(f"--model {options.model}: has no tokenizer, or one that finds no token")
         draft = path.with_suffix(".new")
         torch.save(torch.tensor(tokens, dtype=torch.int32), draft)
         draft.replace(path)
@@ -120,7 +166,7 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
     windows = windows.view(-1, options.sequence_length)
     held_out = math.ceil(len(windows) * options.held_out)
     if len(windows) - held_out < options.global_batch:
-        raise ValueError(
+        sys.exit(
             f"--data {options.data}: has {len(windows) - held_out} sequences to train on; "
             f"must have as many as --global-batch, {options.global_batch}"
         )
@@ -223,7 +269,7 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
         saved = fcdp.load(model, optimizer, checkpoint)
         start = saved.pop("step")
         if different := [key for key in told if saved[key] != told[key]]:
-            raise ValueError(
+            sys.exit(
                 f"{checkpoint}: was trained with {different[0]} = {saved[different[0]]!r}; must be "
                 f"the same, not {told[different[0]]!r}, or --output another folder"
             )
@@ -283,7 +329,7 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
             saving = save(step + 1, asynchronous=True)
         told_step = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
         told_step |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
-        if not leave and (step + 1) % options.evaluate_every == 0:
+        if not leave and len(held_out) and (step + 1) % options.evaluate_every == 0:
             held_out_loss = evaluate(model, held_out, topology, options, leaving)
             leave = held_out_loss is None
             told_step |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}

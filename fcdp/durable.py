@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 #: The file of a checkpoint that is replaced when the rest is complete; who asks needs no torch.
@@ -39,7 +40,8 @@ def replace(path: Path, data: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    with suppress(OSError):  # it counts already, also where folders cannot be flushed
+        flush(path.parent)
 
 
 def sealed(data: bytes) -> bytes:

@@ -30,7 +30,7 @@ run() {
     child=''
 }
 for command in "$@"; do
-    read -r -a words <<<"$command"
+    mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$command") # quotes as a shell's
     run "${words[@]}"
     # 75: a node is lost; 137: the command was killed, and the nodes end what it had started.
     while [[ -z $ending && " $command " == *' --resume '* && $code =~ ^(75|137)$ ]] &&

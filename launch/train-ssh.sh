@@ -8,15 +8,17 @@
 #
 # The addresses are those of the network between nodes. Where another machine is lost, the rest go
 # on, and it takes part again when ssh reaches it. Where the first one was it: the same call again.
-# SIGTERM and Ctrl-C have all ranks save. NCCL_* and GLOO_* reach all of them.
+# SIGTERM and Ctrl-C have all ranks save. NCCL_* and GLOO_* reach all of them, other variables the
+# first machine's alone; rank 0, which logs to W&B, may be on any: `wandb login` on each.
 #
 # FCDP_RANKS_PER_NODE   ranks per machine (as many as it has GPUs)
 # FCDP_PORT             where the machines meet, on the first (29400)
 # TORCHRUN              the program of that name (torchrun)
 set -uo pipefail
 
-read -r -a hosts <<<"${1//,/ }"
-first=${hosts[0]}
+: "${2:?the machines come first, then the program: 'HOST HOST' train.py …}"
+read -r -d '' -a hosts <<<"${1//,/ }"
+first=${hosts[0]:?the first argument names no machine}
 run=fcdp-$(date +%s)-$$
 settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) # pytorch/pytorch#135712
 for name in "${!NCCL_@}" "${!GLOO_@}"; do # on command lines: nothing that may be secret
@@ -41,7 +43,7 @@ there() {
 follow() {
     trap 'kill "$!"; exit' TERM
     while kill -0 $$ 2>/dev/null; do # of the call; it may be killed
-        ssh -tt -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 "$1" "$2" \
+        ssh -tt -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 -- "$1" "$2" \
             </dev/null &
         wait $! && break
         echo "$1: left, and is asked again in five seconds" >&2

@@ -44,7 +44,8 @@ class Document:
 
     def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
         """Raise ``ValueError`` naming the file, the line and the key."""
-        raise ValueError(f"{self.place(path)}: {problem}")
+        shown = (sign if sign.isprintable() else repr(sign)[1:-1] for sign in problem)
+        raise ValueError(f"{self.place(path)}: {''.join(shown)}")
 
     def place(self, path: Sequence[str | int]) -> str:
         """The file, the line and the key.
@@ -162,8 +163,10 @@ class _Reader:
 
     def _refuse_duplicates(self, node: yaml.MappingNode, path: KeyPath) -> None:
         written: dict[str, int] = {}
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             key = self._key(key_node, path)
+            if key_node.tag == "tag:yaml.org,2002:merge":  # counted before it is repeated
+                self.value(value_node, (*path, key))
             if key in written:
                 self._fail(
                     key_node, (*path, key), f"this key is already on line {written[key]}; keep one"

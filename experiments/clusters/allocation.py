@@ -89,9 +89,7 @@ class Srun:
             "--cpu-bind=none",
             # A step that an interactive shell runs in has the node's resources already.
             "--overlap",
-            "--kill-on-bad-exit=1",
-            "--mpi=none",
-            f"--chdir={ROOT}",
+            *("--kill-on-bad-exit=1", "--mpi=none", f"--chdir={ROOT}"),
             *_PROGRAM,
         ]
 
@@ -117,8 +115,8 @@ class Allocation:
 
         Raises ``ClusterError`` naming the variable that is missing or not allowed.
         """
-        launcher = _launcher(environment)
-        return cls(launcher, _ranks(environment), environment.get("FCDP_HEAD") or None)
+        head = environment.get("FCDP_HEAD") or None
+        return cls(_launcher(environment), _ranks(environment), head)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -131,10 +129,10 @@ class Allocation:
         name = self.head or self.launcher.head()
         try:
             address = socket.gethostbyname(name)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ClusterError(
-                f"{name}: no address of the first node: {error.strerror}; set FCDP_HEAD to its "
-                "address on the network between nodes"
+                f"{name}: no address of the first node: {getattr(error, 'strerror', error)}; set "
+                "FCDP_HEAD to its address on the network between nodes"
             ) from error
         others = set(self.launcher.hosts[1:]) - {self.launcher.hosts[0]}
         if others and not self.head and address.startswith("127."):
@@ -146,7 +144,7 @@ class Allocation:
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher:
-    if hosts := environment.get("FCDP_HOSTS", "").split():
+    if hosts := environment.get("FCDP_HOSTS", "").replace(",", " ").split():
         return Ssh(tuple(hosts), tuple(shlex.split(environment.get("FCDP_PREFIX", ""))))
     nodes = environment.get("SLURM_JOB_NODELIST", "")
     if environment.get("SLURM_JOB_ID") and nodes:
@@ -173,24 +171,21 @@ def _scontrol(*arguments: str) -> str:
 
 
 def _ranks(environment: Mapping[str, str]) -> int:
-    text = environment.get("FCDP_RANKS_PER_NODE", "")
-    if text:
-        if not text.isdigit() or int(text) < 1:
-            raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
-        return int(text)
-    gpus = visible_gpus(environment)
-    if gpus == 0:
+    text = environment.get("FCDP_RANKS_PER_NODE") or f"{visible_gpus(environment) or ''}"
+    if not text:
         raise ClusterError(
             "FCDP_RANKS_PER_NODE is not set and this machine shows no GPU: allowed are whole "
             "numbers from 1"
         )
-    return gpus
+    if not text.isdecimal() or int(text) < 1:
+        raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
+    return int(text)
 
 
 def port(environment: Mapping[str, str], otherwise: int) -> int:
     """Where the ranks meet: ``FCDP_PORT``, or what the matrix says."""
     text = environment.get("FCDP_PORT", "")
-    if text and not (text.isdigit() and 1024 <= int(text) <= 65535):
+    if text and not (text.isdecimal() and 1024 <= int(text) <= 65535):
         raise ClusterError(f"FCDP_PORT = {text!r}: allowed are whole numbers from 1024 to 65535")
     return int(text) if text else otherwise
 

@@ -25,9 +25,7 @@ PRELOADED = (
 
 def override(kind: Kind | None) -> ClusterSpec | None:
     """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
-    if kind != "rented":
-        return None
-    return Allocation.from_env().spec
+    return Allocation.from_env().spec if kind == "rented" else None
 
 
 def emulated(own: AnyCluster) -> ClusterSpec:

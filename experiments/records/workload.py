@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -198,7 +199,7 @@ class Origin(Strict):
 
     def path(self, given: str) -> Path:
         """A path that the file gives, on this machine."""
-        return ROOT / self.folder / Path(given).expanduser()
+        return ROOT / self.folder / os.path.expanduser(given)
 
     def source(self, given: str, where: str) -> str:
         """The path of what is given as one, or the name on the hub.
@@ -237,7 +238,7 @@ def json_lines(file: Path, field: str) -> Iterator[str]:
 def _text(line: bytes, field: str, where: str) -> str:
     try:
         found: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{where}: is no JSON object")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -129,16 +131,19 @@ class _Writer(FileSystemWriter):
                 files[result.index.fqn] = result.storage_data
             else:
                 chunks.append(result)
-        for name in files:
-            if not (self.shards / name).exists():
-                where = "must be on a file system that all nodes share"
-                raise FileNotFoundError(f"{self.shards / name}: is not there for rank 0; {where}")
-        super().finish(metadata, [chunks])
-        files[_METADATA] = self.fs.sums[_METADATA]
-        commit = Commit(self.shards.name, Layout(files, metadata), **self._state)
-        commit.write(self.shards.parent)
-        for other in self.shards.parent.glob(f"{_SHARDS}*"):
-            if other != self.shards:
+        # Two programs that save here by mistake remove nothing that a ``state.pt`` names.
+        with (self.shards.parent / ".lock").open("w") as file:
+            with suppress(OSError):  # of a file system without locks
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            for name in files:
+                if not (path := self.shards / name).exists():
+                    where = "is not there for rank 0; must be on a file system that all nodes share"
+                    raise FileNotFoundError(f"{path}: {where}")
+            super().finish(metadata, [chunks])
+            files[_METADATA] = self.fs.sums[_METADATA]
+            commit = Commit(self.shards.name, Layout(files, metadata), **self._state)
+            commit.write(self.shards.parent)
+            for other in {*self.shards.parent.glob(f"{_SHARDS}*")} - {self.shards}:
                 shutil.rmtree(other, ignore_errors=True)
 
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from examples import train
 from tests import wheels
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.wheels import ROOT
@@ -101,6 +102,18 @@ def make_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=bytes_).save_pretrained(folder)
 
 
+def test_a_mistake_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+    usual = [f"--model={tmp_path}", f"--data={tmp_path / 'x.jsonl'}", f"--output={tmp_path}"]
+    for given in ("--steps=0", "--save-every=-1", "--held-out=1", "--sequence-length=128"):
+        with pytest.raises(SystemExit, match="2"):
+            train.parse([*usual, given])
+        assert given.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit, match=r"x\.jsonl: line 2: UnicodeEncodeError; must be an obj"):
+        train.tokenise(train.parse([*usual, "--sequence-length=32"]))
+
+
 class Run:
     """Starts of the program with one folder for output."""
 
@@ -114,16 +127,12 @@ class Run:
     def start(self, *launcher: str, script: str = "train.py") -> subprocess.Popen[bytes]:
         """Have torchrun start ranks."""
         command = [self.python, "-m", "torch.distributed.run"]
+        alone = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.printed.open("ab") as printed:
             return subprocess.Popen(
                 [*command, "--monitor-interval", "0.1", *launcher, script, *self.options],
                 cwd=self.place,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": self.path,
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                },
+                env={**os.environ, **alone, "PYTHONPATH": self.path},
                 stdout=printed,
                 stderr=printed,
             )
@@ -228,8 +237,7 @@ def test_from_pretrained_reads_what_it_exports(place: Path, undisturbed: Run) ->
     with torch.no_grad():
         losses = [each(input_ids=tokens, labels=tokens).loss.item() for each in (before, model)]
     assert losses[1] < 0.75 * losses[0]
-    held_out = undisturbed.lines()[-1]
-    assert held_out["step"] == STEPS - 1
+    assert undisturbed.lines()[-1]["step"] == STEPS - 1
 
 
 def test_adapters_json_lines_and_a_live_history(place: Path) -> None:
@@ -295,7 +303,6 @@ def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undist
     assert (begun, went_on % SAVE_EVERY) == (0, 0)
     assert [line["ranks"] for line in run.lines()][:: len(run.lines()) - 1] == [2, 1]
     told = Run(place, "told", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
-    told.output.mkdir()
     shutil.copytree(run.output / "loaded", told.output / "checkpoint")
     told.ends(told.start("--standalone", "--nproc-per-node", "1"))
     assert told.starts() == [went_on]

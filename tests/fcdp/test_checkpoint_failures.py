@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import fcdp
 from tests.disks import full_disk
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
-from tests.fcdp.training import WIDTH, make_model, make_optimizer, shard_with_fcdp
+from tests.fcdp.training import WIDTH, Settings, make_model, make_optimizer, shard_with_fcdp
 from tests.ranks import Pools
 
 
@@ -112,6 +114,25 @@ def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(
     for message in ranks.run(2, save_where_others_do_not_look, tmp_path):
         assert "is not there for rank 0; must be on a file system that all nodes share" in message
     assert not (tmp_path / "node0/state.pt").exists()
+
+
+#: Another program, between its commit and tidying up.
+HOLDS = (
+    "import fcntl, time; file = open('.lock', 'w'); fcntl.lockf(file, 2); print(); time.sleep(3)"
+)
+
+
+def save_while_another_program_does(directory: Path) -> int:
+    run = Run(Settings(1, 1))
+    with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=directory, stdout=-1) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"\n"
+        run.save(directory)
+        return other.wait(timeout=1)
+
+
+def test_two_programs_save_in_turn(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks.run(1, save_while_another_program_does, tmp_path) == [0]
 
 
 def test_a_directory_that_cannot_be_written_is_named(ranks: Pools, tmp_path: Path) -> None:

@@ -33,3 +33,10 @@ def test_a_file_that_cannot_be_written_is_as_it_was(
         durable.replace(file, b"second")
     assert file.read_bytes() == b"first"
     assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_what_counts_already_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system flushes no folders: who hears of a failure removes what it names."""
+    monkeypatch.setattr(durable, "flush", lambda path: os.fsync(9999))
+    durable.replace(tmp_path / "step.json", b"first")
+    assert (tmp_path / "step.json").read_bytes() == b"first"

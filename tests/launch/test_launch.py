@@ -79,12 +79,16 @@ def test_ssh_runs_the_commands_for_its_hosts(tmp_path: Path, python: Path) -> No
     assert check_calls(tmp_path) == {"FCDP_HOSTS": "node0 node1", "NCCL_DEBUG": "WARN"}
 
 
+def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> None:
+    command = "run 'my m.yaml'\n--set \"policy=[host, disk]\""
+    assert start([ROOT / "launch/commands.sh", command], VENV=str(python)).returncode == 0
+    (call,) = told(tmp_path / "python.jsonl")
+    assert call["arguments"][3:6] == ["my m.yaml", "--set", "policy=[host, disk]"]
+
+
 def test_slurm_runs_the_commands_in_its_allocation(tmp_path: Path, python: Path) -> None:
-    done = start(
-        ["bash", ROOT / "launch/slurm.sbatch", *COMMANDS],
-        VENV=str(python),
-        SLURM_SUBMIT_DIR=str(ROOT),
-    )
+    submitted = {"VENV": str(python), "SLURM_SUBMIT_DIR": str(ROOT)}
+    done = start(["bash", ROOT / "launch/slurm.sbatch", *COMMANDS], **submitted)
     assert done.returncode == 0, done.stderr
     assert check_calls(tmp_path) == {}
 
@@ -93,13 +97,9 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
     task = yaml.safe_load(SKYPILOT.read_text())
     assert set(task) == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
     for rank in range(2):
-        done = start(
-            ["bash", "-c", task["run"]],
-            VENV=str(python),
-            FCDP_COMMANDS="\n".join(COMMANDS) + "\n",
-            SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2",
-            SKYPILOT_NODE_RANK=str(rank),
-        )
+        given = {"VENV": str(python), "FCDP_COMMANDS": "\n".join(COMMANDS) + "\n"}
+        nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(rank)}
+        done = start(["bash", "-c", task["run"]], **given, **nodes)
         assert done.returncode == 0, done.stderr
     assert check_calls(tmp_path)["FCDP_HOSTS"] == "10.0.0.1 10.0.0.2"
 
@@ -130,13 +130,8 @@ def test_kubeflow_reads_all_of_the_manifest() -> None:
 
 @pytest.mark.parametrize("gpus", ["all", "none"])
 def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: str) -> None:
-    call = call_of_docker(
-        tmp_path,
-        NCCL_DEBUG="a setting",
-        WANDB_API_KEY="a key",
-        FCDP_GPUS=gpus,
-        FCDP_DOCKER_OPTIONS="--device /dev/infiniband",
-    )
+    given = {"NCCL_DEBUG": "a setting", "WANDB_API_KEY": "a key", "FCDP_GPUS": gpus}
+    call = call_of_docker(tmp_path, **given, FCDP_DOCKER_OPTIONS="--device /dev/infiniband")
     line = " ".join(call["arguments"])
     there = call["settings"]["FCDP_PREFIX"]
     assert call["settings"]["FCDP_HOSTS"] == "node0 node1"

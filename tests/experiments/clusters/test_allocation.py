@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
 
-GOOD = {"FCDP_HOSTS": "10.0.0.1 me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
+GOOD = {"FCDP_HOSTS": "10.0.0.1, me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
 
 
 def test_hosts_make_a_cluster() -> None:
@@ -70,6 +71,7 @@ def test_slurm_without_its_programs_is_an_error(
     [
         ("FCDP_HOSTS", " ", "no rented nodes: set FCDP_HOSTS"),
         ("FCDP_RANKS_PER_NODE", "-1", "FCDP_RANKS_PER_NODE = '-1': allowed are whole numbers"),
+        ("FCDP_RANKS_PER_NODE", "²", "FCDP_RANKS_PER_NODE = '²': allowed are whole numbers"),
     ],
 )
 def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> None:
@@ -92,8 +94,9 @@ def test_a_head_that_others_cannot_reach_is_refused() -> None:
 
 
 def test_a_head_without_an_address_is_named() -> None:
-    with pytest.raises(ClusterError, match=r"nowhere\.invalid: no address of the first node"):
-        Allocation.from_env(GOOD | {"FCDP_HEAD": "nowhere.invalid"}).head_address()
+    for name in ("nowhere.invalid", "two..dots", "x" * 64):
+        with pytest.raises(ClusterError, match=f"{re.escape(name)}: no address of the first node"):
+            Allocation.from_env(GOOD | {"FCDP_HEAD": name}).head_address()
 
 
 @pytest.mark.parametrize(("chosen", "count"), [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0)])

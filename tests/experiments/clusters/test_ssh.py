@@ -74,7 +74,7 @@ def test_a_program_of_ones_own_outlives_its_nodes(
             return subprocess.Popen(
                 [
                     *(*enter(network, 0), str(ROOT / "launch/train-ssh.sh")),
-                    *(" ".join(network.addresses), *training.words),
+                    *("\n".join(network.addresses), *training.words),
                 ],
                 cwd=tmp_path,
                 env={
