@@ -29,7 +29,7 @@ _NAMES = frozenset(_PASSES.split())
 _ALLOWED = re.compile("|".join(name.replace("*", r"\w*") for name in _NAMES))
 #: A key or a password by a word of its name: ``HF_HUB_TOKEN`` begins as one that passes.
 _SECRET = re.compile(
-    r"(?:^|_)(?:TOKENS?|(?:API_?|ACCESS_?)?KEY|PAT|JWT|AUTH|SECRETS?|CREDENTIALS?"
+    r"(?:^|_)(?:TOKENS?|(?:API_?|ACCESS_?|SECRET_?)?KEY|PAT|PWD|BEARER|JWT|AUTH|SECRETS?|CREDENTIALS?"
     r"|\w*PASS(?:WORD|WD|PHRASE)?)(?:_|$)",
     re.IGNORECASE,
 )
@@ -64,7 +64,7 @@ def of_launchers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_needed(name: str, value: str) -> bool:
-    if not _ALLOWED.fullmatch(name) or _LOGIN.search(value):
+    if not _ALLOWED.fullmatch(name) or _LOGIN.search(value) or _INSIDE.search(value):
         return False
     return name in _NAMES or len(value) < _SHORTEST or not _SECRET.search(name)
 

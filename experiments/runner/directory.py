@@ -149,12 +149,16 @@ class RunDirectory:
         return read_records(self.records) if files.stored(self.records).exists() else []
 
     def new_cell(self, cell_id: str) -> Path:
-        """A directory for a cell, with nothing of a cell cut short earlier but its checkpoint."""
+        """A cell's directory: one cut short earlier leaves its checkpoint there and its steps."""
         path = self.cells / cell_id
         path.mkdir(parents=True, exist_ok=True)
+        goes_on = (path / CHECKPOINT).is_dir()
         for left in path.iterdir():
             if left.is_dir() and left.name != CHECKPOINT:
                 shutil.rmtree(left)
+            elif goes_on and left.name == PROGRESS:
+                whole, _, _ = left.read_bytes().rpartition(b"\n")
+                left.write_bytes(whole + b"\n" if whole else b"")  # a kill may cut the last line
             elif not left.is_dir():
                 left.unlink()
         return path

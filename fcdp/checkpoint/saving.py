@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 import torch
@@ -33,6 +33,8 @@ from fcdp.engine import engine_of
 
 _SHARDS = "shards-"
 _METADATA = ".metadata"
+#: Longer than another program writes a commit; NFS may keep a lost node's lock for ever.
+_LOCK_S = 30.0
 
 
 def save(
@@ -133,8 +135,7 @@ class _Writer(FileSystemWriter):
                 chunks.append(result)
         # Two programs that save here by mistake remove nothing that a ``state.pt`` names.
         with (self.shards.parent / ".lock").open("w") as file:
-            with suppress(OSError):  # of a file system without locks
-                fcntl.lockf(file, fcntl.LOCK_EX)
+            _lock(file)
             for name in files:
                 if not (path := self.shards / name).exists():
                     where = "is not there for rank 0; must be on a file system that all nodes share"
@@ -145,6 +146,19 @@ class _Writer(FileSystemWriter):
             commit.write(self.shards.parent)
             for other in {*self.shards.parent.glob(f"{_SHARDS}*")} - {self.shards}:
                 shutil.rmtree(other, ignore_errors=True)
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock ``file`` until it is closed, unless its file system cannot, or a lost node holds it."""
+    ends = time.monotonic() + _LOCK_S
+    while time.monotonic() < ends:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:
+            return
 
 
 def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
+from fcdp.checkpoint import saving
 from tests.disks import full_disk
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
 from tests.fcdp.training import WIDTH, Settings, make_model, make_optimizer, shard_with_fcdp
@@ -122,17 +124,22 @@ HOLDS = (
 )
 
 
-def save_while_another_program_does(directory: Path) -> int:
+def saves_before_another_program(directory: Path, lock_s: float) -> bool:
     run = Run(Settings(1, 1))
     with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=directory, stdout=-1) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"\n"
-        run.save(directory)
-        return other.wait(timeout=1)
+        with mock.patch.object(saving, "_LOCK_S", lock_s):
+            run.save(directory)
+        return other.poll() is None
 
 
-def test_two_programs_save_in_turn(ranks: Pools, tmp_path: Path) -> None:
-    assert ranks.run(1, save_while_another_program_does, tmp_path) == [0]
+@pytest.mark.parametrize(("lock_s", "first"), [(30.0, False), (0.2, True)])
+def test_two_programs_save_in_turn_but_wait_for_no_lost_node(
+    ranks: Pools, tmp_path: Path, lock_s: float, first: bool
+) -> None:
+    assert ranks.run(1, saves_before_another_program, tmp_path, lock_s) == [first]
+    assert (tmp_path / "state.pt").exists()
 
 
 def test_a_directory_that_cannot_be_written_is_named(ranks: Pools, tmp_path: Path) -> None:

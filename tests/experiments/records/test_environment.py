@@ -31,6 +31,22 @@ def test_what_ranks_need_passes_and_no_secret() -> None:
     assert passed_on(PLAIN, ()) == PLAIN
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_ENDPOINT", "https://hub.example.org/?token=hidden123"),
+        ("CFLAGS", "-DPASSWORD=hidden123"),
+        ("DS_CONN", "host;Pwd=hidden123"),
+        ("NCCL_SECRETKEY", "hidden123"),
+        ("PYTHON_PWD", "hidden123"),
+        ("TRITON_BEARER", "hidden123"),
+    ],
+)
+def test_a_secret_does_not_pass_by_the_beginning_of_its_name(name: str, value: str) -> None:
+    assert passed_on({name: value}, ()) == {}
+    assert "hidden123" not in without_secrets(f"failed with {value}", {name: value})
+
+
 def test_what_is_named_passes_and_is_cut_out_of_texts_all_the_same() -> None:
     environment = {**PLANTED, "FCDP_PASS": "HF_TOKEN, GH_PAT"}
     seen = passed_on(environment, named(environment))

@@ -22,7 +22,7 @@ from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
-from experiments.worker import PROGRESS
+from experiments.worker import CHECKPOINT, PROGRESS
 from simulation import files
 from tests.disks import full_disk
 from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
@@ -233,6 +233,17 @@ def test_a_cell_that_failed_before_its_first_step_runs_again(
     kept = directory.resume(matrix, retry_failed=False)
     assert [each.cell_id for each in kept] == [of[i].id for i in (1, 2, 3)]
     assert read_records(directory.records) == kept
+
+
+@pytest.mark.parametrize("written", [b'{"step": 1}\n{"step": 2}\n', b'{"step": 1}\n{"st', b'{"st'])
+def test_a_cell_that_goes_on_has_its_steps_so_far(written: bytes, directory: RunDirectory) -> None:
+    cell = directory.new_cell("cell")
+    (cell / PROGRESS).write_bytes(written)
+    (cell / CHECKPOINT).mkdir()
+    directory.new_cell("cell")
+    assert (cell / PROGRESS).read_bytes() == written[: written.rfind(b"\n") + 1]
+    (cell / CHECKPOINT).rmdir()
+    assert [*directory.new_cell("cell").iterdir()] == []
 
 
 def test_a_cell_that_is_skipped_no_longer_runs(matrix: Matrix, directory: RunDirectory) -> None:
