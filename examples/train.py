@@ -88,17 +88,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--data {options.data}: must be a file of text or JSON Lines")
     if not 0 <= options.held_out < 1:
         parser.error(f"--held-out {options.held_out}: must be from 0 to below 1")
-    config = AutoConfig.from_pretrained(options.model, local_files_only=True)
+    return options
+
+
+def check_model(options: argparse.Namespace) -> None:
+    """End with a line where the model is none to train on such sequences."""
+    said = f"--model {options.model}"
+    try:
+        config = AutoConfig.from_pretrained(options.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{said}: {str(error).splitlines()[0]}")
     # Tokens of BERT and its kin see those after them too, unless their configuration says so.
     causal = any(getattr(config, a, False) for a in ("is_decoder", "is_encoder_decoder", "causal"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal
     ):
-        parser.error(f"--model {options.model}: is of type {config.model_type}; must be causal")
+        sys.exit(f"{said}: is of type {config.model_type}; must be causal")
     longest = getattr(config, "max_position_embeddings", None) or options.sequence_length
     if options.sequence_length > longest:
-        parser.error(f"--sequence-length {options.sequence_length}: the model allows {longest}")
-    return options
+        sys.exit(f"--sequence-length {options.sequence_length}: the model allows {longest}")
 
 
 def join(time_out: timedelta) -> fcdp.Topology:
@@ -365,6 +373,7 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
+    check_model(options)
     options.output.mkdir(parents=True, exist_ok=True)
     leaving = threading.Event()
     # Of torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.

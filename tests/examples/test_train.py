@@ -106,12 +106,22 @@ def test_a_mistake_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     make_model(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     usual = [f"--model={tmp_path}", f"--data={tmp_path / 'x.jsonl'}", f"--output={tmp_path}"]
-    for given in ("--steps=0", "--save-every=-1", "--held-out=1", "--sequence-length=128"):
+    for given in ("--steps=0", "--save-every=-1", "--held-out=1"):
         with pytest.raises(SystemExit, match="2"):
             train.parse([*usual, given])
         assert given.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit, match="--sequence-length 128: the model allows 64"):
+        train.check_model(train.parse([*usual, "--sequence-length=128"]))
     with pytest.raises(SystemExit, match=r"x\.jsonl: line 2: UnicodeEncodeError; must be an obj"):
         train.tokenise(train.parse([*usual, "--sequence-length=32"]))
+    config = tmp_path / "config.json"
+    for given, said in (
+        ('{"model_type": "bert"}', "type bert; must be"),
+        ("{", "not a valid JSON"),
+    ):
+        config.write_text(given)
+        with pytest.raises(SystemExit, match=f"--model .*: .*{said}"):
+            train.check_model(train.parse(usual))
 
 
 class Run:
