@@ -89,7 +89,9 @@ class Srun:
             "--cpu-bind=none",
             # A step that an interactive shell runs in has the node's resources already.
             "--overlap",
-            *("--kill-on-bad-exit=1", "--mpi=none", f"--chdir={ROOT}"),
+            "--kill-on-bad-exit=1",
+            "--mpi=none",
+            f"--chdir={ROOT}",
             *_PROGRAM,
         ]
 

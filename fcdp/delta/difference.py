@@ -166,7 +166,7 @@ def _by_codes(
     bits, now, before = _BITS[form], _filled(new), _filled(base)
     codes = torch.empty(now.numel() * bits // 8, dtype=torch.uint8, device="cpu")
     pack(now.numpy(), before.numpy(), bits, codes.numpy())
-    at = _escaped(codes, bits)
+    at = escaped(codes, bits)
     numbers = torch.empty_like(at, dtype=torch.int16)
     take(now.numpy(), before.numpy(), at.numpy(), numbers.numpy())
     near, wide = near_and_wide(numbers)
@@ -176,12 +176,6 @@ def _by_codes(
         words = kept[: keep_changed(words.numpy(), kept.numpy())]
     row = _Chunk(form, words.numel(), near.numel(), wide.numel())
     return row, [*bitmap, words, wide, near]
-
-
-def _escaped(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Places (k, int64) of the numbers that ``codes`` (uint8, whole granules) do not hold."""
-    at = torch.empty(codes.numel() * 8 // bits, dtype=torch.int64, device="cpu")
-    return at[: escaped(codes.view(torch.int64).numpy(), bits, at.numpy())]
 
 
 def _filled(words: torch.Tensor) -> torch.Tensor:
@@ -258,7 +252,7 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
     wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
     numbers, values = Codes(bits).unpack(words), joined(near, wide)
-    at = _escaped(words.view(torch.uint8), bits)
+    at = escaped(words.view(torch.uint8), bits)
     if values is None or values.numel() != at.numel():
         raise _damaged()
     numbers.index_copy_(0, at, values)

@@ -30,11 +30,11 @@ _GATHER_FOUR = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12
 #: Numbers that stay in a core's first cache.
 _NEAR = 2048
 #: All bits but the highest of each code of two, four or eight, in 64; by the logarithm of two.
-_LOW = np.array([0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F], np.int64)
-#: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``BIT`` has i.
-DE_BRUIJN = 0x03F79D71B4CB0A89
-BIT = np.zeros(64, np.int64)
-BIT[[(DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
+_LOW = (0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F)
+#: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``_BIT`` has i.
+_DE_BRUIJN = 0x03F79D71B4CB0A89
+_BIT = np.zeros(64, np.int64)
+_BIT[[(_DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,29 @@ def pack(new: Words, base: Words, bits: int, codes: Bytes) -> None:
                 to[at] = numbers[at]
 
 
+def escaped(codes: torch.Tensor, bits: Bits) -> torch.Tensor:
+    """Places (k, int64) of the numbers that ``codes`` (uint8, whole granules) do not hold."""
+    shift, words = bits // 4 + 1, codes.view(torch.int64)
+    low = _LOW[shift]
+    # The sum of a code's lower bits and as many set ones has its highest bit if one of them is.
+    return set_bits(words & ~((words & low) + low) & ~low, shift)
+
+
+def set_bits(masks: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """Places (k, int64) of what bits of ``masks`` (m, int64) are set for, 2^shift bits to each."""
+    at = torch.empty(masks.numel() * 64 >> shift, dtype=torch.int64, device="cpu")
+    return at[: _set_bits(masks.numpy(), shift, at.numpy())]
+
+
 @compiled
-def escaped(codes: Longs, bits: int, at: Longs) -> int:
-    """Write the places of escapes in ``codes`` (n · bits / 64) to ``at`` (n); returns how many."""
-    per, shift = 64 // bits, bits // 4 + 1
-    low, count = _LOW[shift], 0
-    for block in range(codes.size):
-        # The sum of a code's lower bits and as many set ones has its highest bit if one of them is.
-        left = codes[block] & ~((codes[block] & low) + low) & ~low
+def _set_bits(masks: Longs, shift: int, at: Longs) -> int:
+    count = 0
+    for block in range(masks.size):
+        left = masks[block]
         while left != 0:
             lowest = left & -left
             left ^= lowest
-            at[count] = block * per + (BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift)
+            at[count] = 64 * block + _BIT[lowest * _DE_BRUIJN >> 58 & 63] >> shift
             count += 1
     return count
 
