@@ -131,7 +131,8 @@ def escaped(codes: torch.Tensor, bits: Bits) -> torch.Tensor:
     shift, words = bits // 4 + 1, codes.view(torch.int64)
     low = _LOW[shift]
     # The sum of a code's lower bits and as many set ones has its highest bit if one of them is.
-    return set_bits(words & ~((words & low) + low) & ~low, shift)
+    others = (words & low).add_(low)
+    return set_bits(others.bitwise_not_().bitwise_and_(words).bitwise_and_(~low), shift)
 
 
 def set_bits(masks: torch.Tensor, shift: int = 0) -> torch.Tensor:
