@@ -169,7 +169,10 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
     box = [tokenise(options) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, group=patient)
     assert box[0] is not None
-    tokens = torch.load(box[0], mmap=True)
+    try:
+        tokens = torch.load(box[0], mmap=True)
+    except (OSError, RuntimeError):
+        sys.exit(f"{box[0]}: is damaged; remove it, and it is made anew")
     windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
     windows = windows.view(-1, options.sequence_length)
     held_out = math.ceil(len(windows) * options.held_out)
@@ -194,7 +197,10 @@ def build(options: argparse.Namespace, topology: fcdp.Topology) -> Any:
         lora = LoraConfig(r=options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
     mixed = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
-    return fcdp.shard(model.train(), topology, policy=options.policy, mp_policy=mixed)
+    try:
+        return fcdp.shard(model.train(), topology, policy=options.policy, mp_policy=mixed)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 @functools.lru_cache(1)
@@ -256,6 +262,25 @@ def evaluate(
     return None if sums[1] else sums[0].item() / topology.world_size
 
 
+def load(
+    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, told: dict[str, Any]
+) -> dict[str, Any]:
+    """Read a checkpoint of a run that was told the same; return what it holds beside the model."""
+    try:
+        saved: Any = fcdp.load(model, optimizer, checkpoint)
+    except ValueError as error:
+        sys.exit(f"{error}; or --output another folder")
+    if not isinstance(saved, dict) or not saved.keys() >= {*told, "step", "run"}:
+        sys.exit(f"{checkpoint}: is another program's; must be of this, or --output another folder")
+    for key, value in told.items():
+        if saved[key] != value:
+            sys.exit(
+                f"{checkpoint}: was trained with {key} = {saved[key]!r}; must be the same, not "
+                f"{value!r}, or --output another folder"
+            )
+    return saved
+
+
 def train(options: argparse.Namespace, leaving: threading.Event) -> None:
     topology = join(timedelta(seconds=options.time_out))
     device, first = topology.mesh.device_type, topology.rank == 0
@@ -274,13 +299,8 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
     dist.broadcast_object_list(there)
     start, saved = 0, {**told, "run": f"{time.time_ns():x}"}
     if there[0]:
-        saved = fcdp.load(model, optimizer, checkpoint)
+        saved = load(model, optimizer, checkpoint, told)
         start = saved.pop("step")
-        if different := [key for key in told if saved[key] != told[key]]:
-            sys.exit(
-                f"{checkpoint}: was trained with {different[0]} = {saved[different[0]]!r}; must be "
-                f"the same, not {told[different[0]]!r}, or --output another folder"
-            )
     log, run = None, None
     if first:
         print(f"from step {start} of {steps}, on {topology}", flush=True)
@@ -374,7 +394,10 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     check_model(options)
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output {options.output}: {error.strerror}; must be a folder, or none yet")
     leaving = threading.Event()
     # Of torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
@@ -383,4 +406,12 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        mistake = isinstance(end.code, str) or end.code == 2  # argparse's
+        if mistake and "TORCHELASTIC_RUN_ID" in os.environ:
+            # Ranks that are started again would make it again: their torchrun ends with them.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(os.getppid(), signal.SIGTERM)
+        raise

@@ -147,7 +147,13 @@ class Allocation:
 
 def _launcher(environment: Mapping[str, str]) -> Launcher:
     if hosts := environment.get("FCDP_HOSTS", "").replace(",", " ").split():
-        return Ssh(tuple(hosts), tuple(shlex.split(environment.get("FCDP_PREFIX", ""))))
+        prefix = environment.get("FCDP_PREFIX", "")
+        try:
+            return Ssh(tuple(hosts), tuple(shlex.split(prefix)))
+        except ValueError as error:
+            raise ClusterError(
+                f"FCDP_PREFIX = {prefix!r}: {error}; must be words as a shell reads them"
+            ) from error
     nodes = environment.get("SLURM_JOB_NODELIST", "")
     if environment.get("SLURM_JOB_ID") and nodes:
         return Srun(tuple(_scontrol("show", "hostnames", nodes).split()))

@@ -58,8 +58,10 @@ def find(name_or_path: str) -> Path:
 def members(name_or_path: str) -> list[str]:
     """The matrices of a suite, or of a folder of the user's own; of a matrix, itself.
 
-    Raises ``ValueError`` for a folder without matrix files.
+    Raises ``ValueError`` for a folder without matrix files, and for an empty text.
     """
+    if not name_or_path:
+        raise ValueError("MATRIX: is empty; must be the name of a matrix or a path")
     if name_or_path not in suites():
         folder = Path(name_or_path)
         if name_or_path in available() or not folder.is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 #: Names of further variables that reach ranks, with commas between them.
 PASS = "FCDP_PASS"
@@ -88,10 +88,11 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 def _parts(name: str, value: str) -> set[str]:
-    """The value, its lines and the passwords in it, as a text may quote them."""
+    """The value, its lines and the passwords in it, as they are, as in a URL and escaped."""
     inside = {part for found in _INSIDE.findall(value) for part in found}
     inside |= set(map(unquote, inside))
     whole = {line.strip() for line in (value, *value.splitlines())}
     if not _SECRET.search(name):
         whole = {part for part in whole if len(part) >= _SHORTEST_PART}
-    return {part for part in inside | whole if len(part) >= _SHORTEST}
+    parts = {part for part in inside | whole if len(part) >= _SHORTEST}
+    return {form for part in parts for form in (part, quote(part, safe=""), repr(part)[1:-1])}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 #: Bytes per checksum. Ranks share the blocks of all files, however few files there are.
 BLOCK = 16 << 20
+_BUFFER = 1 << 20
 _READERS = 4
 
 
@@ -50,14 +51,16 @@ class SummingFileSystem(FileSystem):
         assert mode == "wb", mode
         path = Path(path)
         checksum = self.sums[path.name] = Checksum()
-        with naming(path), _SummedFile(path, checksum) as stream:
+        file = _SummedFile(path, checksum)
+        # torch.save writes a tensor in forty pieces of some bytes.
+        with naming(path), io.BufferedWriter(file, _BUFFER) as stream:
             try:
                 yield stream
             except RuntimeError as error:
                 # torch.save's own, which does not say what the disk said.
-                if stream.failure is None:
+                if file.failure is None:
                     raise
-                raise stream.failure from error
+                raise file.failure from error
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -75,23 +78,24 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-class _SummedFile(io.BufferedWriter):
+class _SummedFile(io.FileIO):
     """A file under way, whose checksum is taken of what is written."""
 
     def __init__(self, path: Path, checksum: Checksum) -> None:
-        super().__init__(io.FileIO(path, "w"))
+        super().__init__(path, "w")
         self._checksum = checksum
         #: Error of a write, which torch.save loses on its way to the caller.
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         with memoryview(data) as whole, whole.cast("B") as view:
-            self._checksum.update(view)
-            try:
-                return super().write(view)
-            except OSError as error:
-                self.failure = error
-                raise
+            self._checksum.update(view[:written])
+        return written
 
 
 def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: int) -> None:

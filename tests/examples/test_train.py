@@ -124,6 +124,15 @@ def test_a_mistake_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFi
             train.check_model(train.parse(usual))
 
 
+def test_what_another_program_saved_is_no_run_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for extra in (None, {"step": 4}):
+        monkeypatch.setattr(train.fcdp, "load", lambda *_, extra=extra: extra)
+        with pytest.raises(SystemExit, match="is another program's; must be of this, or --output"):
+            train.load(None, torch.optim.SGD([torch.ones(1)]), tmp_path, {"seed": 0})
+
+
 class Run:
     """Starts of the program with one folder for output."""
 
@@ -196,6 +205,29 @@ def undisturbed(place: Path) -> Run:
     run = Run(place, "undisturbed", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
     run.ends(run.start(*ON_ONE_NODE))
     return run
+
+
+@pytest.mark.ranks
+def test_a_mistake_is_said_once_however_often_ranks_may_start(
+    place: Path, undisturbed: Run
+) -> None:
+    damaged = shutil.copytree(undisturbed.output, place / "damaged")
+    (tokens,) = damaged.glob("tokens-*.pt")
+    os.truncate(tokens, tokens.stat().st_size // 2)
+    (place / "x.jsonl").write_text('{"txet": "a"}\n')
+    for options, said in (
+        (("--data", "x.jsonl"), "--data x.jsonl: line 1: KeyError; must be"),
+        (("--policy", "hots"), "policy = 'hots': allowed are none,"),
+        (("--output", "text.txt"), "--output text.txt: File exists; must be a folder"),
+        (("--output", "damaged"), f"{tokens.name}: is damaged; remove it"),
+        (("--output", "undisturbed", "--seed", "1"), "was trained with seed = 0; must be the same"),
+    ):
+        run = Run(place, "mistaken", *options)
+        agent = run.start(*ON_ONE_NODE, "--max-restarts", "100")
+        assert agent.wait(timeout=120) != 0
+        printed = run.printed.read_text()
+        run.printed.unlink()
+        assert 1 <= printed.count(said) <= 2, printed  # by each rank
 
 
 @pytest.mark.ranks

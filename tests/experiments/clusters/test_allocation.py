@@ -71,6 +71,7 @@ def test_slurm_without_its_programs_is_an_error(
     [
         ("FCDP_HOSTS", " ", "no rented nodes: set FCDP_HOSTS"),
         ("FCDP_RANKS_PER_NODE", "-1", "FCDP_RANKS_PER_NODE = '-1': allowed are whole numbers"),
+        ("FCDP_PREFIX", "docker 'x", "FCDP_PREFIX = .*No closing quotation; must be words"),
         ("FCDP_RANKS_PER_NODE", "²", "FCDP_RANKS_PER_NODE = '²': allowed are whole numbers"),
     ],
 )

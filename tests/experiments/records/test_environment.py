@@ -64,6 +64,9 @@ def test_secrets_are_cut_out_of_texts_whole_and_in_parts() -> None:
     for text in said:
         assert markers(without_secrets(text, PLANTED)) == []
     assert without_secrets("it was marker1.", PLANTED) == "it was <PGPASSWORD>."
+    secret = {"PGPASSWORD": "p@ss\\word"}
+    for text in ("postgres://me:p%40ss%5Cword@db", "{'password': 'p@ss\\\\word'}"):
+        assert "<PGPASSWORD>" in without_secrets(text, secret)
 
 
 @pytest.mark.parametrize(
