@@ -166,9 +166,15 @@ def tokenise(options: argparse.Namespace) -> Path:
 def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Sequences to train on and held-out ones, the text's last; and which tokens they are."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=4))
-    box = [tokenise(options) if dist.get_rank() == 0 else None]
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [tokenise(options)]
+        except SystemExit as mistake:  # which the others, that wait for its tokens, end with too
+            box = [mistake.code]
     dist.broadcast_object_list(box, group=patient)
-    assert box[0] is not None
+    if not isinstance(box[0], Path):
+        sys.exit(box[0])
     try:
         tokens = torch.load(box[0], mmap=True)
     except (OSError, RuntimeError):
