@@ -228,7 +228,7 @@ def test_a_mistake_is_said_once_however_often_ranks_may_start(
         printed = run.printed.read_text()
         run.printed.unlink()
         assert 1 <= printed.count(said) <= 2, printed  # by each rank
-        assert "Traceback" not in printed.partition("death signal")[0]
+        assert 'train.py", line' not in printed  # torchrun's own traceback has other files
 
 
 @pytest.mark.ranks
