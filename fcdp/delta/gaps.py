@@ -57,9 +57,10 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     tokens, others, _ = sizes
     if not (0 < tokens <= numbers.numel() and 0 <= others <= tokens):
         return False
-    told = huffman.read(data, tokens + 3 * others)
-    wide_bytes = -1 if told is None else told.numel() - tokens - others
-    if told is None or wide_bytes < 0 or wide_bytes % 2:
+    if (told := huffman.read(data, tokens + 3 * others)) is None:
+        return False
+    wide_bytes = told.numel() - tokens - others
+    if wide_bytes < 0 or wide_bytes % 2:
         return False
     codes, near, wide = told.split([tokens, others, wide_bytes])
     values = joined(near.view(torch.int8), wide.clone().view(torch.int16))  # at an even place

@@ -83,10 +83,10 @@ class Codes:
 def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]:
     """Count, of groups of eight words, one in ``step``: all, and those in which one differs.
 
-    And the words that differ by 2, 8 and 128 or more. There is one group at least.
+    And the words that differ by 2, 8 and 128 or more.
     """
     count = some = two = eight = wide = 0
-    for begin in range(0, max(1, new.size), 8 * step):
+    for begin in range(0, new.size, 8 * step):
         changed = False
         for at in range(begin, min(begin + 8, new.size)):
             number = np.int16(new[at] - base[at])

@@ -29,6 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from scripts.mutants import record
 from scripts.mutants.files import mutants, part_of, tests_of
 from scripts.mutants.mutant import Mutant
@@ -43,6 +45,7 @@ _PRELOADED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
     *("pytest", "hypothesis.strategies", "pydantic", "typer", "yaml", "peft"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    "numba",
 )
 #: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
 _COPIED = ("fcdp", "tests")
@@ -102,6 +105,8 @@ def _try(
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: what is forked has no threads
     for name in _PRELOADED:
         importlib.import_module(name)
+    numba = sys.modules["numba"]
+    numba.njit(lambda values: values[0])(np.zeros(1))  # the first loop takes seconds more
     gc.freeze()
     context = multiprocessing.get_context("fork")
     tiers = ("unit",) if given.unit else ("unit", "ranks")
@@ -230,10 +235,22 @@ class Tree:
 
     def put(self, mutant: Mutant) -> None:
         (self.place / mutant.file).write_text(mutant.source, encoding="utf-8")
+        self._forget(mutant)
 
     def restore(self, mutant: Mutant) -> None:
         shutil.copy2(self._root / mutant.file, self.place / mutant.file)
+        self._forget(mutant)
         shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
+
+    def _forget(self, mutant: Mutant) -> None:
+        """Remove what was compiled of a file's loops.
+
+        numba tells texts apart, but by an index that names the new one before its code has taken
+        the old one's place: who is killed between, or reads then, takes one for the other.
+        """
+        path = self.place / mutant.file
+        for kept in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
+            kept.unlink()
 
 
 def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool = False) -> Outcome:

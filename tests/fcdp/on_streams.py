@@ -18,7 +18,7 @@ class OnStreams(Pools):
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
     ) -> list[Any]:
-        (results,) = self._apart.run(1, on_streams, function, world_size, args)
+        (results,) = self._apart.run(1, on_streams, function, world_size, args, timeout_s=timeout_s)
         return results
 
     def close(self) -> None: ...

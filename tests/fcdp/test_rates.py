@@ -104,9 +104,10 @@ def test_training_is_bit_for_bit_as_without(
 ) -> None:
     pools = ranks if ranks_per_node > 1 else OnStreams(apart, samples=False)
     codec = fcdp.Delta("always" if rate > 1e-5 else "smallest")
-    size = 2 * ranks_per_node
-    expected = pools.run(size, train, ranks_per_node, rate, steps, None, tmp_path)
-    actual = pools.run(size, train, ranks_per_node, rate, steps, codec, tmp_path)
+    size, limit = 2 * ranks_per_node, 400.0 + 4 * steps
+    given = (ranks_per_node, rate, steps)
+    expected = pools.run(size, train, *given, None, tmp_path, timeout_s=limit)
+    actual = pools.run(size, train, *given, codec, tmp_path, timeout_s=limit)
     for mine, other in zip(actual, expected, strict=True):
         assert all(map(torch.equal, mine.computed, other.computed))
         assert len(mine.computed) == len(other.computed)

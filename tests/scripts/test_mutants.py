@@ -79,7 +79,7 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
     (tmp_path / "tests").mkdir()
     (tmp_path / "fcdp/__init__.py").write_text("ONE = 1\n")
     (tmp_path / "tests/test_one.py").write_text(
-        "import fcdp\ndef test_one(): assert fcdp.ONE == 1\n"
+        "import fcdp\ndef test_one(): assert fcdp.one() == 1\n"
     )
     program = f"""if True:
         import dataclasses, pathlib, fcdp
@@ -88,9 +88,15 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
         root = pathlib.Path({str(tmp_path)!r})
         any_ = next(mutants(pathlib.Path()))
         tree = Tree(root, root / "tree")
-        for source in ("ONE = 1", "ONE = 2"):
-            tree.put(dataclasses.replace(any_, file="fcdp/__init__.py", source=source))
+        for one in (1, 2):
+            source = f"import numba\\n@numba.njit(cache=True)\\ndef one(): return {{one}}"
+            mutant = dataclasses.replace(any_, file="fcdp/__init__.py", source=source)
+            tree.put(mutant)
             print(*run(tree, ["tests"], 60))
+            kept = len([*tree.place.glob("fcdp/**/*.nb?")])
+            tree.restore(mutant)
+            print(kept, len([*tree.place.glob("fcdp/**/*.nb?")]))
         """
     ran = programs.printed(sys.executable, "-c", program)
-    assert ran.splitlines() == ["0 the end of the process", "1 tests/test_one.py::test_one"]
+    passed, failed = "0 the end of the process", "1 tests/test_one.py::test_one"
+    assert ran.splitlines() == [passed, "2 0", failed, "2 0"]

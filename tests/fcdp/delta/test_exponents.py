@@ -7,6 +7,7 @@ import torch
 
 from fcdp.delta import exponents
 from fcdp.delta.difference import CHUNK, apply, capacity, encode
+from fcdp.delta.huffman import zstd
 
 #: Words: about a block, a granule, a chunk.
 COUNTS = (1, 2, 255, 256, 257, 5000, CHUNK, CHUNK + 3)
@@ -45,6 +46,18 @@ def test_every_word_arrives_beside_every_mean() -> None:
         out = torch.empty(words.numel(), dtype=torch.int16)
         assert exponents.read(*exponents.write(words.view(-1)), out)
         assert torch.equal(out, words.view(-1))
+
+
+def test_what_is_told_stays_readable() -> None:
+    """Part by part, of two blocks: later versions read what this one has written."""
+    words = gradients(300)
+    words[256:] = 0x3F80
+    told, rest = exponents.write(words)
+    distances, means = torch.tensor([*zstd.decompress(bytes(told.tolist()))]).split([300, 2])
+    magnitudes = words.int() >> 7 & 0xFF
+    assert torch.equal(distances + means.repeat_interleave(256)[:300] & 0xFF, magnitudes)
+    assert means.tolist() == [int(magnitudes[at : at + 32].sum()) // 32 for at in (0, 256)]
+    assert torch.equal(rest.int(), (words.int() & 0x7F) << 1 | (words < 0).int())
 
 
 def test_gradients_take_about_eleven_bits_of_sixteen() -> None:

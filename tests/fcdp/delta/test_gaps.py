@@ -117,6 +117,12 @@ def test_files_of_publications_stay_readable() -> None:
         assert encoded[:4].view(torch.int32).item() == form
 
 
+def test_bytes_are_read_unless_they_are_none_or_more_than_there_can_be() -> None:
+    for told, most in (([], 1), ([7], 1), ([7, 8, 9], 3), ([7, 8, 9], 2)):
+        read = gaps.huffman.read(_compressed(told), most)
+        assert (read is not None and read.tolist() == told) == (0 < len(told) <= most)
+
+
 def test_more_than_there_can_be_is_refused_before_it_is_unpacked() -> None:
     numbers = torch.zeros(5000, dtype=torch.int16)
     unpacked = mock.patch.object(gaps.huffman, "read", side_effect=AssertionError("unpacked"))
@@ -134,7 +140,7 @@ def test_what_cannot_have_been_written_is_refused() -> None:
 
     assert not refused(sizes, data)
     assert refused(sizes, data[:-1])
-    assert refused(sizes, data, count=1000)
+    assert refused(sizes, data, count=int(numbers.nonzero()[-1]))
     for tokens, others in ((-1, 0), (0, -1), (1, 1), (2**30, 0)):
         assert refused(sizes._replace(tokens=tokens, others=others), data)
     assert refused(sizes._replace(tokens=sizes.tokens + 1), data)
@@ -149,6 +155,7 @@ def test_what_cannot_have_been_written_is_refused() -> None:
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2]))
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2, 5, 44, 1]))
     assert refused(gaps.Sizes(2, 2, 0), _compressed([2, 0, 5, 6]))
+    assert refused(gaps.Sizes(2, 1, 0), _compressed([2, 2, 5]))
     base = torch.zeros(5000, dtype=torch.int16)
     encoded = encode(numbers, base, "entropy")
     for place in range(4, encoded.numel(), 7):

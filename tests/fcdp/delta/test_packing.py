@@ -56,12 +56,13 @@ def test_numbers_come_back_from_bytes_and_words(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_sample_counts_groups_and_how_far_their_words_differ(step: int) -> None:
-    base = torch.randint(-(2**15), 2**15, (8 * 30,)).to(torch.int16)
-    change = torch.zeros(30, 8, dtype=torch.int16)
-    change[::step][:7] = torch.tensor([[1], [-1], [2], [-7], [8], [-127], [-(2**15)]])
-    change[:, 1:] = 0
+    base = torch.randint(-(2**15), 2**15, (8 * 36,)).to(torch.int16)
+    base[0] = 2**15 - 1  # numbers wrap
+    change = torch.zeros(36, 8, dtype=torch.int16)
+    by = torch.tensor([1, -1, 2, -2, 7, -7, 8, -8, 127, -127, 128, -128]).short()
+    change[torch.arange(12) * step, torch.arange(12) % 8] = by
     counted = packing.sample((base + change.view(-1)).numpy(), base.numpy(), step)
-    assert counted == (30 // step, 7, 5, 3, 1)
+    assert counted == (36 // step, 12, 10, 6, 2)
 
 
 def test_words_that_changed_come_back_to_their_places() -> None:
