@@ -134,7 +134,7 @@ def _predicted(
     workload = Workload(
         strategy=strategy,
         model=_MODEL,
-        lora=None if full else _MODEL.attention_lora(8),
+        lora=None if full else _MODEL.lora(8),
         sequence_length=length,
         micro_batch=micro_batch,
         recomputed=recomputed,
