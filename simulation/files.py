@@ -17,6 +17,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -48,6 +49,11 @@ class Strict(BaseModel):
 
 
 AnyStrict = TypeVar("AnyStrict", bound=Strict)
+
+
+def now() -> str:
+    """This second, as records have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def append(record: Strict, path: Path) -> None:

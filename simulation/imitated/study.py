@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import datetime, timezone
 from itertools import product
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from baselines import registry
+from simulation.files import now
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import ModelSpec, Tuning
@@ -157,7 +157,7 @@ def settle(
 
 
 def _settle(case: Case, build: Build, origin: dict[str, Any]) -> MemoryRecord:
-    started_at, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+    started_at, started = now(), time.monotonic()
     state: State = "skipped"
     finding = None
     error = _REASONS.get(registry.find(case.strategy).engine)
