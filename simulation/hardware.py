@@ -139,10 +139,8 @@ def gpu_of(model: str) -> Gpu | None:
 
 def card(name: str) -> Card:
     """The GPU's row. Raises ``ValueError`` for an unknown one: none stands in for it."""
-    try:
-        return CARDS[name]
-    except KeyError:
-        raise ValueError(f"gpu = {name!r}: allowed are {', '.join(CARDS)}") from None
+    checks.one_of("gpu", name, CARDS)
+    return CARDS[name]
 
 
 def described(text: str) -> str:
@@ -365,8 +363,7 @@ class Hardware(Checked):
 
         Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
         """
-        if fabric not in FABRICS:
-            raise ValueError(f"fabric = {fabric!r}: allowed are {', '.join(FABRICS)}")
+        checks.one_of("fabric", fabric, FABRICS)
         if not 1 <= oversubscription < float("inf"):
             raise ValueError(f"oversubscription = {oversubscription!r}: must be 1 or more")
         of = FABRICS[fabric]

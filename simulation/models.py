@@ -94,10 +94,8 @@ _LONGEST = 8192
 
 def find(name: str) -> ModelSpec:
     """The model of this name. Raises ``ValueError`` for one that is not among ``PAPER_MODELS``."""
-    try:
-        return PAPER_MODELS[name]
-    except KeyError:
-        raise ValueError(f"model = {name!r}: allowed are {', '.join(PAPER_MODELS)}") from None
+    checks.one_of("model", name, PAPER_MODELS)
+    return PAPER_MODELS[name]
 
 
 @dataclass(frozen=True)
