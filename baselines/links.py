@@ -1,10 +1,13 @@
-"""The kernel's counters of this machine's network interfaces."""
+"""The kernel's counters of what this machine has received and sent."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _RECEIVED, _SENT = 0, 8
+_INFINIBAND = Path("/sys/class/infiniband")
+#: Bytes of what an InfiniBand port counts: 32-bit words, on all of its lanes together.
+_WORD_BYTES = 4
 
 
 def interface_bytes(interface: str) -> tuple[int, int]:
@@ -22,3 +25,19 @@ def interface_bytes(interface: str) -> tuple[int, int]:
         raise ValueError(f"interface = {interface!r}: allowed are {', '.join(sorted(counters))}")
     found = counters[interface]
     return int(found[_RECEIVED]), int(found[_SENT])
+
+
+def transmitted_bytes(interface: str) -> int:
+    """Bytes that an interface has sent, or an InfiniBand or RoCE adapter (``mlx5_0``).
+
+    An adapter has counters of its own, because what it sends by RDMA passes by the kernel's network
+    interfaces. Raises ``ValueError`` if there is no such interface or adapter.
+    """
+    ports = sorted(_INFINIBAND.glob(f"{interface}/ports/*/counters/port_xmit_data"))
+    if ports:
+        return sum(int(port.read_text()) for port in ports) * _WORD_BYTES
+    adapters = "".join(f", {path.name}" for path in sorted(_INFINIBAND.glob("*")))
+    try:
+        return interface_bytes(interface)[1]
+    except ValueError as error:
+        raise ValueError(f"{error}{adapters}") from None

@@ -5,7 +5,9 @@ Imports no engine, for programs that must not wait for torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,30 +57,17 @@ _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
-def _deepspeed(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
-    """A strategy of DeepSpeed's, which follows its schedule."""
-    usual: dict[str, Any] = {"built_by": "deepspeed.configuration", "settings": DeepSpeedSettings}
-    return Strategy(name, "deepspeed", what, schedule, look, **(usual | more))
+def _of(engine: Engine, **usual: Any) -> Callable[..., Strategy]:
+    """A description of strategies of one engine, with what they have unless they say otherwise."""
+    return lambda name, what, *more, **own: Strategy(name, engine, what, *more, **(usual | own))
 
 
-def _pytorch(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
-    """A strategy of FSDP2's."""
-    return Strategy(name, "fsdp2", what, schedule, look, **({"built_by": "pytorch.fsdp2"} | more))
-
-
-def _preset(
-    name: str, what: str, schedule: Schedule, look: Look | None = None, **more: Any
-) -> Strategy:
-    """A strategy over this library that fixes where parameters are cached."""
-    usual: dict[str, Any] = {"built_by": "presets.fcdp", "settings": EncodedSettings}
-    return Strategy(name, "fcdp", what, schedule, look, **(usual | more))
-
-
-def _apart(
-    name: str, engine: Engine, what: str, schedule: Schedule, look: Look, **more: Any
-) -> Strategy:
-    """A strategy with an optimization of its own."""
-    return Strategy(name, engine, what, schedule, look, numerics="own", **more)
+_deepspeed = _of("deepspeed", built_by="deepspeed.configuration", settings=DeepSpeedSettings)
+_pytorch = _of("fsdp2", built_by="pytorch.fsdp2")
+#: Strategies over this library that fix where parameters are cached.
+_preset = _of("fcdp", built_by="presets.fcdp", settings=EncodedSettings)
+#: Strategies with an optimization of their own.
+_apart = partial(Strategy, numerics="own")
 
 
 # fmt: off

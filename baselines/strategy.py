@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -179,12 +179,8 @@ class Trainable:
         return None
 
 
-class Builder(Protocol):
-    """A function that puts a model under a strategy."""
-
-    def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
-
-
+#: Puts a model under a strategy.
+Builder = Callable[[nn.Module, Job], Trainable]
 #: Settings that are FCDP's, or those of them that a preset does not fix.
 _LIBRARYS = (CacheSettings, EncodedSettings, PaperSettings)
 

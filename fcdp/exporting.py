@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,11 @@ from torch.distributed.tensor import DTensor
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import engine_of
-from fcdp.topology import Topology
+from fcdp.publication.patch import library
+
+_NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
+#: Whole tensors by name, in host memory.
+_Tensors = dict[str, torch.Tensor]
 
 
 def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -44,10 +49,8 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> load_file(directory / "adapter_model.safetensors")["blocks.0.weight"].shape
         torch.Size([8, 8])
     """
-    _need_safetensors()
-    engine, first = engine_of(model), _is_first(model)
-    topology = engine.topology
-    engine.staleness.conclude()
+    library(_NEED)
+    engine_of(model).staleness.conclude()
     trainable = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -55,10 +58,9 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     }
     if not trainable:
         raise ValueError("model: no parameter has requires_grad; there are no adapters to save")
-    gathered = _gather(trainable, first)
     peft_model = _as_peft_model(model)
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, gathered: _Tensors) -> None:
         if peft_model is None:
             _write_file(gathered, folder / "adapter_model.safetensors")
         else:
@@ -68,7 +70,7 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 state_dict=gathered,
             )
 
-    _on_the_first(write, directory, topology, first)
+    _write(model, trainable, directory, write)
 
 
 def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -95,33 +97,40 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> sorted(load_file(directory / "model.safetensors"))
         ['blocks.0.bias', 'blocks.0.weight', 'blocks.1.bias', 'blocks.1.weight']
     """
-    _need_safetensors()
-    engine, first = engine_of(model), _is_first(model)
-    topology = engine.topology
-    engine.staleness.conclude()
+    library(_NEED)
+    engine_of(model).staleness.conclude()
     state = model.state_dict(keep_vars=True)
     plain: Any = model
     if (peft_model := _as_peft_model(model)) is not None:
         plain = peft_model.get_base_model()
         state = _without_adapters(state, peft_model)
-    gathered = _gather(state, first)
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, gathered: _Tensors) -> None:
         if hasattr(plain, "save_pretrained"):
             plain.save_pretrained(folder, state_dict=gathered)
         else:
             _write_file(gathered, folder / "model.safetensors")
 
-    _on_the_first(write, directory, topology, first, instead_of="model*.safetensors*")
+    _write(model, state, directory, write, instead_of="model*.safetensors*")
 
 
-def _need_safetensors() -> None:
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "fcdp.export and fcdp.save_adapters write safetensors files: pip install safetensors"
-        ) from error
+def _write(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    write: Callable[[Path, _Tensors], None],
+    instead_of: str | None = None,
+) -> None:
+    """Gather ``state``, and have rank 0 ``write`` it into a folder."""
+    first = _is_first(model)
+    gathered = _gather(state, first)
+
+    def build() -> None:
+        if first:
+            with _put_in_place(Path(directory), instead_of) as folder:
+                write(folder, gathered)
+
+    on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
 
 
 def _is_first(model: nn.Module) -> bool:
@@ -133,12 +142,12 @@ def _is_first(model: nn.Module) -> bool:
     return all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
 
 
-def _gather(state: Mapping[str, Any], keep: bool) -> dict[str, torch.Tensor]:
+def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
     """The whole tensors of ``state`` in host memory, tied ones still tied; {} unless ``keep``.
 
     Every rank sees each tensor whole, one at a time.
     """
-    gathered: dict[str, torch.Tensor] = {}
+    gathered: _Tensors = {}
     firsts: dict[int, str] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -155,22 +164,9 @@ def _gather(state: Mapping[str, Any], keep: bool) -> dict[str, torch.Tensor]:
     return gathered
 
 
-def _on_the_first(
-    write: Callable[[Path], None],
-    directory: str | os.PathLike[str],
-    topology: Topology,
-    first: bool,
-    instead_of: str | None = None,
-) -> None:
-    def build() -> None:
-        if first:
-            _put_in_place(write, Path(directory), instead_of)
-
-    on_all_ranks(f"directory = {directory}", topology, build)
-
-
-def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: str | None) -> None:
-    """Have ``write`` fill a folder inside ``directory``; move its files out once all are on disk.
+@contextmanager
+def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
+    """Have a folder inside ``directory`` filled; move its files out once all are on disk.
 
     Each file is then replaced at once, and stays as it was if writing fails. Other files
     that match ``instead_of`` go: those of a model in other parts would be loaded in its place.
@@ -178,7 +174,7 @@ def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: st
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".unfinished-", dir=directory) as temporary:
         folder = Path(temporary)
-        write(folder)
+        yield folder
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in files:
             flush(path)
@@ -196,10 +192,8 @@ def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: st
 
 def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors by name; of those that are one, which the format does not allow, the first."""
-    from safetensors.torch import save_file
-
     firsts = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    save_file(
+    library(_NEED).save_file(
         {name: tensors[name].contiguous() for name in sorted(firsts.values())},
         path,
         metadata={"format": "pt"},

@@ -178,9 +178,11 @@ class Generations:
         return sum(region.changes or self._step < 0 for region in self._regions.values())
 
     def _resume(self, path: Path, size: int | None) -> None:
-        record = _read(self._record)
-        if record is None:
+        if not self._record.exists():
             return
+        record: dict[str, Any] = json.loads(
+            durable.unsealed(self._record.read_bytes(), self._record)
+        )
         for name, expected in (("format", _FORMAT), ("about", self._about)):
             if record[name] != expected:
                 raise ValueError(
@@ -193,16 +195,3 @@ class Generations:
                 f"complete step is; must have {self.end}"
             )
         self._step, self._sums = record["step"], record["sums"]
-
-
-def step_of(folder: Path) -> int | None:
-    """The last complete step in a folder, which may be in use; ``None`` without one."""
-    record = _read(folder / RECORD)
-    return None if record is None else int(record["step"])
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    record: dict[str, Any] = json.loads(durable.unsealed(path.read_bytes(), path))
-    return record

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from simulation import checks, files
-from simulation.files import Strict
+from simulation.files import Strict, now
 from simulation.hardware import Gpu, gpu
 
 #: Sharded state: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
@@ -252,7 +251,7 @@ def settle(point: Point, commit: str | None) -> BoundRecord:
         best_mfu=max(found.mfu for found in point.grid()),
         gains=_gains(point),
         commit=commit,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        started_at=now(),
     )
 
 

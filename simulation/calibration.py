@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from statistics import median
 from typing import TypeVar
 
@@ -36,6 +35,7 @@ from simulation.compute import (
     shares,
 )
 from simulation.emulated import Constants, MeasuredStep, emulated
+from simulation.files import now
 from simulation.hardware import scale
 from simulation.measured import Row, Run, run_of
 from simulation.prediction import build, predict
@@ -305,7 +305,7 @@ def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
             Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)]) for run in runs
         ],
         commit=commit,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        started_at=now(),
     )
 
 

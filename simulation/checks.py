@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +29,13 @@ not_negative = _check(
 )
 counts = _check("a whole number, 1 or more", lambda value: type(value) is int and value >= 1)
 share = _check("between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raise ``ValueError`` for a field with another value than these."""
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r}: allowed are {', '.join(map(str, allowed))}")
+
 
 #: Types of fields that a ``Checked`` dataclass checks.
 Positive = Annotated[float, positive]
@@ -59,18 +66,10 @@ def _of(hint: Any) -> Iterator[_Check]:
     if get_origin(hint) is Annotated:
         yield from (lambda name, value, of=of: of(**{name: value}) for of in hint.__metadata__)
     elif get_origin(hint) is Literal:
-        yield _one_of(get_args(hint))
+        yield partial(one_of, allowed=get_args(hint))
     elif get_origin(hint) in (Union, UnionType):
         for check in (check for part in get_args(hint) for check in _of(part)):
             yield _unless_none(check)
-
-
-def _one_of(allowed: tuple[Any, ...]) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if value not in allowed:
-            raise ValueError(f"{name} = {value!r}: allowed are {', '.join(map(str, allowed))}")
-
-    return check
 
 
 def _unless_none(check: _Check) -> _Check:

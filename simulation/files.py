@@ -1,4 +1,4 @@
-"""Types that are kept in files and allow nothing unknown, and JSON Lines files of them.
+"""Types that are kept in files and allow nothing unknown; JSON Lines and CSV files of them.
 
     python -m simulation.files FOLDER ...
 
@@ -8,6 +8,7 @@ and whoever names the first reads the second as well.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -15,7 +16,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -47,6 +49,11 @@ class Strict(BaseModel):
 
 
 AnyStrict = TypeVar("AnyStrict", bound=Strict)
+
+
+def now() -> str:
+    """This second, as records have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def append(record: Strict, path: Path) -> None:
@@ -143,6 +150,21 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
                 f"{stored(path)}:{number}: not a record of this version: {problem(error)}"
             ) from error
     return records
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a CSV file, without what is empty, each after where it is: ``FILE:LINE``."""
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            yield f"{path}:{number}", {key: value for key, value in row.items() if value}
+
+
+def validated(kind: type[AnyStrict], values: Any, where: str) -> AnyStrict:
+    """The values as a ``kind``. Raises ``ValueError`` that says where they are."""
+    try:
+        return kind.model_validate(values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {problem(error)}") from error
 
 
 def _forms(path: Path) -> tuple[Path, Path]:

@@ -12,7 +12,6 @@ as trainers count them, and all else is taken to be part of it.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from typing import Literal
 
 from simulation import checks
 from simulation.checks import Checked, Count, NotNegative, Positive, Share
+from simulation.files import rows_of
 
 Backend = Literal["nccl", "gloo"]
 #: Grounds of rates: a share of the data sheet's peak, measurements of this GPU, of one of a
@@ -110,7 +110,7 @@ class Card:
 
 
 def _card(row: Mapping[str, str]) -> Card:
-    pcie, nvlink = GB * float(row["pcie_gb_s"]), row["nvlink_gb_s"]
+    pcie, nvlink = GB * float(row["pcie_gb_s"]), row.get("nvlink_gb_s")
     device = Gpu(
         row["name"],
         peak_flops=float(row["tflops"]) * _TERA,
@@ -121,12 +121,11 @@ def _card(row: Mapping[str, str]) -> Card:
         link_is_pcie=not nvlink,
     )
     kind = int(row["reported_mib"]), row["driver"], row["like"]
-    return Card(device, *kind, fp8=bool(row["fp8"]))
+    return Card(device, *kind, fp8=bool(row.get("fp8")))
 
 
 def _read_cards() -> dict[str, Card]:
-    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: _card(row) for row in csv.DictReader(file)}
+    return {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
 
 
 #: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
@@ -140,10 +139,8 @@ def gpu_of(model: str) -> Gpu | None:
 
 def card(name: str) -> Card:
     """The GPU's row. Raises ``ValueError`` for an unknown one: none stands in for it."""
-    try:
-        return CARDS[name]
-    except KeyError:
-        raise ValueError(f"gpu = {name!r}: allowed are {', '.join(CARDS)}") from None
+    checks.one_of("gpu", name, CARDS)
+    return CARDS[name]
 
 
 def described(text: str) -> str:
@@ -366,8 +363,7 @@ class Hardware(Checked):
 
         Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
         """
-        if fabric not in FABRICS:
-            raise ValueError(f"fabric = {fabric!r}: allowed are {', '.join(FABRICS)}")
+        checks.one_of("fabric", fabric, FABRICS)
         if not 1 <= oversubscription < float("inf"):
             raise ValueError(f"oversubscription = {oversubscription!r}: must be 1 or more")
         of = FABRICS[fabric]

@@ -6,18 +6,25 @@ model, strategy, batch, kernels and tokens per second and GPU.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
-from simulation.files import Strict, problem
+from simulation.files import Strict, rows_of, validated
 from simulation.hardware import Hardware, cluster
 from simulation.models import shape
-from simulation.transformer import ModelSpec, Transformer
-from simulation.workload import Attention, FrozenDtype, Kernels, States, Workload
+from simulation.transformer import ModelSpec, Targets, Transformer
+from simulation.workload import (
+    Attention,
+    FrozenDtype,
+    Kernels,
+    Recomputed,
+    States,
+    Workload,
+    checkpointed,
+)
 
 ROWS = Path(__file__).parents[1] / "results" / "compute" / "measured.csv"
 #: Words of the tokenizer that llm-foundry's models are made for.
@@ -45,27 +52,18 @@ class Row(Strict):
     strategy: str = "fsdp2"
     tuning: Literal["full", "lora"] = "full"
     frozen: FrozenDtype = "bf16"
-    targets: Literal["attention", "all"] = "attention"
+    targets: Targets = "attention"
     rank: int = Field(default=8, ge=1)
     length: int = Field(ge=1)
     micro_batch: int = Field(ge=1)
     accumulation: int = Field(default=1, ge=1)
-    recomputed: float | Literal["selective"] = 0.0
+    recomputed: Recomputed = 0.0
     kernels: Kernels = "flash"
     attention: Attention = "flash-2"
     states: States = "fp32"
     precision: str = "bf16"
     tokens_per_s_per_gpu: float = Field(gt=0)
     note: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, line: dict[str, str]) -> dict[str, Any]:
-        """Leave out what the source does not say."""
-        found: dict[str, Any] = {key: value for key, value in line.items() if value != ""}
-        if found.get("recomputed") not in (None, "selective"):
-            found["recomputed"] = float(found["recomputed"])
-        return found
 
     @property
     def gpus(self) -> int:
@@ -104,29 +102,20 @@ class Run:
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     """Read a file of rows. Raises ``ValueError`` with the file and the line."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = []
-        for number, line in enumerate(csv.DictReader(file), start=2):
-            try:
-                rows.append(Row.model_validate(line))
-            except ValidationError as error:
-                raise ValueError(f"{path}:{number}: {problem(error)}") from error
-    return rows
+    return [validated(Row, values, where) for where, values in rows_of(path)]
 
 
 def run_of(row: Row) -> Run:
     """The row's workload and cluster. Raises ``ValueError`` for a GPU or a model unknown."""
     model = row.shape()
-    make = model.attention_lora if row.targets == "attention" else model.linear_lora
     workload = Workload(
         strategy=row.strategy,
         model=model,
-        lora=make(row.rank) if row.tuning == "lora" else None,
+        lora=model.lora(row.rank, row.targets) if row.tuning == "lora" else None,
         sequence_length=row.length,
         micro_batch=row.micro_batch,
         accumulation=row.accumulation,
-        recomputed=1.0 if row.recomputed == "selective" else row.recomputed,
-        checkpointing="selective" if row.recomputed == "selective" else "full",
+        **checkpointed(row.recomputed),
         kernels=row.kernels,
         attention=row.attention,
         frozen_dtype=row.frozen,

@@ -14,7 +14,6 @@ is counted from these.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from simulation import checks
+from simulation.files import rows_of
 from simulation.transformer import Family, ModelSpec, Transformer
 
 #: Tokens per sequence: our choice; questions with their paragraphs in SQuAD mostly fit in it.
@@ -94,10 +94,8 @@ _LONGEST = 8192
 
 def find(name: str) -> ModelSpec:
     """The model of this name. Raises ``ValueError`` for one that is not among ``PAPER_MODELS``."""
-    try:
-        return PAPER_MODELS[name]
-    except KeyError:
-        raise ValueError(f"model = {name!r}: allowed are {', '.join(PAPER_MODELS)}") from None
+    checks.one_of("model", name, PAPER_MODELS)
+    return PAPER_MODELS[name]
 
 
 @dataclass(frozen=True)
@@ -116,20 +114,19 @@ _ABOUT = ("name", "hub", "parameters", "training_length")
 
 
 def _read_models() -> dict[str, PublicModel]:
-    with Path(__file__).with_name("models.csv").open(encoding="utf-8", newline="") as file:
-        return {
-            row["name"]: PublicModel(
-                row["hub"],
-                int(row["parameters"]),
-                int(row["training_length"]),
-                {
-                    key: int(value) if value.isdecimal() else value
-                    for key, value in row.items()
-                    if value and key not in _ABOUT
-                },
-            )
-            for row in csv.DictReader(file)
-        }
+    return {
+        row["name"]: PublicModel(
+            row["hub"],
+            int(row["parameters"]),
+            int(row["training_length"]),
+            {
+                key: int(value) if value.isdecimal() else value
+                for key, value in row.items()
+                if key not in _ABOUT
+            },
+        )
+        for _, row in rows_of(Path(__file__).with_name("models.csv"))
+    }
 
 
 PUBLIC_MODELS = _read_models()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,15 +85,10 @@ def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
     def fitting(micro_batch: int) -> bool:
         return fits(replace(workload, micro_batch=micro_batch), hardware)
 
-    if not fitting(1):
-        return 0
-    low, high = 1, 2
-    while fitting(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fitting(middle) else (low, middle)
-    return low
+    least = 1  # that may not fit
+    while fitting(least):
+        least *= 2
+    return bisect(range(least), False, lo=least // 2 + 1, key=lambda size: not fitting(size)) - 1
 
 
 def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple[float, float]:

@@ -127,8 +127,12 @@ def lora_rank(option: str, text: str) -> int:
 
 def each(option: str, text: str, parse: Callable[[str, str], _T]) -> tuple[_T, ...]:
     """The parsed values of a list with commas, each once."""
-    parts = _COMMA.split(text)
-    return tuple(dict.fromkeys(parse(option, part) for part in parts))
+    return tuple(dict.fromkeys(parse(option, part) for part in items(text)))
+
+
+def items(text: str) -> list[str]:
+    """Items with commas between them; one in brackets is part of its item."""
+    return _COMMA.split(text)
 
 
 def name(option: str, text: str) -> str:

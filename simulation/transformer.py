@@ -74,6 +74,10 @@ def padded_numel(parameters: Iterable[Rows], sharers: int, *, cut_rows: bool = F
     )
 
 
+#: Matrices that adapters are on.
+Targets = Literal["attention", "all"]
+
+
 @dataclass(frozen=True)
 class Lora:
     """Low-rank adapters of ``rank`` on the matrices ``targets`` of each block."""
@@ -290,15 +294,13 @@ class Transformer(Checked):
         """Parameters of the adapters of one block; raises as ``adapter_rows``."""
         return padded_numel(self.adapter_rows(lora), 1)
 
-    def attention_lora(self, rank: int) -> Lora:
-        """The paper's adapters: Q, K, V and O."""
+    def lora(self, rank: int, on: Targets = "attention") -> Lora:
+        """The paper's adapters: on Q, K, V and O; or on all matrices but routers and experts."""
+        if on == "all":
+            linear = [m.name for m in self.matrices if m.experts == 1 and m.name != ROUTER]
+            return Lora(rank, tuple(linear))
         joined = ("qkv_proj", "o_proj") if self.joined else ATTENTION[self.family]
         return Lora(rank, self.counted_attention or joined)
-
-    def linear_lora(self, rank: int) -> Lora:
-        """Adapters on all linear layers of the blocks, but for routers and experts."""
-        targets = [m.name for m in self.matrices if m.experts == 1 and m.name != ROUTER]
-        return Lora(rank, tuple(targets))
 
     @property
     def head_flops(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
@@ -28,6 +28,8 @@ Kernels = Literal["eager", "flash", "fused"]
 #: Whether backward computes a whole block again, or all but attention and every second matrix
 #: product, as torchtitan does.
 Checkpointing = Literal["full", "selective"]
+#: Shares of the blocks that are recomputed, or of all blocks what is no product.
+Recomputed = float | Literal["selective"]
 #: Type in which frozen parameters are held: fp32 as FSDP2 has them unless told otherwise; bf16;
 #: blocks' matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
@@ -242,6 +244,13 @@ def head_work(workload: Workload) -> tuple[Work, Work]:
     )
 
 
+def checkpointed(recomputed: Recomputed) -> dict[str, Any]:
+    """Fields of a workload that recomputes so much."""
+    if recomputed == "selective":
+        return {"recomputed": 1.0, "checkpointing": "selective"}
+    return {"recomputed": recomputed}
+
+
 def recomputed_work(workload: Workload) -> Work:
     """Work that backward does again for a block whose activations were not kept."""
     forward, _ = block_work(workload)
@@ -328,7 +337,7 @@ def block_bytes(workload: Workload) -> float:
     inputs = _scores(workload)
     if model.experts > 1:  # a token's copies on the way to its experts
         inputs += element * model.active_experts * width
-    if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):
+    if lora is not None and len(lora.targets) > len(model.lora(lora.rank).targets):
         inputs += element * lora.rank * len(lora.targets)
         lora = None  # adapters on all matrices need all inputs, as matrices that are trained do
     if model.family == "gpt2":

@@ -7,14 +7,13 @@ one that is fitted: the parameters that AdamW on the CPU steps per second.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from baselines.fuyou import cost
 from baselines.fuyou.cost import Item, Rates, Work
+from simulation.files import Strict, rows_of, validated
 
 #: The points, relative to the folder of results.
 FILE = "fuyou-published/points.csv"
@@ -38,8 +37,7 @@ _OUTPUTS = ((3, 1), (1, 1), (4, 1), (1, 4))
 _TRIED = [1e8 * 1.02**step for step in range(200)]
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(Strict):
     """One published number, and its setting."""
 
     table: str
@@ -58,18 +56,7 @@ class Point:
 
 def published(file: Path = PUBLISHED) -> list[Point]:
     """The points of the authors' table."""
-    with file.open(encoding="ascii", newline="") as opened:
-        return [
-            Point(
-                row["table"],
-                row["model"],
-                int(row["gpus"]),
-                int(row["ssds"]),
-                int(row["batch"]),
-                float(row["tflops"]),
-            )
-            for row in csv.DictReader(opened)
-        ]
+    return [validated(Point, values, where) for where, values in rows_of(file)]
 
 
 def work_of(point: Point) -> Work:

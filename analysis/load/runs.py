@@ -42,9 +42,10 @@ class _Held(Generic[_Any]):
     records: list[_Any]
 
     @property
-    def _commits(self) -> tuple[str, str]:
+    def origin(self) -> list[tuple[str, str]]:
+        """What made the records, each by its name."""
         commits = sorted({record.commit for record in self.records if record.commit})
-        return "Commit", ", ".join(commits) or "unknown"
+        return [("Commit", ", ".join(commits) or "unknown")]
 
     @property
     def _days(self) -> str:
@@ -82,7 +83,7 @@ class Run(_Held[Record]):
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        found = [self._commits]
+        found = super().origin
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
                 words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
@@ -122,7 +123,7 @@ class MemoryStudy(_Held[MemoryRecord]):
     @property
     def origin(self) -> list[tuple[str, str]]:
         versions = {json.dumps(record.versions, sort_keys=True) for record in self.records}
-        return [self._commits] + [
+        return super().origin + [
             ("Versions", ", ".join(f"{key} {value}" for key, value in json.loads(item).items()))
             for item in sorted(versions)
         ]
@@ -146,10 +147,6 @@ class BoundStudy(_Held[BoundRecord]):
         models = ", ".join(dict.fromkeys(record.point.model for record in self.records))
         evidence = ", ".join(sorted({record.evidence for record in self.records}))
         return f"A closed form, {evidence} · {models} · {self._days}"
-
-    @property
-    def origin(self) -> list[tuple[str, str]]:
-        return [self._commits]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from analysis.claims.verdicts import Ranged
 from simulation import yaml_lines
 from simulation.files import Name, Strict
 from simulation.hardware import cluster
+from simulation.models import PAPER_MODELS
 from simulation.prediction import Prediction, predict
 from simulation.transformer import Transformer
 from simulation.workload import Workload
@@ -31,18 +32,7 @@ from simulation.workload import Workload
 UNKNOWNS = Path(__file__).with_name("unknowns.yaml")
 FOUND = Path(__file__).with_name("region.json")
 #: Depth and width are our choice: simulation/models.py says why.
-_MODEL = Transformer(
-    name="gpt-30b",
-    family="gpt2",
-    layers=48,
-    width=7040,
-    heads=110,
-    vocabulary=50257,
-    positions=2048,
-    mlp_width=4 * 7040,
-    key_value_heads=110,
-    tied=True,
-)
+_MODEL = Transformer.of(PAPER_MODELS["gpt-30b"], 2048)
 _FAST, _SLOW = 100e9, 1e9
 #: Rounds over all unknowns, from the middle of their ranges.
 _ROUNDS = 3
@@ -134,7 +124,7 @@ def _predicted(
     workload = Workload(
         strategy=strategy,
         model=_MODEL,
-        lora=None if full else _MODEL.attention_lora(8),
+        lora=None if full else _MODEL.lora(8),
         sequence_length=length,
         micro_batch=micro_batch,
         recomputed=recomputed,

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -374,11 +373,6 @@ class Interleaved(Staged):
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the parameters that micro-batches have next, their mean."""
         self.settle()  # which needs gradients
-        with torch.no_grad(), self._averaged():
-            return super().evaluate(batch)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
         newest = [stage.values(self._steps) for stage in self._stages]
         own = [[values.clone() for values in each] for each in newest]
         for index, stage in enumerate(self._stages):
@@ -390,7 +384,7 @@ class Interleaved(Staged):
             torch._foreach_lerp_(newest[index], stage.values(self._steps - 1), share)
             stage.install(self._steps)
         try:
-            yield
+            return super().evaluate(batch)
         finally:
             for values, before in zip(newest, own, strict=True):
                 torch._foreach_copy_(values, before)

@@ -13,8 +13,7 @@ with what it would have in ``baselines.cyclic.synchronous``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -380,17 +379,12 @@ class Executor(Staged):
         self.settle()
         for index, owned in self._owned.items():
             self._renew(index, owned)
-        with self._averaged():
-            return super().evaluate(batch)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
         # Values of stages that are not let go.
         own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
         for index, stage in enumerate(self._stages):
             stage.fill(self._mean(index))
         try:
-            yield
+            return super().evaluate(batch)
         finally:
             for index, stage in enumerate(self._stages):
                 if index in own:

@@ -19,7 +19,7 @@ from baselines.strategy import Job, Trainable, numel
 def chosen_runs(
     stages: int | None, blocks: Sequence[nn.Module], most: int, called: str
 ) -> list[range]:
-    """Cut blocks into stages of about as many parameters each; see ``partition.chosen``."""
+    """Cut blocks into stages of about as many parameters each; see ``rule.chosen``."""
     return chosen(stages, [numel(block.parameters()) for block in blocks], most, called)
 
 

@@ -7,8 +7,7 @@ same micro-batches, and so the same training, without the schedule's even traffi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,17 +76,12 @@ class Cyclic(DDP):
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return what is measured of the ranks' mean parameters, as its authors test."""
-        with self._averaged():
-            return super().evaluate(batch)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
         params = self._params
         own = [param.detach().clone() for param in params]
         wait_all([dist.all_reduce(param.data, async_op=True) for param in params])
         torch._foreach_div_([param.data for param in params], self.job.topology.world_size)
         try:
-            yield
+            return super().evaluate(batch)
         finally:
             torch._foreach_copy_([param.data for param in params], own)
 

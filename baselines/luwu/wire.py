@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -161,16 +162,6 @@ def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(own), own
 
 
-class _RunsPeers:
-    """Lets in who has the run's key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
 class Listener:
     """A socket that listens on one address, to peers with the run's key alone."""
 
@@ -182,9 +173,8 @@ class Listener:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(
-            _DOMAIN, credentials_provider=_RunsPeers(keys.peer[0])
-        )
+        runs_peers = SimpleNamespace(callback=lambda _domain, key: key == keys.peer[0])
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=runs_peers)
         self.socket = _bounded(self.context.socket(zmq.ROUTER))
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.listener

@@ -20,7 +20,6 @@ from pyroute2.netlink.rtnl import TC_H_ROOT
 from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
-from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome, check_port
 from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, split, start_agent
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
@@ -100,7 +99,7 @@ class EmulatedCluster:
 
         The ranks see what passes of this process's environment, ``environment``, what torchrun
         sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
-        ``counters.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
+        ``links.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
         there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
         node. A launch that does not end within ``timeout_s`` seconds is ended.
 
@@ -188,7 +187,7 @@ def _watch(
     """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
     broken: str | None = None
     deadline = time.monotonic() + timeout_s
-    kills_before = out_of_memory_kills()
+    kills_before = lifetimes.out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:
         wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
         for each in (*running, *beside):
@@ -202,7 +201,7 @@ def _watch(
             break
     results = {node: each.result for node, each in enumerate(agents) if each.result is not None}
     reports = board.reports()
-    kills = out_of_memory_kills() - kills_before
+    kills = lifetimes.out_of_memory_kills() - kills_before
     if broken and all(report.lost_peer for report in reports):
         return Outcome("failed", None, broken)
     ended = causes.outcome(results, reports, out_of_memory_kills=kills)

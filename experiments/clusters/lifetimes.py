@@ -77,6 +77,15 @@ def end_descendants(spare: Collection[int] = ()) -> None:
     end(lambda: [pid for pid in _descendants() if pid not in spare])
 
 
+def out_of_memory_kills() -> int:
+    """Number of processes that the kernel has killed since it booted because memory ran out."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        name, value = line.split()
+        if name == "oom_kill":
+            return int(value)
+    return 0
+
+
 def _descendants() -> list[int]:
     alive = []
     for process in psutil.Process().children(recursive=True):

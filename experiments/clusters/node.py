@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
+from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes, messages
 from experiments.clusters.causes import Board, NodeResult
-from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
 from experiments.clusters.interface import ClusterError, check_port
 from experiments.clusters.launch import Launch, Node, start_agent
 from experiments.records import provenance
@@ -112,7 +112,7 @@ def _interface_with(address: str) -> str:
 def run(order: messages.Order) -> messages.Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
     lifetimes.adopt_orphans()
-    kills_before = out_of_memory_kills()
+    kills_before = lifetimes.out_of_memory_kills()
     own = dict(os.environ)
     with lifetimes.folder() as folder:
         logs = Path(order.logs)
@@ -134,7 +134,7 @@ def run(order: messages.Order) -> messages.Ended:
             ],
             now_ns=time.monotonic_ns(),
             logs={} if shared else _logs(logs, own),
-            out_of_memory_kills=out_of_memory_kills() - kills_before,
+            out_of_memory_kills=lifetimes.out_of_memory_kills() - kills_before,
         )
 
 

@@ -27,11 +27,9 @@ def bound(
     commit = provenance.gather().commit
     found = [settle(point, commit) for point in points()]
     file = output / "bound.jsonl"
-    try:
+    with terminal.stopping():
         terminal.check_writable("--output", file)
         files.write(found, file)
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
     console = terminal.console()
     console.print(_table(found))
     terminal.say(console, "records", file)

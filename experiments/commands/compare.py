@@ -29,7 +29,7 @@ def compare(
     one cell, those two are compared, whatever they differ in. Exit status: 0; 2 if there is
     nothing to compare.
     """
-    try:
+    with terminal.stopping():
         one, other = select.records(a), select.records(b)
         if len(one) == len(other) == 1:
             pairs = [Comparison(other[0], one[0])]
@@ -40,8 +40,6 @@ def compare(
             raise ValueError(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
             )
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
     console = terminal.console()
     if len(pairs) == 1:  # ids are for copying: no width cuts them
         terminal.say_as_it_is(console, f"A  {one[0].cell_id}\nB  {other[0].cell_id}")

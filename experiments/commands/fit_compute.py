@@ -36,7 +36,7 @@ def fit_compute(
     left out and predicted. Rows that are not in bf16 are left out.
     """
     console = terminal.console()
-    try:
+    with terminal.stopping():
         if check is not None:
             found = calibration.errors(read_rows(check), compute.read().fitted())
             console.print(_checks([found]))
@@ -47,8 +47,6 @@ def fit_compute(
         record = calibration.settle(read_rows(rows or ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
     console.print(_constants(record.constants))
     console.print(_checks(record.checks))
     terminal.say(console, "record", file)

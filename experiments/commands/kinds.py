@@ -67,7 +67,5 @@ def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
 
 def enter_namespace() -> None:
     """Become able to emulate a cluster; this starts the command anew where it is not yet."""
-    try:
+    with terminal.stopping(ClusterError):
         privileges.enter_user_namespace_if_needed()
-    except ClusterError as error:
-        terminal.stop(error)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from experiments import terminal
 from experiments.records import provenance
@@ -97,7 +96,10 @@ def settle(
             )
             progress.advance(bar)
     for part in study.tables(known[case] for case in cases):
-        console.print(_rich(part))
+        shown = terminal.table(study.HEAD, title=part.title)
+        for row in part.rows:
+            shown.add_row(*row)
+        console.print(shown)
     return [known[case] for case in cases]
 
 
@@ -116,10 +118,3 @@ def build(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
     from experiments.worker import models  # needs torch, for which the command itself need not wait
 
     return models.build(Cell.of_case(case))
-
-
-def _rich(part: study.Table) -> Table:
-    shown = Table(*study.HEAD, title=part.title, box=None)
-    for row in part.rows:
-        shown.add_row(*row)
-    return shown

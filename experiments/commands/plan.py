@@ -166,7 +166,7 @@ def plan(
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
-    try:
+    with terminal.stopping():
         if gpu is not None and ":" in gpu:
             gpu = described(gpu)
         said = {
@@ -244,8 +244,6 @@ def plan(
             shown = rent.table(market, request, limit)
             document = rent.document(market, request, limit)
             table = [rent.row(offer) for offer in market.offers]
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
     _show(shown, document, table, output, rows, figure)
 
 
@@ -282,7 +280,7 @@ def _show(
 ) -> None:
     console = terminal.console()
     console.print(shown)
-    try:
+    with terminal.stopping():
         if output is not None:
             output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if rows is not None:
@@ -294,8 +292,6 @@ def _show(
             drawn = ["draw-plan", "-", "--output", str(figure)]
             if (why := terminal.have_drawn(drawn, json.dumps(document))) is not None:
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
-    except (OSError, ValueError) as error:
-        terminal.stop(error)
     for file in filter(None, (output, rows, figure)):
         terminal.say(console, "plan", file)
 
@@ -338,18 +334,17 @@ def _measured(
 
     measured = Preflight.read(file)
     found = hardware_of(measured, gpu)
-    if nodes is not None:
-        found = replace(found, nodes=q.whole("--nodes", nodes))
-    if gpus is not None:
-        found = replace(found, ranks_per_node=q.whole("--gpus", gpus))
+    others: dict[str, Any] = {
+        "nodes": _given("--nodes", nodes, q.whole),
+        "ranks_per_node": _given("--gpus", gpus, q.whole),
+        "host_memory_bytes": _given("--host-memory", host_memory, q.size_bytes),
+    }
+    found = replace(found, **{name: value for name, value in others.items() if value is not None})
     if inter_node is not None:
         nominal = q.bits_per_s("--inter-node", inter_node)
-        found = found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
-    elif found.nodes > 1 and measured.links.inter_node_all_gather is None:
+        return found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
+    if found.nodes > 1 and measured.links.inter_node_all_gather is None:
         raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
-    if host_memory is not None:
-        nbytes = q.size_bytes("--host-memory", host_memory)
-        found = replace(found, host_memory_bytes=nbytes)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +20,7 @@ from experiments.records.abilities import Kind
 from experiments.records.cell import ClusterSpec
 from fcdp import sizes
 from simulation import quantities
+from simulation.files import now
 
 
 def preflight(
@@ -46,7 +46,7 @@ def preflight(
     `plan --preflight FILE` says whether FCDP will help there, and why. Exit status: 0;
     2 if nothing could be measured.
     """
-    try:
+    with terminal.stopping(ClusterError, PreflightError):
         if cluster == "simulated":
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
@@ -57,8 +57,6 @@ def preflight(
         if spec.can.make_nodes:
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)
-    except (ValueError, OSError, ClusterError, PreflightError) as error:
-        terminal.stop(error)
     console = terminal.console()
     console.print(_table(measured))
     terminal.say(console, "figures", output)
@@ -132,7 +130,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    started_at, started = datetime.now(timezone.utc), time.monotonic()
+    started_at, started = now(), time.monotonic()
     cluster.shape(None)
     with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
         outcome = cluster.run(
@@ -154,6 +152,6 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
         ranks_per_node=cluster.ranks_per_node,
         inter_bandwidth_bits_per_s=bits_per_s,
         network=barrier.network,
-        started_at=started_at.isoformat(timespec="seconds"),
+        started_at=started_at,
         seconds=time.monotonic() - started,
     )

@@ -95,7 +95,7 @@ def run(
     of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
     on; 75 if a node is lost and 130 if interrupted (go on with --resume).
     """
-    try:
+    with terminal.stopping(ClusterError):
         given = parse(changes or ())
         rented = _instance(instance, cluster, dry_run=dry_run)
         matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
@@ -108,8 +108,6 @@ def run(
             if dry_run or here:
                 kept = RunDirectory(path).kept(each, retry_failed) if resumed else []
                 _check(each, cells, kept, provenance.memory_bytes(), rented, shown=dry_run)
-    except (ValueError, OSError, ClusterError) as error:
-        terminal.stop(error)
     if dry_run:
         return
     well = True

@@ -28,15 +28,13 @@ def show(
     is no such run.
     """
     console = terminal.console()
-    try:
+    with terminal.stopping():
         path = Path(run)
         files = select.files(path) if path.exists() else []
         if len(files) > 1:
             console.print(_runs(files, path))
             return
         records = select.records(run)
-    except (ValueError, OSError) as error:
-        terminal.stop(error)
     # Ids are for copying: no width cuts them.
     wide, longest = terminal.console(), max((len(of.cell_id) for of in records), default=0)
     wide.width = max(wide.width, _BESIDE_IDS + longest)

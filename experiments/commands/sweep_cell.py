@@ -26,11 +26,9 @@ def sweep_cell(
 
     Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
     """
-    try:
+    with terminal.stopping():
         expanded = reader.read(matrix)
         cell = pick(expanded, settings)
-    except ValueError as error:
-        terminal.stop(error)
     with session.opened(expanded, Path("runs") / expanded.name, resume=True) as (
         directory,
         finished,

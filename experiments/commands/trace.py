@@ -33,7 +33,7 @@ def trace(
     It has one row per stream; tasks that follow one another without a gap are of category
     `critical`. An emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
-    try:
+    with terminal.stopping(ClusterError):
         expanded = reader.read(matrix, simulated=True)
         chosen = [entry.cell for entry in runner.select(expanded.cells, only)]
         if len(chosen) > 1:
@@ -45,8 +45,6 @@ def trace(
         written = chrome_trace(prediction)
         written["otherData"]["cell"] = chosen[0].id
         output.write_text(json.dumps(written) + "\n", encoding="utf-8")
-    except (ValueError, OSError, ClusterError) as error:
-        terminal.stop(error)
     console = terminal.console()
     short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
     said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"

@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -125,7 +124,7 @@ def validate(
     """
     origin = provenance.gather()
     compared: dict[str, Compared] = {}
-    try:
+    with terminal.stopping():
         if calibrate and not results:
             raise ValueError(
                 "RESULTS: is missing; with --calibrate say which runs of this machine are "
@@ -139,8 +138,6 @@ def validate(
                 terminal.check_writable("RESULTS", folder / PREDICTIONS)
                 predicted = [_predicted(*each, known, origin) for each in found]
                 files.write(predicted, folder / PREDICTIONS)
-    except ValueError as error:
-        terminal.stop(error)
     if not compared:
         where = ", ".join(map(str, results or [_RESULTS]))
         terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")
@@ -209,7 +206,7 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
         **vars(origin),
         # The committed constants are known by the commit.
         network={} if known.by_default else assumed(step.hardware),
-        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        started_at=files.now(),
         seconds=0.0,
     )
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from simulation.quantities import items
 from simulation.yaml_lines import Document, KeyPath
 
 MATRICES = Path(__file__).parents[1] / "matrices"
@@ -139,17 +140,12 @@ def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:
 
 def _quoted(value: str) -> str:
     """The text with calls such as ``budget(device=1 MiB, host=2 MiB)`` as one item of a list."""
-    inside, found = 0, []
-    for letter in value:
-        inside += (letter == "(") - (letter == ")")
-        found.append("\0" if letter == "," and inside else letter)
-    text = "".join(found)
-    if "\0" not in text:
+    body = value.strip().removeprefix("[").removesuffix("]")
+    parts = [part.strip() for part in items(body)]
+    if not any("," in part for part in parts):
         return value
-    body = text.strip().removeprefix("[").removesuffix("]")
-    items = [item.strip().replace("\0", ",") for item in body.split(",")]
-    quoted = ", ".join(f'"{item}"' if "," in item else item for item in items)
-    return f"[{quoted}]" if text.strip().startswith("[") else quoted
+    quoted = ", ".join(f'"{part}"' if "," in part else part for part in parts)
+    return f"[{quoted}]" if value.strip().startswith("[") else quoted
 
 
 class Sections:

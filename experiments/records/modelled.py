@@ -64,7 +64,7 @@ def workload_of(cell: Cell) -> Workload:
     return Workload(
         strategy=cell.strategy,
         model=model,
-        lora=model.attention_lora(cell.lora_rank) if cell.tuning == "lora" else None,
+        lora=model.lora(cell.lora_rank) if cell.tuning == "lora" else None,
         sequence_length=cell.sequence_length,
         micro_batch=cell.micro_batch,
         accumulation=cell.accumulation,

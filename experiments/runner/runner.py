@@ -11,7 +11,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +111,7 @@ class _Runner:
             if entry.skip_reason is None:
                 record = self._run(entry.cell)
             else:
-                record = self._record(entry.cell, "skipped", entry.skip_reason, _now())
+                record = self._record(entry.cell, "skipped", entry.skip_reason, files.now())
             files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
@@ -128,7 +127,7 @@ class _Runner:
         directory = self._directory.new_cell(cell.id)
         file = directory / "cell.json"
         file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        started_at, started = _now(), time.monotonic()
+        started_at, started = files.now(), time.monotonic()
         for observer in self._observers:
             observer.cell_started(cell, directory, started_at)
         network: dict[str, Any] = {}
@@ -258,10 +257,6 @@ def _last_words(outcome: Outcome, logs: Path) -> str:
     lines = end.strip().splitlines()[-_LAST_LINES:]
     # In front, as a traceback: the last line is the one that names the error.
     return "".join(f"{line}\n" for line in ["last lines of the log:", *lines]) if lines else ""
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 #: Seconds over which a run looks before it starts.

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,6 +68,16 @@ def stop(problem: str | Exception, status: int = UNUSABLE) -> NoReturn:
         problem = f"{problem.filename}: {problem.strerror.lower()}"
     say_error(f"error: {problem}")
     raise typer.Exit(status)
+
+
+@contextmanager
+def stopping(*errors: type[Exception]) -> Iterator[None]:
+    """Have errors of values and files in the body, and these, end the command with a line."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, *errors)
+    try:
+        yield
+    except kinds as error:
+        stop(error)
 
 
 def why_unusable(path: Path, error: OSError) -> str:

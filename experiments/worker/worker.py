@@ -8,9 +8,10 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp
 from baselines import strategy as strategies
+from baselines.links import transmitted_bytes
 from baselines.presets.fcdp import FCDP
 from baselines.strategy import CacheUse, Job, Trainable
 from experiments.clusters import start_barrier
-from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
@@ -412,12 +413,8 @@ SUMMARY = "communication.md"
 _EXCHANGES = ("fcdp::", "c10d::", "gloo:", "nccl:", "record_param_comms")
 
 
-@dataclass
-class _Exchanges:
-    """Calls and microseconds of one rank, by name."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    microseconds: Counter[str] = field(default_factory=Counter)
+#: Calls and microseconds of one rank, by name.
+_Exchanges = tuple[Counter[str], Counter[str]]
 
 
 def profile_step(
@@ -453,13 +450,13 @@ def profile_step(
 
 def _exchanges(profiler: profile) -> _Exchanges:
     """By name, without the unit that the library's own names end in."""
-    found = _Exchanges()
+    calls, microseconds = Counter[str](), Counter[str]()
     for event in profiler.events() or ():
         if event.name.startswith(_EXCHANGES):
             name = event.name.split()[0]
-            found.calls[name] += 1
-            found.microseconds[name] += event.cpu_time_total
-    return found
+            calls[name] += 1
+            microseconds[name] += event.cpu_time_total
+    return calls, microseconds
 
 
 def _summary(ranks: list[_Exchanges], sent: int, ledger: Mapping[str, Mapping[str, float]]) -> str:
@@ -472,11 +469,10 @@ def _summary(ranks: list[_Exchanges], sent: int, ledger: Mapping[str, Mapping[st
         "| Range | Calls per rank | ms | ms, at most |",
         "|---|--:|--:|--:|",
     ]
-    for name in sorted({name for rank in ranks for name in rank.calls}):
-        calls = sum(rank.calls[name] for rank in ranks) / len(ranks)
-        times = [rank.microseconds[name] / 1e3 for rank in ranks]
-        mean = sum(times) / len(times)
-        lines.append(f"| {name} | {calls:g} | {mean:.3f} | {max(times):.3f} |")
+    for name in sorted({name for calls, _ in ranks for name in calls}):
+        often = mean(calls[name] for calls, _ in ranks)
+        times = [microseconds[name] / 1e3 for _, microseconds in ranks]
+        lines.append(f"| {name} | {often:g} | {mean(times):.3f} | {max(times):.3f} |")
     lines += ["", f"Node 0 sent {sent / 1e6:.3f} MB to other nodes, by the kernel's counters."]
     if ledger:
         lines += ["", "| Link, of one node | Phase | MB |", "|---|---|--:|"]

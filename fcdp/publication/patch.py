@@ -39,10 +39,10 @@ def unpack(data: bytes, name: str) -> tuple[dict[str, torch.Tensor], dict[str, s
     return library().load(data), header["__metadata__"]
 
 
-def library() -> Any:
-    """Import safetensors, which torch does not need."""
+def library(need: str = "publications are safetensors files") -> Any:
+    """Import safetensors, which torch does not need; ``need`` says who does."""
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("publications are safetensors files: pip install safetensors") from error
+        raise ImportError(f"{need}: pip install safetensors") from error
     return safetensors.torch

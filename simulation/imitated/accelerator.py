@@ -12,7 +12,7 @@ import contextlib
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -99,24 +99,23 @@ def _blocks(storage: torch.UntypedStorage) -> int:
     return -(-storage.size() // _BLOCK) * _BLOCK
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Everything runs at once and in order: there is nothing to do, and nothing to wait for."""
+def _always(answer: Any = None) -> Callable[..., Any]:
+    """A method that has nothing to do or to wait for: everything runs at once and in order."""
+    return lambda *_, **__: answer
 
 
 class _Event:
     def __init__(self, **options: Any) -> None: ...
 
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
+    record = wait = synchronize = _always()
+    query = _always(True)
 
 
 class _Stream:
     def __init__(self, priority: int = 0) -> None:
         self.stream_id = 0
 
-    wait_stream = wait_event = synchronize = _nothing
+    wait_stream = wait_event = synchronize = _always()
 
     def record_event(self, event: Any = None) -> _Event:
         return _Event()
@@ -125,25 +124,12 @@ class _Stream:
 class DeviceModule(ModuleType):
     """The module of a device that Python makes, as ``torch.cuda`` is CUDA's: one, always there."""
 
-    manual_seed_all = set_device = _nothing
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+    manual_seed_all = set_device = _always()
+    is_initialized = is_available = _always(True)
+    _is_in_bad_fork = _always(False)
+    device_count = _always(1)
+    current_device = _always(0)
+    get_amp_supported_dtype = _always([torch.bfloat16, torch.float16])
 
 
 class _Device(DeviceModule):
@@ -151,19 +137,15 @@ class _Device(DeviceModule):
 
     Stream = _Stream
     Event = _Event
-    synchronize = _nothing
+    synchronize = _always()
+    #: The one stream, on which all is queued.
+    current_stream = _always(_Stream())
+    stream = _always(contextlib.nullcontext())
 
     def __init__(self) -> None:
         super().__init__(NAME)
         self.allocations = Allocations()
         self.total = 0
-        self._stream = _Stream()
-
-    def current_stream(self, device: Any = None) -> _Stream:
-        return self._stream
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self.total - self.memory_allocated(), self.total

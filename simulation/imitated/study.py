@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import datetime, timezone
 from itertools import product
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from baselines import registry
+from simulation import checks
+from simulation.files import now
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import ModelSpec, Tuning
@@ -104,13 +105,9 @@ def cases(
     not among ``SEQUENCE_LENGTHS``.
     """
     for length in lengths:
-        if length not in SEQUENCE_LENGTHS:
-            allowed = ", ".join(map(str, SEQUENCE_LENGTHS))
-            raise ValueError(f"length = {length}: allowed are {allowed}")
-    known = {name for name, _ in STRATEGIES}
+        checks.one_of("length", length, SEQUENCE_LENGTHS)
     for name in strategies or ():
-        if name not in known:
-            raise ValueError(f"strategy = {name!r}: allowed are {', '.join(sorted(known))}")
+        checks.one_of("strategy", name, sorted({known for known, _ in STRATEGIES}))
     chosen = [pair for pair in STRATEGIES if strategies is None or pair[0] in strategies]
     return [
         Case(
@@ -157,7 +154,7 @@ def settle(
 
 
 def _settle(case: Case, build: Build, origin: dict[str, Any]) -> MemoryRecord:
-    started_at, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+    started_at, started = now(), time.monotonic()
     state: State = "skipped"
     finding = None
     error = _REASONS.get(registry.find(case.strategy).engine)

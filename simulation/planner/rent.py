@@ -6,7 +6,6 @@ table, JSON, and rows of a CSV file.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from simulation import goodput
 from simulation.compute import with_rates
-from simulation.files import Strict, problem
+from simulation.files import Strict, problem, rows_of
 from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
@@ -122,7 +121,7 @@ def read(source: str | Path) -> list[Instance]:
     path = TABLE if source == ALL else Path(source)
     if not path.is_file():
         raise ValueError(f"instances = {str(source)!r}: allowed are {ALL}, and a CSV or YAML file")
-    lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else _of_csv(path)
+    lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else rows_of(path)
     return [one for where, values in lines for one in _instance(where, values).sized()]
 
 
@@ -143,12 +142,6 @@ def _instance(where: str, values: Any) -> Instance:
     except ValueError as error:
         raise ValueError(f"{where}: {problem(error)}") from error
     return found
-
-
-def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, line in enumerate(csv.DictReader(file), start=2):
-            yield f"{path}:{number}", {key: value for key, value in line.items() if value}
 
 
 def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
 
 from baselines.registry import find, schedule_of, simulated
 from simulation import checks
@@ -15,21 +14,19 @@ from simulation.hardware import Hardware, card
 from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
-from simulation.transformer import Lora, Transformer
+from simulation.transformer import Lora, Targets, Transformer
 from simulation.workload import (
     Attention,
     FrozenDtype,
     Kernels,
     ProductDtype,
+    Recomputed,
     ReduceDtype,
     States,
     Workload,
+    checkpointed,
 )
 
-#: Shares of the blocks that are recomputed, or of all blocks what is no product.
-Recomputed = float | Literal["selective"]
-#: Matrices that adapters are on.
-Targets = Literal["attention", "all"]
 #: Fewest that are tried where nothing longer fits: ours.
 _SHORTEST = 512
 #: All that a grid needs to be close.
@@ -166,7 +163,7 @@ class Request(Checked):
                 lora=self._lora(shapes[length]),
                 sequence_length=length,
                 micro_batch=1,
-                **_checkpointed(recomputed),
+                **checkpointed(recomputed),
                 kernels=self.kernels or "flash",
                 frozen_dtype=self.frozen_dtype,
                 reduce_dtype=self.reduce_dtype,
@@ -182,22 +179,13 @@ class Request(Checked):
         ]
 
     def _lora(self, model: Transformer) -> Lora | None:
-        if self.lora_rank is None:
-            return None
-        make = model.attention_lora if self.lora_targets == "attention" else model.linear_lora
-        return make(self.lora_rank)
+        return None if self.lora_rank is None else model.lora(self.lora_rank, self.lora_targets)
 
     def _choices(self, strategy: str) -> tuple[str, ...]:
         """Policies of a strategy that has the choice."""
         schedule = schedule_of(strategy)
         fixed = schedule.cache != "policy" or schedule.policy is not None
         return ("host",) if fixed else self.policies
-
-
-def _checkpointed(recomputed: Recomputed) -> dict[str, Any]:
-    if recomputed == "selective":
-        return {"recomputed": 1.0, "checkpointing": "selective"}
-    return {"recomputed": recomputed}
 
 
 def _effort(recomputed: Recomputed) -> float:

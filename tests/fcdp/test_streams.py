@@ -159,8 +159,10 @@ def copies_of(directory: Path) -> set[tuple[str, str]]:
     for name in ("device", "host", "disk"):
         _, tape = accelerator.run(train, 4, name, TRAININGS[name], directory, "fcdp")
         for operation in tape.operations:
-            file, _, place = operation.where.split(" < ")[0].partition(".py:")
-            if file in ("device", "host", "disk"):
+            # Copies are those of the base of all tiers, which one of them calls.
+            copies, _, tier = operation.where.partition(" < ")
+            file, _, place = tier.split(" < ")[0].partition(".py:")
+            if copies.startswith("tier.py") and file in ("device", "host", "disk"):
                 found.add((f"{file}: {place.split()[1]}", operation.timeline.name.split("'")[1]))
     return found
 

@@ -20,7 +20,7 @@ def given(strategy: str, **more: Any) -> Workload:
 
 def lora(strategy: str, **more: Any) -> Workload:
     full = given(strategy)
-    return replace(full, lora=full.model.attention_lora(8), micro_batch=1, **more)
+    return replace(full, lora=full.model.lora(8), micro_batch=1, **more)
 
 
 @pytest.mark.parametrize(("strategy", "sharers"), [("ddp", 1), ("fsdp2-hsdp", 8), ("fcdp", 16)])

@@ -102,8 +102,7 @@ def test_closed_forms_are_what_is_counted(kind: str) -> None:
         counted.tied,
     )
     adapters = [
-        model.layers * model.adapter_parameters(model.attention_lora(8))
-        for model in (closed, counted)
+        model.layers * model.adapter_parameters(model.lora(8)) for model in (closed, counted)
     ]
     assert adapters[0] == adapters[1]
 
@@ -123,7 +122,7 @@ def test_what_travels_and_what_computes_of_experts() -> None:
     computes = model.layers * sum(matrix.active_weights for matrix in model.matrices)
     assert travels == pytest.approx(46.4e9, rel=0.01)
     assert computes == pytest.approx(12.6e9, rel=0.01)
-    assert [target for target in model.linear_lora(8).targets if "gate" in target] == []
+    assert [target for target in model.lora(8, "all").targets if "gate" in target] == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def volumes_gb(strategy: str, **chosen: Any) -> dict[str, float]:
     workload = Workload(
         strategy=strategy,
         model=model,
-        lora=model.attention_lora(8),
+        lora=model.lora(8),
         sequence_length=SEQUENCE_LENGTH,
         micro_batch=8,
         **chosen,

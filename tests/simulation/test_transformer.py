@@ -70,7 +70,7 @@ def test_frozen_weights_take_four_operations_and_adapters_six(
     family: Literal["gpt2", "llama"],
 ) -> None:
     model = transformer(family)
-    lora = model.attention_lora(2)
+    lora = model.lora(2)
     frozen = model.layers * sum(matrix.weights for matrix in model.matrices)
     frozen += model.vocabulary * model.width  # the output layer
     adapters = model.layers * model.adapter_parameters(lora)

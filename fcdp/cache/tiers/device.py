@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 
 from fcdp.cache.entry import Access, Slice
-from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.cache.tiers.tier import Tier, TierUnavailable
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
-class DeviceTier:
+class DeviceTier(Tier):
     """One tensor per unit, taken when it is first stored and overwritten in place from then on.
 
     It is allocated on the stream of copies out of slices, on which it is always written.
     """
 
     def __init__(self, topology: Topology, device: torch.device, streams: Streams) -> None:
-        self._node = topology.node
-        self._others = topology.nodes - 1
+        super().__init__(topology, streams)
         self._device = device
-        self._streams = streams
         self._entries: dict[Unit, torch.Tensor] = {}
         self._access: dict[Unit, Access] = {}
         #: Units that the device had no memory for: asking a full device again at each store would
@@ -34,30 +32,14 @@ class DeviceTier:
         return sum(entry.numel() for entry in self._entries.values())
 
     def store(self, unit: Unit, given: Slice) -> None:
-        stream = self._streams.copies_out
-        with self._streams.on(stream):
-            if unit not in self._entries:
+        if unit not in self._entries:
+            with self._streams.on(self._streams.copies_out):
                 self._entries[unit] = self._allocate(unit)
-                self._access[unit] = Access()
-            with given.access.reading(stream), self._access[unit].writing(stream):
-                for stored, part in runs(self._entries[unit], given, self._node):
-                    stored.copy_(part)
+            self._access[unit] = Access()
+        self._copy_in(given, self._entries[unit], self._access[unit])
 
     def load(self, unit: Unit, wanted: Slice) -> None:
-        stream = wanted.home
-        with (
-            self._streams.on(stream),
-            self._access[unit].reading(stream),
-            wanted.access.writing(stream),
-        ):
-            for stored, part in runs(self._entries[unit], wanted, self._node):
-                part.copy_(stored)
-
-    def expect(self, unit: Unit) -> None:
-        """Nothing is nearer than this."""
-
-    def intact(self, unit: Unit) -> bool:
-        return True
+        self._copy_out(self._entries[unit], self._access[unit], wanted)
 
     def drop(self, unit: Unit) -> None:
         if unit in self._entries:
@@ -69,11 +51,10 @@ class DeviceTier:
         if unit in self._refused:
             raise TierUnavailable("the device had no memory")
         try:
-            return torch.empty(
-                (self._others, unit.shard_bytes), dtype=torch.uint8, device=self._device
-            )
+            memory = torch.empty(self._size(unit), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             self._refused.add(unit)
             raise TierUnavailable(
-                f"the device has no {self._others * unit.shard_bytes / 2**20:.1f} MiB free"
+                f"the device has no {self._size(unit) / 2**20:.1f} MiB free"
             ) from error
+        return self._rows(memory, unit)

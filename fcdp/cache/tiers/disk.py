@@ -16,7 +16,7 @@ import torch
 
 from fcdp.arena import Arena, aligned
 from fcdp.cache.entry import Access, Slice
-from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.cache.tiers.tier import Tier, TierUnavailable
 from fcdp.direct_io import File, read, write
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -51,7 +51,7 @@ def _cost_of_taking(buffer: _Buffer) -> int:
     return 1 if buffer.transfer is None or buffer.transfer.done() else 2
 
 
-class DiskTier:
+class DiskTier(Tier):
     """A few buffers bound what is in flight: a store waits for one when all are being written.
 
     The file has no name once it is open, so that nothing is left whatever ends the process. A
@@ -71,9 +71,7 @@ class DiskTier:
         buffers: int,
     ) -> None:
         """Open the file. Raises ``ValueError`` if ``directory`` cannot be written."""
-        self._node = topology.node
-        self._others = topology.nodes - 1
-        self._streams = streams
+        super().__init__(topology, streams)
         self._file = _open(directory)
         self._offsets: dict[Unit, int] = {}
         offset = 0
@@ -98,14 +96,7 @@ class DiskTier:
             raise TierUnavailable("was not planned for it")
         self.drop(unit)
         buffer = self._take_buffer()
-        stream = self._streams.copies_out
-        with (
-            self._streams.on(stream),
-            given.access.reading(stream),
-            buffer.access.writing(stream),
-        ):
-            for stored, part in runs(self._rows(buffer, unit), given, self._node):
-                stored.copy_(part, non_blocking=True)
+        self._copy_in(given, self._rows(buffer.memory, unit), buffer.access)
         buffer.unit, buffer.writing = unit, True
         buffer.transfer = self._threads.submit(
             write, self._file, self._offsets[unit], self._memory(buffer, unit), _landed(buffer)
@@ -114,14 +105,7 @@ class DiskTier:
     def load(self, unit: Unit, wanted: Slice) -> None:
         buffer = self._holding(unit)
         assert buffer is not None, f"{unit.name}: loaded without intact()"
-        stream = wanted.home
-        with (
-            self._streams.on(stream),
-            buffer.access.reading(stream),
-            wanted.access.writing(stream),
-        ):
-            for stored, part in runs(self._rows(buffer, unit), wanted, self._node):
-                part.copy_(stored, non_blocking=True)
+        self._copy_out(self._rows(buffer.memory, unit), buffer.access, wanted)
         if not buffer.writing:
             buffer.unit = None
 
@@ -196,12 +180,6 @@ class DiskTier:
         buffer.transfer = None  # not before it has ended: somebody may interrupt the wait
         if buffer.writing or unit in self._failed:
             buffer.unit, buffer.writing = None, False
-
-    def _size(self, unit: Unit) -> int:
-        return self._others * unit.shard_bytes
-
-    def _rows(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
-        return buffer.memory[: self._size(unit)].view(self._others, unit.shard_bytes)
 
     def _memory(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
         return buffer.memory[: aligned(self._size(unit))]

@@ -10,7 +10,7 @@ import torch
 from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
 from fcdp.cache.entry import Access, Slice
-from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.cache.tiers.tier import Tier, TierUnavailable
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -18,15 +18,14 @@ from fcdp.unit import Unit
 
 @dataclass(eq=False)
 class _Area:
-    #: uint8 (nodes − 1, shard bytes): the other nodes' rows in node order.
     rows: torch.Tensor
     #: Keeps memory that was taken outside of the plan.
     arena: Arena | None = None
     access: Access = field(default_factory=Access)
 
 
-class HostTier:
-    """Copies out of the device run on one stream, copies into it on another."""
+class HostTier(Tier):
+    """Memory for each planned unit, and for others as they come, while the host has some free."""
 
     def __init__(
         self,
@@ -38,10 +37,8 @@ class HostTier:
         poison: bool,
     ) -> None:
         """Allocate the arena for ``planned``."""
-        self._node = topology.node
-        self._others = topology.nodes - 1
+        super().__init__(topology, streams)
         self._device = device
-        self._streams = streams
         self._poison = poison
         self.nbytes = planned_bytes(planned, topology)
         # Kept: memory stays page-locked for as long as its arena lives.
@@ -52,30 +49,11 @@ class HostTier:
 
     def store(self, unit: Unit, given: Slice) -> None:
         area = self._areas.get(unit) or self._take_more(unit)
-        stream = self._streams.copies_out
-        with (
-            self._streams.on(stream),
-            given.access.reading(stream),
-            area.access.writing(stream),
-        ):
-            for stored, part in runs(area.rows, given, self._node):
-                stored.copy_(part, non_blocking=True)
+        self._copy_in(given, area.rows, area.access)
 
     def load(self, unit: Unit, wanted: Slice) -> None:
-        area, stream = self._areas[unit], wanted.home
-        with (
-            self._streams.on(stream),
-            area.access.reading(stream),
-            wanted.access.writing(stream),
-        ):
-            for stored, part in runs(area.rows, wanted, self._node):
-                part.copy_(stored, non_blocking=True)
-
-    def expect(self, unit: Unit) -> None:
-        """Nothing takes long: the copy to the device is the cache's to begin."""
-
-    def intact(self, unit: Unit) -> bool:
-        return True
+        area = self._areas[unit]
+        self._copy_out(area.rows, area.access, wanted)
 
     def drop(self, unit: Unit) -> None:
         """Memory of the arena stays for the unit."""
@@ -96,12 +74,6 @@ class HostTier:
         self.nbytes += size
         area = self._areas[unit] = _Area(self._rows(arena.take(size), unit), arena)
         return area
-
-    def _size(self, unit: Unit) -> int:
-        return self._others * unit.shard_bytes
-
-    def _rows(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
-        return memory.view(self._others, unit.shard_bytes)
 
 
 def planned_bytes(planned: Sequence[Unit], topology: Topology) -> int:

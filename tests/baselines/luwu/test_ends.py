@@ -20,9 +20,17 @@ from baselines.luwu import server, switch
 from baselines.luwu.files import masters
 from baselines.luwu.train import LuWu
 from baselines.luwu.wire import SWITCH, Connection, Listener, Lost
-from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch
-from tests.baselines.luwu.training import KEYS, SMALL, connect, job_of, model_of, reference, trained
+from tests.baselines.luwu.training import (
+    KEYS,
+    SMALL,
+    connect,
+    job_of,
+    model_of,
+    reference,
+    step_in,
+    trained,
+)
 
 #: Seconds of silence until a role is given up, and until all have ended after that.
 PATIENCE_S, WITHIN_S = 3.0, 45.0
@@ -128,7 +136,7 @@ def _ends(folder: Path, who: str, how: int, after_s: float) -> None:
 
 def _goes_on(folder: Path) -> None:
     """The files have a whole step, from which training gives what it had given at once."""
-    step = step_of(folder)
+    step = step_in(folder)
     assert step >= 2
     found = trained(2, 1, folder, then=lambda worker: worker._port._plan)
     mine, expected = masters(folder, found[0]), reference(2, step + 1)

@@ -11,8 +11,7 @@ import torch
 from baselines.luwu.files import Files, masters
 from baselines.luwu.plan import Plan
 from baselines.luwu.wire import Lost
-from fcdp.generations import step_of
-from tests.baselines.luwu.training import SMALL, reference, trained
+from tests.baselines.luwu.training import SMALL, reference, step_in, trained
 
 
 def _plan(folder: Path, steps: int = 1) -> Plan:
@@ -49,7 +48,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_step(
     with pytest.raises(Lost, match="No space left on device"):
         trained(1, 3, tmp_path, settings=settings)
     monkeypatch.undo()
-    assert step_of(tmp_path) == 2
+    assert step_in(tmp_path) == 2
     trained(1, 1, tmp_path)
     mine, expected = masters(tmp_path, plan), reference(1, 3)
     assert all(torch.equal(mine[name], values) for name, values in expected.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from baselines.luwu.train import LuWu
 from baselines.luwu.wire import SWITCH, Connection, Keys, Listener
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job
+from fcdp.generations import RECORD
 from tests.baselines.cyclic.training import LEARNING_RATE, Tied, batch, loss
 from tests.baselines.jobs import job as job_without_group
 
@@ -164,3 +166,9 @@ def _reference(
             param.grad = total.to(dtype).float() / workers
         optimizer.step()
     return {name: p.detach() for name, p in masters.named_parameters() if p.requires_grad}
+
+
+def step_in(folder: Path) -> int:
+    """The last complete step in a server's folder, which may be in use."""
+    record, _, _ = (folder / RECORD).read_text(encoding="utf-8").partition("\n")
+    return int(json.loads(record)["step"])

@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from experiments.clusters.counters import transmitted_bytes
+from baselines.links import transmitted_bytes
 
 FOREVER_S = 600
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters import counters, namespaces
-from experiments.clusters.counters import transmitted_bytes
+from baselines import links
+from baselines.links import transmitted_bytes
+from experiments.clusters import namespaces
 from experiments.clusters.emulated import INTERFACE, Network
 from tests.experiments.waiting import wait_until
 
@@ -47,7 +48,7 @@ def test_an_infiniband_adapter_counts_words_on_all_of_its_ports(
         folder = tmp_path / "mlx5_0/ports" / port / "counters"
         folder.mkdir(parents=True)
         (folder / "port_xmit_data").write_text(f"{words}\n")
-    monkeypatch.setattr(counters, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(links, "_INFINIBAND", tmp_path)
     assert transmitted_bytes("mlx5_0") == 4 * 300
     with pytest.raises(ValueError, match=r"interface = 'mlx5_1': allowed are .*mlx5_0"):
         transmitted_bytes("mlx5_1")

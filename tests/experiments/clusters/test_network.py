@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pyroute2 import netns
 
+from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes, namespaces
-from experiments.clusters.counters import transmitted_bytes
 from experiments.clusters.emulated import INTERFACE, MTU, TO_GROUPS, Network, burst_bytes
 from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
