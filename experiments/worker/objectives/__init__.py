@@ -14,7 +14,7 @@ import torch.nn as nn
 from baselines.strategy import Trainable
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
-from experiments.worker.objectives import grpo, own, scored
+from experiments.worker.objectives import distillation, dpo, grpo, own
 from experiments.worker.objectives.objective import Ended, Objective, Reference, Shard
 
 
@@ -29,12 +29,14 @@ def of(
         case specs.CausalLM():
             return None
         case specs.DPO():
-            return scored.DPO(spec, Reference(cell, model, blocks, shard))
+            return dpo.DPO(spec, Reference(cell, model, blocks, shard))
         case specs.GRPO():
             reference = Reference(cell, model, blocks, shard) if spec.beta else None
             return grpo.GRPO(spec, cell, reference, rank)
         case specs.Distillation():
-            return scored.Distillation(spec, cell, model, shard)
+            return distillation.Distillation(
+                spec, distillation.teacher_of(spec, cell, model, shard)
+            )
         case specs.OwnObjective():
             return own.make(spec, cell)
 

@@ -1,0 +1,60 @@
+"""Distillation: the divergence from a frozen teacher's next-token distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from experiments.records import objective as specs
+from experiments.records.cell import Cell
+from experiments.worker import configured, models
+from experiments.worker.objectives.objective import Ended, Frozen, Shard, logits
+
+
+def teacher_of(spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Shard) -> Frozen:
+    """The teacher, sharded; ``ValueError`` for one of another vocabulary."""
+    # Another seed: random weights would be the model's own, if its shape is.
+    update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
+    teacher, its_blocks = models.build(cell.model_copy(update=update))
+    theirs, own = configured.vocabulary(teacher), configured.vocabulary(model)
+    if theirs != own:
+        raise ValueError(
+            f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary of "
+            f"{theirs} tokens, and {cell.model.name} of {own}; they must have the same"
+        )
+    return Frozen(teacher, its_blocks, shard)
+
+
+class Distillation:
+    """Has the teacher's logits travel with the tokens that they are of."""
+
+    epochs = 1
+    rewards: Sequence[float] = ()
+
+    def __init__(self, spec: specs.Distillation, teacher: Frozen) -> None:
+        self._teacher = teacher
+        self._temperature = spec.temperature
+
+    def prepare(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
+    ) -> Sequence[torch.Tensor]:
+        """Tokens, and behind each the teacher's logits after it."""
+        prepared = []
+        for batch in batches:
+            tokens = batch[:, :-1]
+            found = self._teacher.logits(tokens)
+            prepared.append(torch.cat([tokens[..., None].float(), found], dim=-1))
+        ended("scoring")
+        return prepared
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """The divergence per token; its gradients are as large at every temperature."""
+        student, teacher = (
+            (found / self._temperature).log_softmax(-1).flatten(0, 1)
+            for found in (logits(model, batch[..., 0].long()), batch[..., 1:])
+        )
+        divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        return divergence * self._temperature**2
