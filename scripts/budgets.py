@@ -40,7 +40,7 @@ BUDGETS = {
     "lines of scripts": Budget(most=3_000, aim=3_000),
     "lines of tests": Budget(most=47_200, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
-    "modules with one importer": Budget(most=40, aim=40),
+    "modules with one importer": Budget(most=42, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),
     "tracked megabytes": Budget(most=29, aim=30),
 }
