@@ -202,7 +202,6 @@ import fcdp
 assert fcdp.__file__.startswith(sys.prefix), fcdp.__file__
 assert not any(map(importlib.util.find_spec, ("experiments", "baselines", "simulation")))
 """
-EXAMPLES = ("sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +231,9 @@ def copied(name: str, folder: Path) -> Path:
     return Path(shutil.copy(script, folder))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", ["sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama"]
+)
 def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     printed = apart.run(2, 1, tmp_path / "empty", copied(name, tmp_path))
@@ -240,25 +241,9 @@ def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Pa
 
 
 def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:
-    flags = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    flags += ["--master-addr", "127.0.0.1", "--master-port", "29533"]
-    script = copied("trainer", tmp_path)
-    nodes = [
-        subprocess.Popen(
-            [alone, *flags, "--node-rank", str(node), script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=emptied,
-        )
-        for node in range(2)
-    ]
-    try:
-        for node in nodes:
-            output, _ = node.communicate(timeout=400)
-            assert node.returncode == 0, output[-4000:]
-            assert "hits" in output
-    finally:
-        for node in nodes:
-            node.kill()
+    """As the first lines of examples have it."""
+    start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"
+    start += f" --master-addr 127.0.0.1 --master-port 29533 {copied('trainer', tmp_path)}"
+    both = f"for node in 0 1; do {start} & done; wait"
+    done = programs.ended("bash", "-c", both, folder=tmp_path, environment=emptied, within_s=400)
+    assert done.stdout.count("hits") == 2, done.stdout[-2000:] + done.stderr[-4000:]

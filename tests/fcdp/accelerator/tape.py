@@ -78,13 +78,8 @@ def _dense(first: int, end: int) -> Region:
     return Region(first, end, None, slice(first, end))
 
 
-@cache
-def _bits_between(first: int, end: int) -> int:
-    return (1 << end) - (1 << first)
-
-
 def _bits(region: Region) -> int:
-    return _bits_between(region.first, region.end) if region.mask is None else region.mask
+    return (1 << region.end) - (1 << region.first) if region.mask is None else region.mask
 
 
 @cache
