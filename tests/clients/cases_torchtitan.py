@@ -19,6 +19,7 @@ from examples.trainers import torchtitan_llama
 from fcdp.integrations import torchtitan
 from tests.clients import tiny
 
+STEPS = 3
 DIVIDE = fsdp.disable_fsdp_gradient_division
 
 
@@ -48,6 +49,8 @@ def trained(
             torchtitan._allow_cpus()
             end.close()
         config = torchtitan_llama.configuration()
+        del config.model_spec.model.layers[2:]
+        config.training.steps = STEPS
         config.training.mixed_precision_param = "float32"
         config.training.global_batch_size = 2 * accumulation * world // tensor_parallel
         config.parallelism.tensor_parallel_degree = tensor_parallel

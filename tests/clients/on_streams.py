@@ -1,6 +1,6 @@
 """Run cases of one client on ranks that are threads with accelerators, and write what they found.
 
-python -m tests.clients.on_streams CLIENT OUT CASE...
+tests/clients/on_streams.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 
 Clients keep one state per process. Here each thread has its own, as accelerate has it for TPUs.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.clients.ranks import environment
+from tests.clients.forks import environment
 
-# Before clients are imported. One node is as another here: a rank is what its group says.
+# One node is as another here: a rank is what its group says.
 os.environ.update(environment(0, nodes=2, per_node=1), ACCELERATE_TORCH_DEVICE="taped:0")
 
 import torch

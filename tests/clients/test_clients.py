@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +43,58 @@ def python() -> str:
     return found
 
 
-def found(
-    python: str, client: str, nodes: int, per_node: int, cases: tuple[str, ...], folder: Path
-) -> dict[str, Any]:
-    return answered(
-        [python, "-m", "tests.clients.ranks", client, str(nodes), str(per_node)], cases, folder
+class Forks:
+    """A process of ``tests.clients.forks``, which has imported what the programs import."""
+
+    def __init__(self, folder: Path, *command: str | Path, **where: Any) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                **where,
+            )
+
+    def run(self, nodes: int, per_node: int, folder: Path, *words: str | Path) -> str:
+        """Run a program on its ranks; what they print."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        before = self.log.stat().st_size
+        program = {"nodes": nodes, "per_node": per_node, "folder": str(folder)}
+        print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)
+        self.process.stdin.flush()
+        code = self.process.stdout.readline()
+        printed = self.log.read_text(encoding="utf-8")[before:]
+        assert code == "0\n", printed[-8000:]
+        return printed
+
+    def end(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    cases = (f"tests.clients.cases_{name}" for name in ("hugging_face", "lightning", "torchtitan"))
+    forks = Forks(
+        tmp_path_factory.mktemp("forks"), python, "-m", "tests.clients.forks", *cases, cwd=ROOT
     )
+    yield forks
+    forks.end()
 
 
-def answered(command: list[str], cases: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    out = folder / "found.json"
-    done = programs.ended(*command, out, *cases, within_s=800)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+def found(
+    forks: Forks, client: str, nodes: int, per_node: int, cases: tuple[str, ...]
+) -> dict[str, Any]:
+    """What the cases of a client find, on the accelerator if there is but one process."""
+    script = "ranks" if nodes * per_node > 1 else "on_streams"
+    out = forks.folder / "found.json"
+    forks.run(nodes, per_node, ROOT, ROOT / f"tests/clients/{script}.py", client, out, *cases)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -76,9 +118,9 @@ def gathered(result: dict[str, Any]) -> int:
     ids=["trl", "options", "lightning", "torchtitan"],
 )
 def test_two_nodes_train_as_fsdp2_to_the_bit(
-    python: str, client: str, cases: tuple[str, ...], tmp_path: Path
+    forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    results = found(python, client, 2, 1, cases, tmp_path)
+    results = found(forks, client, 2, 1, cases)
     alone = gathered(results.pop("alone")) if "alone" in results else 0
     for case, result in results.items():
         exact = (client, case) not in ROUNDED
@@ -105,9 +147,9 @@ def test_two_nodes_train_as_fsdp2_to_the_bit(
     ids=["trl", "lightning", "torchtitan"],
 )
 def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
-    python: str, client: str, cases: tuple[str, ...], tmp_path: Path
+    forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    for case, result in found(python, client, 2, 2, cases, tmp_path).items():
+    for case, result in found(forks, client, 2, 2, cases).items():
         assert result["apart"] < 1e-4, case
 
 
@@ -120,19 +162,18 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
     ids=["trl", "lightning"],
 )
 def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
-    python: str, client: str, cases: tuple[str, ...], tmp_path: Path
+    forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
     """On the accelerator of ``tests.fcdp``, without a race, and in a schedule that is drawn."""
-    command = [python, "-m", "tests.clients.on_streams", client]
-    for case, result in answered(command, cases, tmp_path).items():
+    for case, result in found(forks, client, 1, 1, cases).items():
         assert result["same_history"], case
         assert result["apart"] == 0.0, case
         assert result["hits"] > 0, case
         assert result["wrong"] is None, case
 
 
-def test_what_cannot_be_taken_over_names_the_option_to_change(python: str, tmp_path: Path) -> None:
-    sentences = found(python, "hugging_face", 2, 1, ("refused",), tmp_path)["refused"]
+def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> None:
+    sentences = found(forks, "hugging_face", 2, 1, ("refused",))["refused"]
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
         assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
     assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]
@@ -163,35 +204,46 @@ assert not any(map(importlib.util.find_spec, ("experiments", "baselines", "simul
 """
 
 
+@pytest.fixture(scope="module")
+def emptied() -> dict[str, str]:
+    """Variables of a shell that knows nothing of the checkout."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def apart(
+    alone: Path, emptied: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Forks]:
+    folder = tmp_path_factory.mktemp("apart")
+    (folder / "apart.py").write_text(APART)
+    script = shutil.copy(ROOT / "tests/clients/forks.py", folder)
+    imported = ("trl", "lightning", "torchtitan.trainer", "apart")
+    forks = Forks(folder, alone, script, *imported, cwd=folder, env=emptied)
+    yield forks
+    forks.end()
+
+
+def copied(name: str, folder: Path) -> Path:
+    script = ROOT / "examples/trainers" / f"{name}.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
+    return Path(shutil.copy(script, folder))
+
+
 @pytest.mark.parametrize(
     "name", ["sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama"]
 )
-def test_examples_run_from_an_empty_folder(alone: Path, name: str, tmp_path: Path) -> None:
-    script = ROOT / "examples/trainers" / f"{name}.py"
-    assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
-    script = Path(shutil.copy(script, tmp_path))
+def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    flags = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    flags += ["--master-addr", "127.0.0.1", "--master-port", "29533"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment.pop("PYTHONPATH", None)
-    where: Any = {"cwd": tmp_path / "empty", "env": environment}
-    subprocess.run([alone, "-c", APART], check=True, **where)
-    nodes = [
-        subprocess.Popen(
-            [alone, *flags, "--node-rank", str(node), str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **where,
-        )
-        for node in range(2)
-    ]
-    try:
-        for node in nodes:
-            output, _ = node.communicate(timeout=400)
-            assert node.returncode == 0, output[-4000:]
-            assert "hits" in output
-    finally:
-        for node in nodes:
-            node.kill()
+    printed = apart.run(2, 1, tmp_path / "empty", copied(name, tmp_path))
+    assert printed.count("hits") == 2, printed
+
+
+def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:
+    """As the first lines of examples have it."""
+    start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"
+    start += f" --master-addr 127.0.0.1 --master-port 29533 {copied('trainer', tmp_path)}"
+    both = f"for node in 0 1; do {start} & done; wait"
+    done = programs.ended("bash", "-c", both, folder=tmp_path, environment=emptied, within_s=400)
+    assert done.stdout.count("hits") == 2, done.stdout[-2000:] + done.stderr[-4000:]

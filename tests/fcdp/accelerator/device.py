@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import threading
 import weakref
@@ -427,22 +428,32 @@ def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[
     """Sort what an operation is given into what it reads and what it writes."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    fills = func._schema.name.removeprefix("aten::") in _FILLS
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in kwargs:
-            value = kwargs[argument.name]
+    for place, (name, reads, writes) in enumerate(_arguments(func)):
+        if name in kwargs:
+            value = kwargs[name]
         elif place < len(args):
             value = args[place]
         else:
             continue
         values = value if isinstance(value, (list, tuple)) else [value]
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
-        writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes:
             written += tensors
-        if not writes or not (fills or argument.kwarg_only):  # ``out`` is only written
+        if reads:
             read += tensors
     return read, written
+
+
+@functools.cache  # of schemas, which C++ holds, each question takes long
+def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
+    """Names of an operation's arguments, and whether it reads them and writes them."""
+    fills = func._schema.name.removeprefix("aten::") in _FILLS
+    found = []
+    for argument in func._schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not writes or not (fills or argument.kwarg_only)  # ``out`` is only written
+        found.append((argument.name, reads, writes))
+    return found
 
 
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.

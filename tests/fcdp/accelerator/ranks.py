@@ -132,7 +132,7 @@ def _one_process() -> Iterator[None]:
         mock.patch("torch.accelerator.current_stream", _current_stream),
         mock.patch("fcdp.checksum._keys", _keys),
         mock.patch("fcdp.checksum.bytes_of", _bytes_of),
-        mock.patch("fcdp.checksum._BLOCK", 64),  # as many keys would be most of the memory
+        mock.patch("fcdp.checksum._BLOCK", 1024),  # as many keys would be most of the memory
         mock.patch("fcdp.topology.Failures", Unfailing),
         mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
         mock.patch("fcdp.checkpoint.background.ThreadPoolExecutor", Threads),

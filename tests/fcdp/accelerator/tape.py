@@ -55,9 +55,31 @@ class Timeline:
 class Region(NamedTuple):
     """Some bytes of a block."""
 
-    #: One bit per byte.
-    mask: int
+    first: int
+    end: int
+    #: One bit per byte; ``None``: all of them between the two.
+    mask: int | None
     index: slice | np.ndarray
+
+    def meets(self, other: Region) -> bool:
+        """Whether a byte is of both."""
+        if self.first >= other.end or other.first >= self.end:
+            return False
+        return self.mask is other.mask is None or bool(_bits(self) & _bits(other))
+
+    def covers(self, other: Region) -> bool:
+        """Whether all bytes of the other are of this one."""
+        if other.first < self.first or self.end < other.end:
+            return False
+        return self.mask is None or not _bits(other) & ~self.mask
+
+
+def _dense(first: int, end: int) -> Region:
+    return Region(first, end, None, slice(first, end))
+
+
+def _bits(region: Region) -> int:
+    return (1 << region.end) - (1 << region.first) if region.mask is None else region.mask
 
 
 @cache
@@ -66,8 +88,7 @@ def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsiz
     numel = math.prod(sizes)
     dense = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     if all(size == 1 or own == row for size, own, row in zip(sizes, strides, dense, strict=True)):
-        first, end = start * itemsize, (start + numel) * itemsize
-        return Region((1 << end) - (1 << first), slice(first, end))
+        return _dense(start * itemsize, (start + numel) * itemsize)
     places = np.array([start], dtype=np.int64)
     for size, stride in zip(sizes, strides, strict=True):
         places = (places[:, None] + np.arange(size) * stride).ravel()
@@ -75,10 +96,11 @@ def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsiz
     bytes_ = (places[:, None] * itemsize + np.arange(itemsize)).ravel()
     first, end = int(bytes_[0]), int(bytes_[-1]) + 1
     if end - first == len(bytes_):
-        return Region((1 << end) - (1 << first), slice(first, end))
+        return _dense(first, end)
     bits = np.zeros(end, dtype=np.uint8)
     bits[bytes_] = 1
-    return Region(int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little"), bytes_)
+    mask = int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+    return Region(first, end, mask, bytes_)
 
 
 @dataclass(eq=False)
@@ -88,7 +110,7 @@ class Block:
     name: str
     nbytes: int
     #: Operations that touched it, as long as something may come that is not ordered after it.
-    touched: list[tuple[Operation, int, bool]] = field(default_factory=list)
+    touched: list[tuple[Operation, Region, bool]] = field(default_factory=list)
 
 
 class Touch(NamedTuple):
@@ -145,18 +167,18 @@ class Tape:
         return operation
 
     def _touch(self, operation: Operation, touch: Touch, writing: bool) -> None:
-        block, mask = touch.block, touch.region.mask
+        block, region = touch.block, touch.region
         timeline, kept = operation.timeline, []
         for earlier in block.touched:
-            other, others_mask, wrote = earlier
+            other, others, wrote = earlier
             ordered = timeline.has_seen(other) or other is operation
-            if not ordered and (writing or wrote) and mask & others_mask:
+            if not ordered and (writing or wrote) and region.meets(others):
                 self.races.append(_story(block, other, wrote, operation, writing))
             # Whoever comes after this one comes after what it replaces, too.
-            replaced = ordered and not others_mask & ~mask
-            if not replaced or not (writing or (not wrote and other.timeline is timeline)):
+            replaces = ordered and (writing or (not wrote and other.timeline is timeline))
+            if not (replaces and region.covers(others)):
                 kept.append(earlier)
-        block.touched = [*kept, (operation, mask, writing)]
+        block.touched = [*kept, (operation, region, writing)]
 
     def replay(self, seed: int) -> str | None:
         """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""

@@ -1,0 +1,82 @@
+"""Ranks of programs, forked from a process that has imported what they need.
+
+Importing a client takes longer than training with it, and each rank would do it by itself.
+
+python -m tests.clients.forks MODULE...
+
+Each line of its input is one program, in JSON: ``nodes``, ``per_node``, the ``folder`` that its
+ranks start in, and its ``words``, a script and arguments. Once all ranks have ended it prints the
+highest of their exit codes; what they print themselves goes where its errors go.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+from importlib import import_module
+from typing import Any
+
+#: What keeps clients from the network; they read it where they are imported.
+QUIET = {"GLOO_SOCKET_IFNAME": "lo", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def environment(rank: int, nodes: int, per_node: int, port: int = 29500) -> dict[str, str]:
+    """A rank's variables as torchrun sets them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nodes * per_node),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def _rank(variables: dict[str, str], folder: str, words: list[str]) -> None:
+    os.dup2(2, 1)  # the first is for exit codes
+    os.environ.update(variables)
+    os.chdir(folder)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _run(nodes: int, per_node: int, folder: str, words: list[str]) -> int:
+    start = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        start.Process(target=_rank, args=(environment(rank, nodes, per_node, port), folder, words))
+        for rank in range(nodes * per_node)
+    ]
+    for each in ranks:
+        each.start()
+    while any(each.is_alive() for each in ranks):
+        for each in ranks:
+            each.join(0.2)
+            if each.exitcode:  # the others would wait for it
+                for other in ranks:
+                    other.kill()
+    return max(abs(each.exitcode or 0) for each in ranks)
+
+
+def main(modules: list[str]) -> None:
+    os.environ.update(QUIET)
+    import torch
+
+    torch.set_num_threads(1)
+    for module in modules:
+        import_module(module)
+    for line in sys.stdin:
+        program: dict[str, Any] = json.loads(line)
+        print(_run(**program), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
