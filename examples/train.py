@@ -27,8 +27,12 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+# ruff: noqa: E402
+LAUNCHER = os.getppid()  # before the imports, which take long: it may be gone after them
 
 import torch
 import torch.distributed as dist
@@ -46,15 +50,22 @@ from transformers import (
 import fcdp
 
 
-def above(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is at least so large."""
+def whole(least: int, most: int = 2**31) -> Callable[[str], int]:
+    """Reads a whole number in a range."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least}")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            must = f"must be a whole number from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: {must}")
         return int(text)
 
     return read
+
+
+def positive(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return float(text)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -64,20 +75,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="a folder, shared by all nodes")
     parser.add_argument("--field", default="text", help="of each object in JSON Lines")
     parser.add_argument("--held-out", type=float, default=0.05, help="share kept for evaluation")
-    parser.add_argument("--sequence-length", type=above(2), default=1024)
-    parser.add_argument("--global-batch", type=above(1), default=32, help="sequences per step")
-    parser.add_argument("--micro-batch", type=above(1), default=1, help="sequences a rank and pass")
-    parser.add_argument("--epochs", type=above(1), default=1)
-    parser.add_argument("--steps", type=above(1), help="instead of --epochs")
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--warm-up", type=above(0), default=100, help="steps; then half a cosine")
-    parser.add_argument("--lora-rank", type=above(0), default=0, help="0: train all parameters")
+    parser.add_argument("--sequence-length", type=whole(2), default=1024)
+    parser.add_argument("--global-batch", type=whole(1), default=32, help="sequences per step")
+    parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences a rank and pass")
+    parser.add_argument("--epochs", type=whole(1), default=1)
+    parser.add_argument("--steps", type=whole(1), help="instead of --epochs")
+    parser.add_argument("--lr", type=positive, default=2e-5)
+    parser.add_argument("--warm-up", type=whole(0), default=100, help="steps; then half a cosine")
+    parser.add_argument("--lora-rank", type=whole(0), default=0, help="0: train all parameters")
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--policy", default="host", help="where gathered parameters are kept")
-    parser.add_argument("--save-every", type=above(1), default=100, help="steps")
-    parser.add_argument("--evaluate-every", type=above(1), default=100, help="steps")
-    parser.add_argument("--time-out", type=float, default=300, help="s until a silent node is lost")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=whole(1), default=100, help="steps")
+    parser.add_argument("--evaluate-every", type=whole(1), default=100, help="steps")
+    parser.add_argument(
+        "--time-out", type=positive, default=300, help="s until a silent node is lost"
+    )
+    parser.add_argument("--seed", type=whole(0, 2**27), default=0)
     parser.add_argument("--wandb", metavar="PROJECT", help="log to it; WANDB_MODE=offline works")
     parser.add_argument("--profile", action="store_true", help="write a trace of the third step")
     options = parser.parse_args(arguments)
@@ -88,6 +101,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--data {options.data}: must be a file of text or JSON Lines")
     if not 0 <= options.held_out < 1:
         parser.error(f"--held-out {options.held_out}: must be from 0 to below 1")
+    for asked, library in ((options.lora_rank, "peft"), (options.wandb, "wandb")):
+        if asked and find_spec(library) is None:
+            parser.error(f"{library} is not installed, which --lora-rank or --wandb needs")
     return options
 
 
@@ -177,10 +193,12 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
         sys.exit(box[0])
     try:
         tokens = torch.load(box[0], mmap=True)
-    except (OSError, RuntimeError):
+        windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
+        windows = windows.view(-1, options.sequence_length)
+    except OSError:  # which may pass: this node sees it later
+        raise
+    except Exception:
         sys.exit(f"{box[0]}: is damaged; remove it, and it is made anew")
-    windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
-    windows = windows.view(-1, options.sequence_length)
     held_out = math.ceil(len(windows) * options.held_out)
     if len(windows) - held_out < options.global_batch:
         sys.exit(
@@ -271,11 +289,11 @@ def evaluate(
 def load(
     model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, told: dict[str, Any]
 ) -> dict[str, Any]:
-    """Read a checkpoint of a run that was told the same; return what it holds beside the model."""
-    try:
-        saved: Any = fcdp.load(model, optimizer, checkpoint)
-    except ValueError as error:
-        sys.exit(f"{error}; or --output another folder")
+    """Read a checkpoint of a run that was told the same; return what it holds beside the model.
+
+    One that cannot be read may be another time, from a file system that is late.
+    """
+    saved: Any = fcdp.load(model, optimizer, checkpoint)
     if not isinstance(saved, dict) or not saved.keys() >= {*told, "step", "run"}:
         sys.exit(f"{checkpoint}: is another program's; must be of this, or --output another folder")
     for key, value in told.items():
@@ -290,7 +308,6 @@ def load(
 def train(options: argparse.Namespace, leaving: threading.Event) -> None:
     topology = join(timedelta(seconds=options.time_out))
     device, first = topology.mesh.device_type, topology.rank == 0
-    launcher = os.getppid()
     data, held_out, name = read(options)
     model = build(options, topology)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -351,7 +368,7 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
             norm: Any = clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            sums[1] = leaving.is_set() or os.getppid() != launcher
+            sums[1] = leaving.is_set() or os.getppid() != LAUNCHER
             dist.all_reduce(sums)
             total, leave = sums.tolist()
         if tracer is not None:
@@ -401,14 +418,26 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     check_model(options)
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "checkpoint").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"--output {options.output}: {error.strerror}; must be a folder, or none yet")
+        sys.exit(f"--output {error.filename}: {error.strerror}; must be a folder, or none yet")
     leaving = threading.Event()
     # Of torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     train(options, leaving)
     dist.destroy_process_group()
+
+
+def give_up() -> None:
+    """End this node's torchrun: ranks that it started again would make the same mistake again.
+
+    One rank after the other tries, since a second signal breaks off what it does at the first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(2 * int(os.environ["LOCAL_RANK"]))
+    if os.getppid() == LAUNCHER:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(LAUNCHER, signal.SIGTERM)
 
 
 if __name__ == "__main__":
@@ -417,7 +446,8 @@ if __name__ == "__main__":
     except SystemExit as end:
         mistake = isinstance(end.code, str) or end.code == 2  # argparse's
         if mistake and "TORCHELASTIC_RUN_ID" in os.environ:
-            # Ranks that are started again would make it again: their torchrun ends with them.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.kill(os.getppid(), signal.SIGTERM)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr, flush=True)
+            give_up()
+            sys.exit(2)
         raise

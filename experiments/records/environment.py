@@ -5,10 +5,11 @@ A list of what does not pass would have to know the name of every key and of eve
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Collection, Mapping
-from urllib.parse import quote, unquote
+from collections.abc import Collection, Iterator, Mapping
+from urllib.parse import quote, quote_plus, unquote
 
 #: Names of further variables that reach ranks, with commas between them.
 PASS = "FCDP_PASS"
@@ -95,4 +96,13 @@ def _parts(name: str, value: str) -> set[str]:
     if not _SECRET.search(name):
         whole = {part for part in whole if len(part) >= _SHORTEST_PART}
     parts = {part for part in inside | whole if len(part) >= _SHORTEST}
-    return {form for part in parts for form in (part, quote(part, safe=""), repr(part)[1:-1])}
+    return {form for part in parts for form in _forms(part)}
+
+
+def _forms(part: str) -> Iterator[str]:
+    """As it is, as in URLs, and with the escapes of Python and JSON."""
+    yield from (part, unquote(part))
+    for quoted in (quote(part), quote(part, safe=""), quote_plus(part)):
+        yield from (quoted, re.sub("%..", lambda escape: escape[0].lower(), quoted))
+    yield from (repr(part)[1:-1], ascii(part)[1:-1], repr(part.encode())[2:-1])
+    yield from (json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])

@@ -69,7 +69,7 @@ class Forks:
         print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)
         self.process.stdin.flush()
         code = self.process.stdout.readline()
-        printed = self.log.read_text(encoding="utf-8")[before:]
+        printed = self.log.read_bytes()[before:].decode(errors="replace")
         assert code == "0\n", printed[-8000:]
         return printed
 
@@ -94,6 +94,7 @@ def found(
     """What the cases of a client find, on the accelerator if there is but one process."""
     script = "ranks" if nodes * per_node > 1 else "on_streams"
     out = forks.folder / "found.json"
+    out.unlink(missing_ok=True)
     forks.run(nodes, per_node, ROOT, ROOT / f"tests/clients/{script}.py", client, out, *cases)
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -244,6 +245,6 @@ def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_pa
     """As the first lines of examples have it."""
     start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"
     start += f" --master-addr 127.0.0.1 --master-port 29533 {copied('trainer', tmp_path)}"
-    both = f"for node in 0 1; do {start} & done; wait"
+    both = f"node=0; {start} & node=1; {start} && wait $!"
     done = programs.ended("bash", "-c", both, folder=tmp_path, environment=emptied, within_s=400)
     assert done.stdout.count("hits") == 2, done.stdout[-2000:] + done.stderr[-4000:]

@@ -106,7 +106,7 @@ def test_a_mistake_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     make_model(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     usual = [f"--model={tmp_path}", f"--data={tmp_path / 'x.jsonl'}", f"--output={tmp_path}"]
-    for given in ("--steps=0", "--save-every=-1", "--held-out=1"):
+    for given in ("--steps=0", "--seed=1e9", "--held-out=1", "--lr=-1", "--time-out=nan"):
         with pytest.raises(SystemExit, match="2"):
             train.parse([*usual, given])
         assert given.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from urllib.parse import quote, quote_plus
+
 import pytest
 
 from experiments.records.environment import named, of_launchers, passed_on, without_secrets
@@ -64,9 +67,17 @@ def test_secrets_are_cut_out_of_texts_whole_and_in_parts() -> None:
     for text in said:
         assert markers(without_secrets(text, PLANTED)) == []
     assert without_secrets("it was marker1.", PLANTED) == "it was <PGPASSWORD>."
-    secret = {"PGPASSWORD": "p@ss\\word"}
-    for text in ("postgres://me:p%40ss%5Cword@db", "{'password': 'p@ss\\\\word'}"):
-        assert "<PGPASSWORD>" in without_secrets(text, secret)
+    secret = "p@ss w/\u00f6\"rd\\1'x"
+    urls = (quote(secret), quote(secret, safe=""), quote_plus(secret), quote(secret).lower())
+    escaped = (
+        repr(secret),
+        ascii(secret),
+        json.dumps(secret),
+        json.dumps(secret, ensure_ascii=False),
+    )
+    for text in (secret, *urls, *escaped, repr(secret.encode())):
+        assert "<PGPASSWORD>" in without_secrets(f"denied: {text}", {"PGPASSWORD": secret}), text
+    assert "<API_TOKEN>" in without_secrets("a/bcdefgh", {"API_TOKEN": "a%2Fbcdefgh"})
 
 
 @pytest.mark.parametrize(

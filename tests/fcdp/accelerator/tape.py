@@ -63,7 +63,7 @@ class Region(NamedTuple):
 
     def meets(self, other: Region) -> bool:
         """Whether a byte is of both."""
-        if self.first >= other.end or other.first >= self.end:
+        if max(self.first, other.first) >= min(self.end, other.end):
             return False
         return self.mask is other.mask is None or bool(_bits(self) & _bits(other))
 
