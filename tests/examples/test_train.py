@@ -218,7 +218,10 @@ def test_a_mistake_is_said_once_however_often_ranks_may_start(
     for options, said in (
         (("--data", "x.jsonl"), "--data x.jsonl: line 1: KeyError; must be"),
         (("--policy", "hots"), "policy = 'hots': allowed are none,"),
-        (("--output", "text.txt"), "--output text.txt: File exists; must be a folder"),
+        (
+            ("--output", "text.txt"),
+            "--output text.txt/checkpoint: Not a directory; must be a folder",
+        ),
         (("--output", "damaged"), f"{tokens.name}: is damaged; remove it"),
         (("--output", "undisturbed", "--seed", "1"), "was trained with seed = 0; must be the same"),
     ):
