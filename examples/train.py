@@ -15,6 +15,7 @@ step's gradient is that of ``--global-batch`` sequences, however many ranks ther
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import hashlib
 import json
@@ -195,9 +196,10 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
         tokens = torch.load(box[0], mmap=True)
         windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
         windows = windows.view(-1, options.sequence_length)
-    except OSError:  # which may pass: this node sees it later
-        raise
-    except Exception:
+    except Exception as error:
+        # EINVAL is torch's word for a file that is cut; others may pass: this node sees it later.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         sys.exit(f"{box[0]}: is damaged; remove it, and it is made anew")
     held_out = math.ceil(len(windows) * options.held_out)
     if len(windows) - held_out < options.global_batch:
