@@ -92,7 +92,7 @@ def _parts(name: str, value: str) -> set[str]:
     """The value, its lines and the passwords in it, as they are, as in a URL and escaped."""
     inside = {part for found in _INSIDE.findall(value) for part in found}
     inside |= set(map(unquote, inside))
-    whole = {line.strip() for line in (value, *value.splitlines())}
+    whole = {line.strip() for line in (value, *value.splitlines(), unquote(value))}
     if not _SECRET.search(name):
         whole = {part for part in whole if len(part) >= _SHORTEST_PART}
     parts = {part for part in inside | whole if len(part) >= _SHORTEST}
@@ -101,7 +101,7 @@ def _parts(name: str, value: str) -> set[str]:
 
 def _forms(part: str) -> Iterator[str]:
     """As it is, as in URLs, and with the escapes of Python and JSON."""
-    yield from (part, unquote(part))
+    yield part
     for quoted in (quote(part), quote(part, safe=""), quote_plus(part)):
         yield from (quoted, re.sub("%..", lambda escape: escape[0].lower(), quoted))
     yield from (repr(part)[1:-1], ascii(part)[1:-1], repr(part.encode())[2:-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from fcdp.cache.entry import Access, Slice
@@ -14,7 +16,7 @@ class TierUnavailable(Exception):
     """The tier cannot take this entry now; its message says why."""
 
 
-class Tier:
+class Tier(ABC):
     """Holds, for some units, the rows of slices that this rank received from the other nodes.
 
     This rank's own row is left out, since it is at hand anyway. Copies out of slices run on one
@@ -26,27 +28,27 @@ class Tier:
         self._others = topology.nodes - 1
         self._streams = streams
 
+    @abstractmethod
     def store(self, unit: Unit, given: Slice) -> None:
         """Take a copy of the other nodes' rows, once they have been written.
 
         Raises :class:`TierUnavailable` before anything was copied.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, unit: Unit, wanted: Slice) -> None:
         """Fill the other nodes' rows, on the stream that is the slice's home."""
-        raise NotImplementedError
 
-    def expect(self, unit: Unit) -> None:
-        """A load of this unit is near: begin to fetch what takes long. Of memory nothing does."""
+    def expect(self, unit: Unit) -> None:  # noqa: B027 - memory needs nothing here
+        """A load of this unit is near: begin to fetch what takes long."""
 
     def intact(self, unit: Unit) -> bool:
         """Whether the entry can be loaded; may wait for it. Always true of memory."""
         return True
 
+    @abstractmethod
     def drop(self, unit: Unit) -> None:
         """Forget the entry, if there is one, and what it takes."""
-        raise NotImplementedError
 
     def _size(self, unit: Unit) -> int:
         return self._others * unit.shard_bytes
