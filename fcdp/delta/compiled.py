@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.int16]
-#: Indices, and 64 bits at a time.
+#: 64 bits at a time.
 Longs = NDArray[np.int64]
+#: Numbers that a byte holds.
+Near = NDArray[np.int8]
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")

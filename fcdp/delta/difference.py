@@ -25,16 +25,11 @@ from fcdp.delta import exponents, gaps
 from fcdp.delta.packing import (
     GRANULE,
     Bits,
-    Codes,
-    escaped,
-    joined,
+    add,
     keep_changed,
-    near_and_wide,
     pack,
-    pack_flags,
     sample,
     spread_changed,
-    take,
 )
 
 #: Words per chunk: what is worked on stays in a core's cache.
@@ -165,17 +160,15 @@ def _by_codes(
 ) -> tuple[_Chunk, list[torch.Tensor]]:
     bits, now, before = _BITS[form], _filled(new), _filled(base)
     codes = torch.empty(now.numel() * bits // 8, dtype=torch.uint8, device="cpu")
-    pack(now.numpy(), before.numpy(), bits, codes.numpy())
-    at = escaped(codes, bits)
-    numbers = torch.empty_like(at, dtype=torch.int16)
-    take(now.numpy(), before.numpy(), at.numpy(), numbers.numpy())
-    near, wide = near_and_wide(numbers)
-    words, bitmap = codes.view(torch.int16), []
+    near, wide = torch.empty_like(now, dtype=torch.int8), torch.empty_like(now)
+    arrays = (now.numpy(), before.numpy(), bits, codes.numpy(), near.numpy(), wide.numpy())
+    escaped, far = pack(*arrays)
+    words, bitmap = codes.view(torch.int16), codes[:0]
     if form == _SPARSE:
-        bitmap, kept = [pack_flags(words.to(torch.bool))], torch.empty_like(words)
-        words = kept[: keep_changed(words.numpy(), kept.numpy())]
-    row = _Chunk(form, words.numel(), near.numel(), wide.numel())
-    return row, [*bitmap, words, wide, near]
+        bitmap, kept = codes.new_empty(words.numel() // 8), torch.empty_like(words)
+        words = kept[: keep_changed(words.numpy(), bitmap.numpy(), kept.numpy())]
+    row = _Chunk(form, words.numel(), escaped, far)
+    return row, [bitmap, words, wide[:far], near[:escaped]]
 
 
 def _filled(words: torch.Tensor) -> torch.Tensor:
@@ -251,12 +244,8 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
         words.copy_(reader.take(words.numel(), torch.int16))
     wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
-    numbers, values = Codes(bits).unpack(words), joined(near, wide)
-    at = escaped(words.view(torch.uint8), bits)
-    if values is None or values.numel() != at.numel():
-        raise _damaged()
-    numbers.index_copy_(0, at, values)
-    base.add_(numbers[: base.numel()])
+    codes = words.view(torch.uint8)
+    _check(add(codes.numpy(), bits, near.numpy(), wide.numpy(), base.numpy()))
 
 
 def _check(holds: bool) -> None:

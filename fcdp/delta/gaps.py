@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fcdp.delta import huffman
 from fcdp.delta.compiled import Bytes, Longs, Words, compiled
-from fcdp.delta.packing import joined, near_and_wide, pack_flags, set_bits
+from fcdp.delta.packing import BIT, DE_BRUIJN, joined, near_and_wide, pack_flags
 
 #: Zeros that one byte tells of. A byte more tells of as many runs of so many.
 _RUN = 64
@@ -40,11 +40,11 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     """
     if fill := -numbers.numel() % 64:
         numbers = F.pad(numbers, (0, fill))
-    at = set_bits(pack_flags(numbers.to(torch.bool)).view(torch.int64))
+    flags = pack_flags(numbers.to(torch.bool)).view(torch.int64)
     # A token of zeros tells of so many that there is one for each number at most.
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
     others = torch.empty_like(numbers)
-    count, some = _tell(at.numpy(), numbers.numpy(), tokens.numpy(), others.numpy())
+    count, some = _tell(flags.numpy(), numbers.numpy(), tokens.numpy(), others.numpy())
     data = huffman.write([tokens[:count], *near_and_wide(others[:some])], window)
     return Sizes(count, some, data.numel()), data
 
@@ -68,31 +68,36 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
 
 
 @compiled
-def _tell(places: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[int, int]:
-    """Write what tells of ``numbers`` (n), of which those in ``places`` (k, in order) are not 0.
+def _tell(flags: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[int, int]:
+    """Write what tells of ``numbers`` (n); ``flags`` (n / 64) have a bit for each that is not 0.
 
     Returns how many ``tokens`` and ``others`` there are.
     """
     count = some = 0
     last = -1
-    for at in places:
-        zeros = at - last - 1
-        last = at
-        if zeros >= _RUN:
-            runs = zeros // _RUN
-            while runs > _RUN:
-                tokens[count] = _ZEROS | _RUN - 1 << 2
+    for block in range(flags.size):
+        left = flags[block]
+        while left != 0:
+            lowest = left & -left
+            left ^= lowest
+            at = 64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63]
+            zeros = at - last - 1
+            last = at
+            if zeros >= _RUN:
+                runs = zeros // _RUN
+                while runs > _RUN:
+                    tokens[count] = _ZEROS | _RUN - 1 << 2
+                    count += 1
+                    runs -= _RUN
+                tokens[count] = _ZEROS | runs - 1 << 2
                 count += 1
-                runs -= _RUN
-            tokens[count] = _ZEROS | runs - 1 << 2
+            number = numbers[at]
+            other = number * number != 1
+            tokens[count] = (zeros & _RUN - 1) << 2 | (_OTHER if other else number < 0)
             count += 1
-        number = numbers[at]
-        other = number * number != 1
-        tokens[count] = (zeros & _RUN - 1) << 2 | (_OTHER if other else number < 0)
-        count += 1
-        # Written whether it is one, and then over: no branch that is guessed wrongly.
-        others[some] = number
-        some += other
+            # Written whether it is one, and then over: no branch that is guessed wrongly.
+            others[some] = number
+            some += other
     return count, some
 
 

@@ -11,9 +11,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from fcdp.delta.compiled import Bytes, Longs, Words, compiled
+from fcdp.delta.compiled import Bytes, Near, Words, compiled
 
 Bits = Literal[2, 4, 8]
 
@@ -29,12 +28,15 @@ _GATHER_TWO = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
 _GATHER_FOUR = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12
 #: Numbers that stay in a core's first cache.
 _NEAR = 2048
-#: All bits but the highest of each code of two, four or eight, in 64; by the logarithm of two.
+#: Groups of eight words beside each other in a sample: one line of a core's caches.
+_BESIDE = 4
+#: All bits but the highest of each code of two, four or eight, in 64; by the logarithm of two. The
+#: sum of a code's lower bits and as many set ones has its highest bit if one of them is set.
 _LOW = (0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F)
-#: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``_BIT`` has i.
-_DE_BRUIJN = 0x03F79D71B4CB0A89
-_BIT = np.zeros(64, np.int64)
-_BIT[[(_DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
+#: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``BIT`` has i.
+DE_BRUIJN = 0x03F79D71B4CB0A89
+BIT = np.zeros(64, np.int64)
+BIT[[(DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
 
 
 @dataclass(frozen=True)
@@ -81,30 +83,39 @@ class Codes:
 
 @compiled
 def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]:
-    """Count, of groups of eight words, one in ``step``: all, and those in which one differs.
+    """Count, of lines of groups of eight words, one in ``step``: groups, and those that differ.
 
     And the words that differ by 2, 8 and 128 or more.
     """
     count = some = two = eight = wide = 0
-    for begin in range(0, new.size, 8 * step):
-        changed = False
-        for at in range(begin, min(begin + 8, new.size)):
-            number = np.int16(new[at] - base[at])
-            if number != 0:
-                changed = True
-            two += not -2 < number < 2
-            eight += not -8 < number < 8
-            wide += not -128 < number < 128
-        count += 1
-        some += changed
+    for line in range(0, new.size, 8 * _BESIDE * step):
+        for begin in range(line, min(line + 8 * _BESIDE, new.size), 8):
+            changed = False
+            for at in range(begin, min(begin + 8, new.size)):
+                number = np.int16(new[at] - base[at])
+                if number != 0:
+                    changed = True
+                two += not -2 < number < 2
+                eight += not -8 < number < 8
+                wide += not -128 < number < 128
+            count += 1
+            some += changed
     return count, some, two, eight, wide
 
 
 @compiled
-def pack(new: Words, base: Words, bits: int, codes: Bytes) -> None:
-    """Write what leads from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8)."""
+def pack(
+    new: Words, base: Words, bits: int, codes: Bytes, near: Near, wide: Words
+) -> tuple[int, int]:
+    """Write what leads from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8).
+
+    What these do not hold goes to ``near`` (n at most), and is 0 there if a byte does not hold it
+    and it goes to ``wide`` (n at most). Returns how many numbers went to each.
+    """
     low, high = np.int16(-(1 << bits - 1)), np.int16(1 << bits - 1)
+    shift, blocks = bits // 4 + 1, codes.view(np.int64)
     numbers = np.empty(_NEAR, np.int8)
+    some = far = 0
     for begin in range(0, new.size, _NEAR):
         now, before = new[begin : begin + _NEAR], base[begin : begin + _NEAR]
         to = codes[begin * bits // 8 : (begin + now.size) * bits // 8]
@@ -124,50 +135,87 @@ def pack(new: Words, base: Words, bits: int, codes: Bytes) -> None:
         else:
             for at in range(to.size):
                 to[at] = numbers[at]
-
-
-def escaped(codes: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """Places (k, int64) of the numbers that ``codes`` (uint8, whole granules) do not hold."""
-    shift, words = bits // 4 + 1, codes.view(torch.int64)
-    low = _LOW[shift]
-    # The sum of a code's lower bits and as many set ones has its highest bit if one of them is.
-    others = (words & low).add_(low)
-    return set_bits(others.bitwise_not_().bitwise_and_(words).bitwise_and_(~low), shift)
-
-
-def set_bits(masks: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """Places (k, int64) of what bits of ``masks`` (m, int64) are set for, 2^shift bits to each."""
-    at = torch.empty(masks.numel() * 64 >> shift, dtype=torch.int64, device="cpu")
-    return at[: _set_bits(masks.numpy(), shift, at.numpy())]
+        for block in range(begin * bits // 64, (begin + now.size) * bits // 64):
+            left = blocks[block]
+            left &= ~((left & _LOW[shift]) + _LOW[shift]) & ~_LOW[shift]
+            while left != 0:
+                lowest = left & -left
+                left ^= lowest
+                at = (64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift) - begin
+                number = np.int16(now[at] - before[at])
+                near[some] = number
+                if not -128 <= number <= 127:
+                    near[some] = 0
+                    wide[far] = number
+                    far += 1
+                some += 1
+    return some, far
 
 
 @compiled
-def _set_bits(masks: Longs, shift: int, at: Longs) -> int:
+def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
+    """Turn ``base`` (n) to what :func:`pack` has made ``codes``, ``near`` and ``wide`` of.
+
+    Returns whether it can have made them; if not, ``base`` is undefined.
+    """
+    escape, shift, blocks = -(1 << bits - 1), bits // 4 + 1, codes.view(np.int64)
+    numbers = np.empty(_NEAR, np.int8)
+    some = far = 0
+    for begin in range(0, base.size, _NEAR):
+        words = base[begin : begin + _NEAR]
+        given = codes[begin * bits // 8 : (begin + _NEAR) * bits // 8]
+        # The highest bit of a code is its sign.
+        if bits == 2:
+            for at in range(given.size):
+                code = given[at]
+                numbers[4 * at] = ((code & 3) ^ 2) - 2
+                numbers[4 * at + 1] = ((code >> 2 & 3) ^ 2) - 2
+                numbers[4 * at + 2] = ((code >> 4 & 3) ^ 2) - 2
+                numbers[4 * at + 3] = (code >> 6 ^ 2) - 2
+        elif bits == 4:
+            for at in range(given.size):
+                numbers[2 * at] = ((given[at] & 15) ^ 8) - 8
+                numbers[2 * at + 1] = (given[at] >> 4 ^ 8) - 8
+        else:
+            for at in range(given.size):
+                numbers[at] = given[at]
+        for at in range(words.size):
+            words[at] += numbers[at]
+        for block in range(begin * bits // 64, min((begin + _NEAR) * bits // 64, blocks.size)):
+            left = blocks[block]
+            left &= ~((left & _LOW[shift]) + _LOW[shift]) & ~_LOW[shift]
+            while left != 0:
+                lowest = left & -left
+                left ^= lowest
+                at = (64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift) - begin
+                if some == near.size or at >= words.size:
+                    return False
+                number = np.int16(near[some])
+                some += 1
+                if number == 0:
+                    if far == wide.size:
+                        return False
+                    number = wide[far]
+                    far += 1
+                words[at] += number - escape
+    return some == near.size and far == wide.size
+
+
+@compiled
+def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
+    """Write those of ``words`` (m) that are not zero to ``kept`` (m); returns how many.
+
+    ``bitmap`` (m / 8) has a bit for each of ``words``, the first in the lowest, set for those.
+    """
     count = 0
-    for block in range(masks.size):
-        left = masks[block]
-        while left != 0:
-            lowest = left & -left
-            left ^= lowest
-            at[count] = 64 * block + _BIT[lowest * _DE_BRUIJN >> 58 & 63] >> shift
-            count += 1
-    return count
-
-
-@compiled
-def take(new: Words, base: Words, at: Longs, numbers: Words) -> None:
-    """Write to ``numbers`` (k) what leads from ``base`` to ``new`` in the places ``at`` (k)."""
-    for number in range(at.size):
-        numbers[number] = new[at[number]] - base[at[number]]
-
-
-@compiled
-def keep_changed(words: Words, kept: Words) -> int:
-    """Write those of ``words`` (m) that are not zero to ``kept`` (m); returns how many."""
-    count = 0
-    for word in words:
-        kept[count] = word
-        count += word != 0
+    for eight in range(bitmap.size):
+        flags = 0
+        for at in range(8):
+            word = words[8 * eight + at]
+            kept[count] = word
+            count += word != 0
+            flags |= (word != 0) << at
+        bitmap[eight] = flags
     return count
 
 
@@ -203,7 +251,7 @@ def joined(near: torch.Tensor, wide: torch.Tensor) -> torch.Tensor | None:
 
 
 @compiled
-def _part(numbers: Words, near: NDArray[np.int8], wide: Words) -> int:
+def _part(numbers: Words, near: Near, wide: Words) -> int:
     count = 0
     for at in range(numbers.size):
         near[at] = numbers[at]

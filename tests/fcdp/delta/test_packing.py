@@ -22,22 +22,40 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
     torch.manual_seed(bits)
     for most in (1, limit - 1, limit, 2 * limit, 2**15 - 1):
         numbers = torch.randint(-most - 1, most + 1, (4 * GRANULE,), dtype=torch.int16)
-        numbers[::7] = 0
+        numbers[::7] = numbers[-5:] = 0
         escaped = numbers.abs().ge(limit) | numbers.eq(-(2**15))
         assert torch.equal(codes.escapes(numbers), escaped)
         words = codes.pack(numbers)
         assert (words.numel(), words.dtype) == (4 * GRANULE * bits // 16, torch.int16)
         assert torch.equal(codes.unpack(words), numbers.masked_fill(escaped, -limit))
         base = torch.randint(-(2**15), 2**15, (4 * GRANULE,)).to(torch.int16)
-        on_host = torch.zeros_like(words)
-        arrays = [each.numpy() for each in (numbers + base, base)]
-        packing.pack(*arrays, bits, on_host.view(torch.uint8).numpy())
-        assert torch.equal(on_host, words)
-        at = packing.escaped(words.view(torch.uint8), bits)
-        assert at.tolist() == escaped.nonzero().view(-1).tolist()
-        taken = torch.empty(at.numel(), dtype=torch.int16)
-        packing.take(*arrays, at.numpy(), taken.numpy())
-        assert torch.equal(taken, numbers[escaped])
+        near, wide = torch.empty_like(base, dtype=torch.int8), torch.empty_like(base)
+        on_host = torch.zeros_like(words).view(torch.uint8)
+        arrays = (bits, *(each.numpy() for each in (on_host, near, wide)))
+        some, far = packing.pack((base + numbers).numpy(), base.numpy(), *arrays)
+        assert torch.equal(on_host, words.view(torch.uint8))
+        expected = packing.near_and_wide(numbers[escaped])
+        assert all(map(torch.equal, (near[:some], wide[:far]), expected))
+        for count in (4 * GRANULE, 4 * GRANULE - 5):  # codes fill a granule up with zeros
+            for told, whole in (
+                (expected, True),
+                (_one_less(*expected), not some),
+                (_one_more(*expected), False),
+            ):
+                given, out = [each.numpy() for each in told], base[:count].clone()
+                assert packing.add(on_host.numpy(), bits, *given, out.numpy()) == whole
+                assert not whole or torch.equal(out, (base + numbers)[:count])
+        on_host[-1] = 1 << 7  # an escape behind the last word
+        given = [each.numpy() for each in _one_more(*expected)]
+        assert not packing.add(on_host.numpy(), bits, *given, base[:-5].clone().numpy())
+
+
+def _one_less(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (near, wide[1:]) if wide.numel() else (near[1:], wide)
+
+
+def _one_more(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([near, near.new_ones(1)]), wide
 
 
 @pytest.mark.parametrize("numbers", [[], [1, -1, 127, -128], [128, -129, 5, 2**15 - 1, -(2**15)]])
@@ -56,20 +74,22 @@ def test_numbers_come_back_from_bytes_and_words(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_sample_counts_groups_and_how_far_their_words_differ(step: int) -> None:
-    base = torch.randint(-(2**15), 2**15, (8 * 36,)).to(torch.int16)
-    base[0] = 2**15 - 1  # numbers wrap
-    change = torch.zeros(36, 8, dtype=torch.int16)
+    base = torch.randint(-(2**15), 2**15, (36, 4, 8)).to(torch.int16)
+    base[0, 0, 0] = 2**15 - 1  # numbers wrap
+    change = torch.zeros_like(base)
     by = torch.tensor([1, -1, 2, -2, 7, -7, 8, -8, 127, -127, 128, -128]).short()
-    change[torch.arange(12) * step, torch.arange(12) % 8] = by
-    counted = packing.sample((base + change.view(-1)).numpy(), base.numpy(), step)
-    assert counted == (36 // step, 12, 10, 6, 2)
+    at = torch.arange(12)
+    change[at * step, at % 4, at % 8] = by
+    counted = packing.sample((base + change).view(-1).numpy(), base.view(-1).numpy(), step)
+    assert counted == (4 * 36 // step, 12, 10, 6, 2)
 
 
 def test_words_that_changed_come_back_to_their_places() -> None:
     words = torch.randint(-2, 3, (64,)).to(torch.int16)
-    bitmap = pack_flags(words != 0).numpy()
-    kept = torch.empty_like(words)
-    kept = kept[: packing.keep_changed(words.numpy(), kept.numpy())]
+    kept, flags = torch.empty_like(words), torch.empty(8, dtype=torch.uint8)
+    bitmap = flags.numpy()
+    kept = kept[: packing.keep_changed(words.numpy(), bitmap, kept.numpy())]
+    assert torch.equal(flags, pack_flags(words != 0))
     assert kept.tolist() == [word for word in words.tolist() if word]
     out = torch.zeros_like(words)
     assert packing.spread_changed(bitmap, kept.numpy(), out.numpy())
