@@ -123,10 +123,10 @@ class InFlight:
 class Arriving(torch.Tensor):
     """A gradient that may still be on its way; whatever reads it waits for it first.
 
-    FSDP2 divides what was reduced and cuts it into views. Neither reads: the division follows the
-    exchange, and views arrive with the whole. Anything else, as a cast, an addition to gradients
-    that are there already or a hook, ends the exchange at once. Plain tensors take these ones'
-    places in ``.grad`` when backward ends.
+    FSDP2 divides what was reduced, casts it to the parameters' dtype and cuts it into views. None
+    of them reads: the division and the cast follow the exchange, and views arrive with the whole.
+    Anything else, as an addition to gradients that are there already or a hook, ends the exchange
+    at once. Plain tensors take these ones' places in ``.grad`` when backward ends.
     """
 
     plain: torch.Tensor
@@ -163,6 +163,10 @@ class Arriving(torch.Tensor):
             if func is torch.ops.aten.div_.Tensor and isinstance(others[0], int | float):
                 exchange.append(Then(partial(func, first.plain, *others)))
                 return first
+            if func is torch.ops.aten._to_copy.default and [*kwargs] == ["dtype"]:
+                cast = torch.empty_like(first.plain, **kwargs)
+                exchange.append(Then(partial(cast.copy_, first.plain)))
+                return Arriving(cast, first.crossing)
         return func(
             *tree_map_only(Arriving, Arriving.ended, args),
             **tree_map_only(Arriving, Arriving.ended, kwargs),

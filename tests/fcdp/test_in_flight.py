@@ -124,6 +124,26 @@ def test_whatever_reads_a_gradient_waits_for_it(read: str) -> None:
     assert exchanges.log == ["start a", "wait a", "read"]
 
 
+def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
+    """As FSDP2's, from the dtype of reductions to that of parameters."""
+    exchanges = Exchanges()
+    seen: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def divide_and_cast() -> None:
+        output = exchanges.output("a")
+        exchanges.start(output)
+        output.div_(2.0)
+        cast = torch.as_strided(output.to(torch.float64), (2,), (1,), 2)
+        assert cast.dtype == torch.float64
+        exchanges.log.append("cast")
+        seen.append(cast)
+
+    in_backward(divide_and_cast)
+    assert exchanges.log == ["start a", "cast", "wait a"]
+    assert seen[0].tolist() == [3.0, 4.0]
+
+
 def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> None:
     exchanges = Exchanges()
     outputs = [exchanges.output(name) for name in ("a", "b")]

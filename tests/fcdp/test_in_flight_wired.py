@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from fcdp.engine import engine_of
@@ -31,11 +32,14 @@ def before_each_backward(model: nn.Sequential, look: Callable[[], None]) -> None
         block.register_forward_hook(lambda _, inputs, output: output.register_hook(hook) and None)
 
 
-def flying(nodes: int, ranks_per_node: int) -> tuple[list[list[str]], set[type]]:
+def flying(
+    nodes: int, ranks_per_node: int, dtype: torch.dtype
+) -> tuple[list[list[str]], set[type]]:
     """What is in flight when each block's backward begins, and after it; types of gradients."""
     model = mlps(5, 6)
     topology = topology_of(nodes, ranks_per_node)
-    fcdp.shard(model, topology, units=model)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    fcdp.shard(model, topology, units=model, mp_policy=policy)
     seen: list[list[str]] = []
     before_each_backward(model, lambda: seen.append(names_in_flight(model)))
     model(torch.ones(2, 6, requires_grad=True)).sum().backward()
@@ -44,12 +48,15 @@ def flying(nodes: int, ranks_per_node: int) -> tuple[list[list[str]], set[type]]
     return seen, {type(gradient._local_tensor) for gradient in gradients}
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str
+)
 def test_two_reductions_are_in_flight_and_none_after_backward(
-    ranks: Pools, shape: tuple[int, int]
+    ranks: Pools, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    """Also where FSDP2 casts what was reduced to the parameters' dtype."""
     expected = [[], ["4"], ["4", "3"], ["3", "2"], ["2", "1"], []]
-    for seen, types in ranks.run(shape[0] * shape[1], flying, *shape):
+    for seen, types in ranks.run(shape[0] * shape[1], flying, *shape, dtype):
         assert seen == expected
         assert types == {torch.Tensor}
 
