@@ -81,7 +81,7 @@ class InFlight:
 
     def output(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
         """Output of a reduction that may end later, as FSDP2 is given it."""
-        return Arriving(values, Crossing(unit, self))
+        return Arriving(values, Crossing(unit, self), whole=True)
 
     def start(self, crossing: Crossing, exchange: Callable[[], list[Pending]]) -> None:
         """Start a reduction, once there is room for it; it ends with the backward at the latest."""
@@ -123,17 +123,19 @@ class InFlight:
 class Arriving(torch.Tensor):
     """A gradient that may still be on its way; whatever reads it waits for it first.
 
-    FSDP2 divides what was reduced, casts it to the parameters' dtype and cuts it into views. None
-    of them reads: the division and the cast follow the exchange, and views arrive with the whole.
-    Anything else, as an addition to gradients that are there already or a hook, ends the exchange
-    at once. Plain tensors take these ones' places in ``.grad`` when backward ends.
+    FSDP2 divides what was reduced, casts the whole of it to the parameters' dtype and cuts it into
+    views. None of them reads: the division and the cast follow the exchange, and views arrive with
+    the whole. Anything else, as an addition to gradients that are there already or a hook, ends the
+    exchange at once: its cast too, as nobody makes that a plain tensor later. Plain tensors take
+    these ones' places in ``.grad`` when backward ends.
     """
 
     plain: torch.Tensor
     crossing: Crossing
+    whole: bool
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, crossing: Crossing) -> Arriving:
+    def __new__(cls, values: torch.Tensor, crossing: Crossing, *, whole: bool = False) -> Arriving:
         made: Arriving = torch.Tensor._make_wrapper_subclass(
             cls,
             values.size(),
@@ -142,7 +144,7 @@ class Arriving(torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        made.plain, made.crossing = values, crossing
+        made.plain, made.crossing, made.whole = values, crossing, whole
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -163,10 +165,11 @@ class Arriving(torch.Tensor):
             if func is torch.ops.aten.div_.Tensor and isinstance(others[0], int | float):
                 exchange.append(Then(partial(func, first.plain, *others)))
                 return first
-            if func is torch.ops.aten._to_copy.default and [*kwargs] == ["dtype"]:
+            casts = func is torch.ops.aten._to_copy.default and [*kwargs] == ["dtype"]
+            if casts and first.whole:
                 cast = torch.empty_like(first.plain, **kwargs)
                 exchange.append(Then(partial(cast.copy_, first.plain)))
-                return Arriving(cast, first.crossing)
+                return Arriving(cast, first.crossing, whole=True)
         return func(
             *tree_map_only(Arriving, Arriving.ended, args),
             **tree_map_only(Arriving, Arriving.ended, kwargs),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.int16]
 #: 64 bits at a time.
-Longs = NDArray[np.int64]
+Longs = NDArray[np.uint64]
 #: Numbers that a byte holds.
 Near = NDArray[np.int8]
 

@@ -168,7 +168,8 @@ def _by_codes(
         bitmap, kept = codes.new_empty(words.numel() // 8), torch.empty_like(words)
         words = kept[: keep_changed(words.numpy(), bitmap.numpy(), kept.numpy())]
     row = _Chunk(form, words.numel(), escaped, far)
-    return row, [bitmap, words, wide[:far], near[:escaped]]
+    # Copies: a view would keep all that there was room for until the last chunk is coded.
+    return row, [bitmap, words, wide[:far].clone(), near[:escaped].clone()]
 
 
 def _filled(words: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,8 @@ def _filled(words: torch.Tensor) -> torch.Tensor:
 
 def _choose(new: torch.Tensor, base: torch.Tensor) -> int:
     """The form whose bytes are the fewest, judged by a sample where that is enough."""
-    step = max(1, new.numel() // 8 // _SAMPLED)
+    # Odd: rows of a matrix, of so many words, are looked at in other columns each time.
+    step = new.numel() // 8 // _SAMPLED | 1
     count, some, *beyond = sample(new.numpy(), base.numpy(), step)
     if not some and np.array_equal(new.numpy(), base.numpy()):
         return _NOTHING

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 
 from fcdp.delta import huffman
 from fcdp.delta.compiled import Bytes, Longs, Words, compiled
-from fcdp.delta.packing import BIT, DE_BRUIJN, joined, near_and_wide, pack_flags
+from fcdp.delta.packing import (
+    BIT,
+    DE_BRUIJN,
+    HIGHEST_SIX,
+    NONE,
+    joined,
+    near_and_wide,
+    pack_flags,
+)
 
 #: Zeros that one byte tells of. A byte more tells of as many runs of so many.
 _RUN = 64
@@ -40,11 +48,11 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     """
     if fill := -numbers.numel() % 64:
         numbers = F.pad(numbers, (0, fill))
-    flags = pack_flags(numbers.to(torch.bool)).view(torch.int64)
+    flags = pack_flags(numbers.to(torch.bool)).numpy().view(np.uint64)
     # A token of zeros tells of so many that there is one for each number at most.
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
     others = torch.empty_like(numbers)
-    count, some = _tell(flags.numpy(), numbers.numpy(), tokens.numpy(), others.numpy())
+    count, some = _tell(flags, numbers.numpy(), tokens.numpy(), others.numpy())
     data = huffman.write([tokens[:count], *near_and_wide(others[:some])], window)
     return Sizes(count, some, data.numel()), data
 
@@ -77,10 +85,10 @@ def _tell(flags: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[i
     last = -1
     for block in range(flags.size):
         left = flags[block]
-        while left != 0:
-            lowest = left & -left
+        while left != NONE:
+            lowest = left & (NONE - left)
             left ^= lowest
-            at = 64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63]
+            at = 64 * block + BIT[lowest * DE_BRUIJN >> HIGHEST_SIX]
             zeros = at - last - 1
             last = at
             if zeros >= _RUN:

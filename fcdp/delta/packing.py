@@ -30,13 +30,15 @@ _GATHER_FOUR = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12
 _NEAR = 2048
 #: Groups of eight words beside each other in a sample: one line of a core's caches.
 _BESIDE = 4
+# Loops take 64 bits as unsigned numbers, with constants of that type: only these wrap for certain.
 #: All bits but the highest of each code of two, four or eight, in 64; by the logarithm of two. The
 #: sum of a code's lower bits and as many set ones has its highest bit if one of them is set.
-_LOW = (0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F)
+_LOW = np.array([0, 0x5555555555555555, 0x7777777777777777, 0x7F7F7F7F7F7F7F7F], np.uint64)
 #: Multiplied with 2^i, its highest six bits are those of 2^i alone: ``BIT`` has i.
-DE_BRUIJN = 0x03F79D71B4CB0A89
+DE_BRUIJN, HIGHEST_SIX = np.uint64(0x03F79D71B4CB0A89), np.uint64(58)
 BIT = np.zeros(64, np.int64)
-BIT[[(DE_BRUIJN << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
+BIT[[(int(DE_BRUIJN) << bit) % 2**64 >> 58 for bit in range(64)]] = np.arange(64)
+NONE = np.uint64(0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def pack(
     and it goes to ``wide`` (n at most). Returns how many numbers went to each.
     """
     low, high = np.int16(-(1 << bits - 1)), np.int16(1 << bits - 1)
-    shift, blocks = bits // 4 + 1, codes.view(np.int64)
+    shift, blocks = bits // 4 + 1, codes.view(np.uint64)
+    lower = _LOW[shift]
     numbers = np.empty(_NEAR, np.int8)
     some = far = 0
     for begin in range(0, new.size, _NEAR):
@@ -137,11 +140,11 @@ def pack(
                 to[at] = numbers[at]
         for block in range(begin * bits // 64, (begin + now.size) * bits // 64):
             left = blocks[block]
-            left &= ~((left & _LOW[shift]) + _LOW[shift]) & ~_LOW[shift]
-            while left != 0:
-                lowest = left & -left
+            left &= ~((left & lower) + lower) & ~lower
+            while left != NONE:
+                lowest = left & (NONE - left)
                 left ^= lowest
-                at = (64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift) - begin
+                at = (64 * block + BIT[lowest * DE_BRUIJN >> HIGHEST_SIX] >> shift) - begin
                 number = np.int16(now[at] - before[at])
                 near[some] = number
                 if not -128 <= number <= 127:
@@ -156,9 +159,10 @@ def pack(
 def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
     """Turn ``base`` (n) to what :func:`pack` has made ``codes``, ``near`` and ``wide`` of.
 
-    Returns whether it can have made them; if not, ``base`` is undefined.
+    Returns whether these are as many as codes leave out; if not, ``base`` is undefined.
     """
-    escape, shift, blocks = -(1 << bits - 1), bits // 4 + 1, codes.view(np.int64)
+    escape, shift, blocks = -(1 << bits - 1), bits // 4 + 1, codes.view(np.uint64)
+    lower = _LOW[shift]
     numbers = np.empty(_NEAR, np.int8)
     some = far = 0
     for begin in range(0, base.size, _NEAR):
@@ -183,11 +187,11 @@ def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
             words[at] += numbers[at]
         for block in range(begin * bits // 64, min((begin + _NEAR) * bits // 64, blocks.size)):
             left = blocks[block]
-            left &= ~((left & _LOW[shift]) + _LOW[shift]) & ~_LOW[shift]
-            while left != 0:
-                lowest = left & -left
+            left &= ~((left & lower) + lower) & ~lower
+            while left != NONE:
+                lowest = left & (NONE - left)
                 left ^= lowest
-                at = (64 * block + BIT[lowest * DE_BRUIJN >> 58 & 63] >> shift) - begin
+                at = (64 * block + BIT[lowest * DE_BRUIJN >> HIGHEST_SIX] >> shift) - begin
                 if some == near.size or at >= words.size:
                     return False
                 number = np.int16(near[some])

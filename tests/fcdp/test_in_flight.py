@@ -144,6 +144,22 @@ def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
     assert seen[0].tolist() == [3.0, 4.0]
 
 
+def test_a_hook_that_casts_a_gradient_has_a_plain_tensor() -> None:
+    """Nobody makes it one later: it could be neither copied deeply nor saved."""
+    exchanges = Exchanges()
+    kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def hook() -> None:
+        output = exchanges.output("a")
+        exchanges.start(output)
+        kept.append(torch.as_strided(output, (4,), (1,), 0).to(torch.float64))
+
+    in_backward(hook)
+    assert type(kept[0]) is torch.Tensor
+    assert kept[0].tolist() == [*SUMS]
+
+
 def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> None:
     exchanges = Exchanges()
     outputs = [exchanges.output(name) for name in ("a", "b")]
