@@ -8,11 +8,13 @@ are then predicted, and predicted steps stand beside measured ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from simulation import framing
 from simulation.hardware import GB, Gpu, Hardware, Overheads, share_of_peak
-from simulation.prediction import Prediction, predict
+from simulation.prediction import Prediction
 from simulation.workload import Workload
 
 #: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
@@ -101,15 +103,21 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step that was run, and its prediction."""
+    """A step that was run, beside what was predicted of it."""
 
     measured: MeasuredStep
-    prediction: Prediction
+    seconds: float
+    inter_node_bytes: float
+
+    @classmethod
+    def of(cls, step: MeasuredStep, found: Prediction) -> Comparison:
+        """The step beside its simulation on the cluster that it ran on."""
+        return cls(step, found.step_seconds, found.inter_node_bytes)
 
     @property
     def relative_error(self) -> float:
         """Relative error of the predicted time; above 0 where the prediction is too slow."""
-        return self.prediction.step_seconds / self.measured.seconds - 1
+        return self.seconds / self.measured.seconds - 1
 
     @property
     def bytes_agree(self) -> bool:
@@ -119,18 +127,29 @@ class Comparison:
             step.workload,
             step.hardware.nodes,
             step.hardware.ranks_per_node,
-            predicted=self.prediction.inter_node_bytes,
+            predicted=self.inter_node_bytes,
             counted=step.inter_node_bytes,
         )
 
     @property
     def counted_share(self) -> float:
         """Ratio of counted to predicted bytes; 1 where nothing crosses, as on one node."""
-        if not self.prediction.inter_node_bytes:
+        if not self.inter_node_bytes:
             return math.inf if self.measured.inter_node_bytes else 1.0
-        return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
+        return self.measured.inter_node_bytes / self.inter_node_bytes
 
 
-def compare(step: MeasuredStep) -> Comparison:
-    """Simulate the step on the cluster that it ran on."""
-    return Comparison(step, predict(step.workload, step.hardware))
+def median_error(compared: Iterable[Comparison]) -> float:
+    """Median of the absolute errors of the steps' times, as a share; there must be a step."""
+    return median(abs(one.relative_error) for one in compared)
+
+
+def largest_error(compared: Iterable[Comparison]) -> str:
+    """The error that is farthest from none, such as ``-7 %``."""
+    return f"{100 * max((one.relative_error for one in compared), key=abs):+.0f} %"
+
+
+def shares(compared: Iterable[Comparison]) -> tuple[float, float]:
+    """Counted over predicted bytes: the median, and that of the step that is farthest from 1."""
+    found = [one.counted_share for one in compared]
+    return median(found), max(found, key=lambda share: abs(share - 1))
