@@ -11,8 +11,7 @@ from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker import configured
 from experiments.worker.objectives.objective import Ended, Reference, log_probabilities
-from experiments.worker.objectives.rollout import Rollout
-from experiments.worker.objectives.sampling import Sampler
+from experiments.worker.objectives.rollout import Rollout, Sampler
 
 #: One number for each of prompts, answers and which tokens count, all three (sequences, tokens).
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
