@@ -124,12 +124,8 @@ def _card(row: Mapping[str, str]) -> Card:
     return Card(device, *kind, fp8=bool(row.get("fp8")))
 
 
-def _read_cards() -> dict[str, Card]:
-    return {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
-
-
 #: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
-CARDS = _read_cards()
+CARDS = {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
 
 
 def gpu_of(model: str) -> Gpu | None:
