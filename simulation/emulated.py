@@ -65,13 +65,14 @@ def emulated(
         pcie_bytes_per_s=_COPY_BYTES_PER_S,
         link_bytes_per_s=_COPY_BYTES_PER_S,
     )
-    cluster = Hardware(
+    sent = math.inf if inter_bits_per_s is None else PAYLOAD_SHARE * inter_bits_per_s / 8
+    return Hardware(
         name=f"{nodes}x{ranks_per_node}-emulated",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         device=host,
         rates=share_of_peak(host, 1.0, nodes * ranks_per_node),
-        inter_bytes_per_s=float("inf"),
+        inter_bytes_per_s=sent,
         intra_bytes_per_s=float("inf"),
         # A message's latency is part of what the host's cores do: see ``message_seconds``.
         inter_latency_seconds=0.0,
@@ -85,9 +86,6 @@ def emulated(
         ranks_sharing_device=nodes * ranks_per_node,
         overheads=constants,
     )
-    if inter_bits_per_s is None:
-        return cluster
-    return cluster.with_inter_bandwidth(PAYLOAD_SHARE * inter_bits_per_s)
 
 
 @dataclass(frozen=True)

@@ -370,10 +370,9 @@ class Hardware(Checked):
             inter_bytes_per_s=of.rate(nominal) / oversubscription,
         )
 
-    def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:
-        """The same cluster whose nodes send so many bits per second; ``None``: no limit."""
-        rate = float("inf") if bits_per_s is None else bits_per_s / 8
-        return replace(self, inter_bytes_per_s=rate)
+    def with_inter_bandwidth(self, bits_per_s: float) -> Hardware:
+        """The same cluster whose nodes send so many bits per second."""
+        return replace(self, inter_bytes_per_s=bits_per_s / 8)
 
 
 def cluster(
