@@ -152,14 +152,10 @@ def described(text: str) -> str:
     try:
         if not name or set(row) != allowed or row["like"] not in CARDS:
             raise ValueError
-        more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
-        reported = str(int(float(row["gb"]) * GB / _MIB))
-        CARDS[name] = _card(
-            row
-            | more
-            | {"name": name, "reported_mib": reported}
-            | {"fp8": "yes" if CARDS[row["like"]].fp8 else ""}
-        )
+        more = {"name": name, "memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
+        more["reported_mib"] = str(int(float(row["gb"]) * GB / _MIB))
+        more["fp8"] = "yes" if CARDS[row["like"]].fp8 else ""
+        CARDS[name] = _card(row | more)
     except ValueError:
         raise ValueError(
             f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
