@@ -15,7 +15,7 @@ from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError, LostNodeError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
-from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import parity
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read

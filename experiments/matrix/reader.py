@@ -21,9 +21,8 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import encoding, registry
 from experiments.matrix.files import Sections, applied, explain, find
-from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.workloads import Workloads
-from experiments.records.abilities import ABILITIES
+from experiments.records.abilities import ABILITIES, Evidence
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import NEEDED, Images
 from simulation import quantities
@@ -77,6 +76,34 @@ class MatrixFile(Strict):
     workload: Annotated[dict[str, Any], _AtLeastOne] | None = None
     skip: Annotated[list[Any], _AtLeastOne] | None = None
     overrides: Annotated[list[Any], _AtLeastOne] | None = None
+
+
+@dataclass(frozen=True)
+class MatrixCell:
+    """A cell of a matrix, and why it is not run if it is not."""
+
+    cell: Cell
+    skip_reason: str | None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An expanded matrix: its cells in the order in which they run."""
+
+    name: str
+    description: str
+    cluster: AnyCluster
+    cells: tuple[MatrixCell, ...]
+    #: Whether they are simulated, on whatever cluster they are.
+    simulated: bool = False
+    #: The strategy whose losses all others must reach, if they are to be compared.
+    reference: str | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        if self.simulated:
+            return "simulated"
+        return self.cluster.can.evidence
 
 
 @dataclass(frozen=True)
