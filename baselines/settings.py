@@ -291,14 +291,14 @@ class StreamingSettings(DiLoCoSettings):
         return value
 
 
-#: How old parameters may be, as ``baselines.cyclic.rule`` has it.
+#: How old parameters may be, as ``baselines.cyclic.routes`` has it.
 UpdateRule = Literal["v1", "v2"]
 
 
 class CyclicSettings(Settings):
     """Settings of Cyclic Data Parallelism."""
 
-    #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.rule`` has it.
+    #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.routes`` has it.
     rule: Annotated[UpdateRule, _subject("Update rule", write="CDP-{}".format)] = "v2"
     #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
     stages: Annotated[
