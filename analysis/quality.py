@@ -16,7 +16,7 @@ from statistics import mean, median, stdev
 from matplotlib.figure import Figure
 
 from analysis import strategies, text
-from analysis.figures.drawings import Drawing, line, put_legend, style, svg
+from analysis.figures.drawings import Drawing, canvas, line, put_legend, svg
 from experiments.records.cell import Cell
 from experiments.records.comparison import grouped, interval, pooled
 from experiments.records.record import Record, read
@@ -247,9 +247,7 @@ def draw(found: Sequence[Course]) -> Figure:
     labels = {course.trial.subject: course.trial.label for course in found}
     looks = strategies.styles(labels)
     on_link = _on_link(found)
-    with style():
-        figure = Figure(figsize=(2.6 * len(on_link), 3.4), layout="constrained")
-        grid = figure.subplots(1, len(on_link), sharey=True, squeeze=False)[0]
+    with canvas(2.6 * len(on_link), 3.4, 1, len(on_link), sharey=True) as (figure, (grid,)):
         for ax, of in zip(grid, on_link, strict=True):
             ax.set(title=format_link(of[0].bits_per_s), xscale="log", xlabel="seconds")
             for course in of:

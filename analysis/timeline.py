@@ -17,12 +17,11 @@ from typing import Any, Literal, get_args
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from analysis import text
 from analysis.figures import axes
-from analysis.figures.drawings import Drawing, style
+from analysis.figures.drawings import Drawing, canvas
 
 Lane = Literal[
     "compute",
@@ -247,10 +246,9 @@ def draw(steps: Sequence[Step]) -> Drawing:
     """One panel per step, one under another over the same milliseconds."""
     lanes = [lane for lane in LANES if any(s.lane == lane for step in steps for s in step.spans)]
     longest = max(step.seconds for step in steps)
-    with style():
-        height = len(steps) * (PITCH * len(lanes) + FRAME) + 0.4
-        figure = Figure(figsize=(8.2, height), layout="constrained")
-        panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+    height = len(steps) * (PITCH * len(lanes) + FRAME) + 0.4
+    with canvas(8.2, height, len(steps), sharex=True) as (figure, grid):
+        panels = grid[:, 0]
         for step, ax in zip(steps, panels, strict=True):
             _panel(ax, step, lanes, 1e3 * _LEAST * longest)
             ax.set_xlim(0, 1e3 * longest)

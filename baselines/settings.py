@@ -122,37 +122,35 @@ class PaperSettings(Settings):
     policy: Policy = "host"
 
 
-class _Recorded(Settings):
-    """Settings of records from when adapters could be replicated: all have sharded ones."""
+class _CodecSettings(Settings):
+    """Codecs between nodes, of strategies over this library."""
+
+    gather_codec: GatherCodec = "none"
+    reduce_codec: ReduceCodec = "none"
+    error_feedback: ErrorFeedback = False
+
+    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
     @model_validator(mode="before")
     @classmethod
     def _without_adapters(cls, given: Any) -> Any:
+        """In records from when adapters could be replicated all have sharded ones."""
         if isinstance(given, dict) and given.get("adapters") == "sharded":
             return {name: value for name, value in given.items() if name != "adapters"}
         return given
 
 
-class CacheSettings(PaperSettings, _Recorded):
+class CacheSettings(_CodecSettings, PaperSettings):
     """Settings of FCDP."""
 
-    gather_codec: GatherCodec = "none"
-    reduce_codec: ReduceCodec = "none"
-    error_feedback: ErrorFeedback = False
     exchanges: CellExchanges = "hierarchical"
 
     _exchanges = field_validator("exchanges")(_carry_whole_values)
-    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
 
-class EncodedSettings(_Recorded):
+class EncodedSettings(_CodecSettings):
     """Settings of strategies over this library that fix where parameters are cached."""
 
-    gather_codec: GatherCodec = "none"
-    reduce_codec: ReduceCodec = "none"
-    error_feedback: ErrorFeedback = False
-
-    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
     _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
@@ -293,14 +291,14 @@ class StreamingSettings(DiLoCoSettings):
         return value
 
 
-#: How old parameters may be, as ``baselines.cyclic.rule`` has it.
+#: How old parameters may be, as ``baselines.cyclic.routes`` has it.
 UpdateRule = Literal["v1", "v2"]
 
 
 class CyclicSettings(Settings):
     """Settings of Cyclic Data Parallelism."""
 
-    #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.rule`` has it.
+    #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.routes`` has it.
     rule: Annotated[UpdateRule, _subject("Update rule", write="CDP-{}".format)] = "v2"
     #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
     stages: Annotated[

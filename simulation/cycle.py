@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baselines.cyclic.routes import Cycle, Kind
-from baselines.cyclic.rule import Rule, chosen, is_fresh, slots_per_step
+from baselines.cyclic.routes import Cycle, Kind, Rule, chosen, is_fresh, slots_per_step
 from simulation.workload import Workload
 
 _FP32 = 4

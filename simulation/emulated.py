@@ -8,11 +8,13 @@ are then predicted, and predicted steps stand beside measured ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from simulation import framing
 from simulation.hardware import GB, Gpu, Hardware, Overheads, share_of_peak
-from simulation.prediction import Prediction, predict
+from simulation.prediction import Prediction
 from simulation.workload import Workload
 
 #: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
@@ -63,13 +65,14 @@ def emulated(
         pcie_bytes_per_s=_COPY_BYTES_PER_S,
         link_bytes_per_s=_COPY_BYTES_PER_S,
     )
-    cluster = Hardware(
+    sent = math.inf if inter_bits_per_s is None else PAYLOAD_SHARE * inter_bits_per_s / 8
+    return Hardware(
         name=f"{nodes}x{ranks_per_node}-emulated",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         device=host,
         rates=share_of_peak(host, 1.0, nodes * ranks_per_node),
-        inter_bytes_per_s=float("inf"),
+        inter_bytes_per_s=sent,
         intra_bytes_per_s=float("inf"),
         # A message's latency is part of what the host's cores do: see ``message_seconds``.
         inter_latency_seconds=0.0,
@@ -83,9 +86,6 @@ def emulated(
         ranks_sharing_device=nodes * ranks_per_node,
         overheads=constants,
     )
-    if inter_bits_per_s is None:
-        return cluster
-    return cluster.with_inter_bandwidth(PAYLOAD_SHARE * inter_bits_per_s)
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,21 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step that was run, and its prediction."""
+    """A step that was run, beside what was predicted of it."""
 
     measured: MeasuredStep
-    prediction: Prediction
+    seconds: float
+    inter_node_bytes: float
+
+    @classmethod
+    def of(cls, step: MeasuredStep, found: Prediction) -> Comparison:
+        """The step beside its simulation on the cluster that it ran on."""
+        return cls(step, found.step_seconds, found.inter_node_bytes)
 
     @property
     def relative_error(self) -> float:
         """Relative error of the predicted time; above 0 where the prediction is too slow."""
-        return self.prediction.step_seconds / self.measured.seconds - 1
+        return self.seconds / self.measured.seconds - 1
 
     @property
     def bytes_agree(self) -> bool:
@@ -119,18 +125,29 @@ class Comparison:
             step.workload,
             step.hardware.nodes,
             step.hardware.ranks_per_node,
-            predicted=self.prediction.inter_node_bytes,
+            predicted=self.inter_node_bytes,
             counted=step.inter_node_bytes,
         )
 
     @property
     def counted_share(self) -> float:
         """Ratio of counted to predicted bytes; 1 where nothing crosses, as on one node."""
-        if not self.prediction.inter_node_bytes:
+        if not self.inter_node_bytes:
             return math.inf if self.measured.inter_node_bytes else 1.0
-        return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
+        return self.measured.inter_node_bytes / self.inter_node_bytes
 
 
-def compare(step: MeasuredStep) -> Comparison:
-    """Simulate the step on the cluster that it ran on."""
-    return Comparison(step, predict(step.workload, step.hardware))
+def median_error(compared: Iterable[Comparison]) -> float:
+    """Median of the absolute errors of the steps' times, as a share; there must be a step."""
+    return median(abs(one.relative_error) for one in compared)
+
+
+def largest_error(compared: Iterable[Comparison]) -> str:
+    """The error that is farthest from none, such as ``-7 %``."""
+    return f"{100 * max((one.relative_error for one in compared), key=abs):+.0f} %"
+
+
+def shares(compared: Iterable[Comparison]) -> tuple[float, float]:
+    """Counted over predicted bytes: the median, and that of the step that is farthest from 1."""
+    found = [one.counted_share for one in compared]
+    return median(found), max(found, key=lambda share: abs(share - 1))

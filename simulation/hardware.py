@@ -124,12 +124,8 @@ def _card(row: Mapping[str, str]) -> Card:
     return Card(device, *kind, fp8=bool(row.get("fp8")))
 
 
-def _read_cards() -> dict[str, Card]:
-    return {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
-
-
 #: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
-CARDS = _read_cards()
+CARDS = {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
 
 
 def gpu_of(model: str) -> Gpu | None:
@@ -156,14 +152,10 @@ def described(text: str) -> str:
     try:
         if not name or set(row) != allowed or row["like"] not in CARDS:
             raise ValueError
-        more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
-        reported = str(int(float(row["gb"]) * GB / _MIB))
-        CARDS[name] = _card(
-            row
-            | more
-            | {"name": name, "reported_mib": reported}
-            | {"fp8": "yes" if CARDS[row["like"]].fp8 else ""}
-        )
+        more = {"name": name, "memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
+        more["reported_mib"] = str(int(float(row["gb"]) * GB / _MIB))
+        more["fp8"] = "yes" if CARDS[row["like"]].fp8 else ""
+        CARDS[name] = _card(row | more)
     except ValueError:
         raise ValueError(
             f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
@@ -374,10 +366,9 @@ class Hardware(Checked):
             inter_bytes_per_s=of.rate(nominal) / oversubscription,
         )
 
-    def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:
-        """The same cluster whose nodes send so many bits per second; ``None``: no limit."""
-        rate = float("inf") if bits_per_s is None else bits_per_s / 8
-        return replace(self, inter_bytes_per_s=rate)
+    def with_inter_bandwidth(self, bits_per_s: float) -> Hardware:
+        """The same cluster whose nodes send so many bits per second."""
+        return replace(self, inter_bytes_per_s=bits_per_s / 8)
 
 
 def cluster(

@@ -113,23 +113,19 @@ class PublicModel:
 _ABOUT = ("name", "hub", "parameters", "training_length")
 
 
-def _read_models() -> dict[str, PublicModel]:
-    return {
-        row["name"]: PublicModel(
-            row["hub"],
-            int(row["parameters"]),
-            int(row["training_length"]),
-            {
-                key: int(value) if value.isdecimal() else value
-                for key, value in row.items()
-                if key not in _ABOUT
-            },
-        )
-        for _, row in rows_of(Path(__file__).with_name("models.csv"))
-    }
-
-
-PUBLIC_MODELS = _read_models()
+PUBLIC_MODELS = {
+    row["name"]: PublicModel(
+        row["hub"],
+        int(row["parameters"]),
+        int(row["training_length"]),
+        {
+            key: int(value) if value.isdecimal() else value
+            for key, value in row.items()
+            if key not in _ABOUT
+        },
+    )
+    for _, row in rows_of(Path(__file__).with_name("models.csv"))
+}
 
 
 def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from typing import Literal, TypeVar
@@ -12,13 +12,16 @@ from typing import Literal, TypeVar
 from fcdp.sizes import parse
 
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
-_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-#: Prefixes of any case; a bit is b or bit, a byte is B.
-_RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
-_COUNT = re.compile(r"[kMBT]?")
-_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_TIME = re.compile(r"[mhd]")
-_TIMES = {"m": 1 / 60, "h": 1.0, "d": 24.0}
+_BITS = dict.fromkeys(("bps", "bit/s", "bits/s", "b/s"), 1) | {"Bps": 8, "B/s": 8}
+#: Bits per second by unit: prefixes of any case; a bit is b or bit, a byte is B.
+_RATES = {
+    prefix + unit: bits * 1000**power
+    for power, prefixes in enumerate(("", "kK", "mM", "gG", "tT"))
+    for prefix in prefixes or ("",)
+    for unit, bits in _BITS.items()
+}
+_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_HOURS = {"m": 1 / 60, "h": 1, "d": 24}
 _LORA = re.compile(r"lora:(\d+)")
 #: A comma that is not inside brackets.
 _COMMA = re.compile(r",(?![^(]*\))")
@@ -36,9 +39,7 @@ def bits_per_s(option: str, text: str) -> float:
     Raises ``ValueError`` naming ``option``, as the other functions here do.
     """
     allowed = "a number above 0 and a unit, such as 100Gbps, '100 Gbit/s' or 12.5GB/s"
-    number, suffix = _split(option, text, _RATE, allowed)
-    scale = Decimal(_DECIMAL[suffix[1].lower()]) * (8 if suffix[2].startswith("B") else 1)
-    return float(number * scale)
+    return _scaled(option, text, _RATES, allowed)
 
 
 def link(text: object) -> int | None:
@@ -89,8 +90,7 @@ def format_rate(bits_per_s: float) -> str:
 def count(option: str, text: str) -> float:
     """A large number: ``1e9``, ``1B``, ``300M``."""
     allowed = "a number above 0, such as 1e9, 1B or 300M"
-    number, suffix = _split(option, text, _COUNT, allowed)
-    return float(number * Decimal(_COUNTS[suffix[0]]))
+    return _scaled(option, text, _COUNTS, allowed)
 
 
 def whole(option: str, text: str) -> int:
@@ -113,8 +113,7 @@ def checkpointing(option: str, text: str) -> float | Literal["selective"]:
 def hours(option: str, text: str) -> float:
     """Hours of a time: ``24h``, ``90m``, ``3d``."""
     allowed = "a number above 0 and a unit, such as 24h, 90m or 3d"
-    number, suffix = _split(option, text, _TIME, allowed)
-    return float(number) * _TIMES[suffix[0]]
+    return _scaled(option, text, _HOURS, allowed)
 
 
 def lora_rank(option: str, text: str) -> int:
@@ -142,15 +141,12 @@ def name(option: str, text: str) -> str:
     return text.strip()
 
 
-def _split(
-    option: str, text: str, suffixes: re.Pattern[str], allowed: str
-) -> tuple[Decimal, re.Match[str]]:
-    """A finite number above 0, and the match of its suffix, such as ``GB``."""
+def _scaled(option: str, text: str, scales: Mapping[str, float], allowed: str) -> float:
+    """A finite number above 0 in one of these units."""
     match = _NUMBER.fullmatch(text.strip())
-    suffix = match and suffixes.fullmatch(match[2])
-    if not match or not suffix or not 0 < float(match[1]) < math.inf:
+    if not match or match[2] not in scales or not 0 < float(match[1]) < math.inf:
         raise _mistake(option, text, allowed)
-    return Decimal(match[1]), suffix
+    return float(Decimal(match[1]) * Decimal(scales[match[2]]))
 
 
 def _mistake(option: str, text: str, allowed: str) -> ValueError:

@@ -231,43 +231,27 @@ class LossDifference(Strict):
 
 
 class Outcome(Strict):
-    """The share of cells that end in a state, such as ``oom``."""
+    """The share of cells that end in a state, such as ``oom``, or each in that of its strategy."""
 
     kind: Literal["outcome"]
     of: Selection
-    state: State
+    #: Of all cells; or by strategy, of those that are named.
+    state: State | dict[str, State]
     take: Literal["mean"] = "mean"
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        # Cells that a matrix leaves out did not end in any state, unless that is asked for.
-        ended = [row for row in rows if self.state == "skipped" or row.state != "skipped"]
-        return [
-            Sample(float(row.state == self.state), row) for row in ended if self.of.matches(row)
-        ]
+        found = []
+        for row in filter(self.of.matches, rows):
+            said, strategy = self.state, str(row.settings["strategy"])
+            state = said.get(strategy) if isinstance(said, dict) else said
+            # Cells that a matrix leaves out did not end in any state, unless that is asked for.
+            if state is not None and (row.state != "skipped" or state == "skipped"):
+                found.append(Sample(float(row.state == state), row))
+        return found
 
 
-class Outcomes(Strict):
-    """The share of cells that end as is said of their strategies: one ``oom``, others ``ok``."""
-
-    kind: Literal["outcomes"]
-    of: Selection
-    states: dict[str, State]
-    take: Literal["mean"] = "mean"
-    units: ClassVar[tuple[Unit, ...]] = ("%",)
-
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        said = [(self.states.get(str(row.settings["strategy"])), row) for row in rows]
-        return [
-            Sample(float(row.state == state), row)
-            for state, row in said
-            if state is not None and row.state != "skipped" and self.of.matches(row)
-        ]
-
-
-Computation = Annotated[
-    Ratio | Value | LossDifference | Outcome | Outcomes, Field(discriminator="kind")
-]
+Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discriminator="kind")]
 
 
 def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:

@@ -107,6 +107,16 @@ def style() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure of so many inches in this style, and its axes, row by row."""
+    with style():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
 def panels_of(cells: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Title and cells of each panel, in the table's order."""
     named = [name for name in varying(cells) if name in PANEL]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -122,9 +123,8 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> dr
     panels = drawings.panels_of(cells)
     columns = min(len(panels), WIDEST)
     rows = -(-len(panels) // columns)
-    with drawings.style():
-        size = (max(2.25 * columns, 4.0), 2.1 * rows + 0.6)
-        figure, grid = _grid(panels, size, rows, columns)
+    size = max(2.25 * columns, 4.0), 2.1 * rows + 0.6
+    with _grid(panels, size, rows, columns) as (figure, grid):
         for (title, panel), ax in zip(panels, grid, strict=False):
             ax.set_title(title)
             axes.draw_loss(ax, panel, looks)
@@ -135,15 +135,15 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> dr
     )
 
 
+@contextmanager
 def _grid(
-    panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **more: Any
-) -> tuple[Figure, list[Axes]]:
+    panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **shared: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure with axes for so many panels, and none where there is no panel."""
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, **more).flatten()
-    for ax in grid[len(panels) :]:
-        ax.set_axis_off()
-    return figure, [*grid]
+    with drawings.canvas(*size, rows, columns, **shared) as (figure, grid):
+        for ax in grid.flat[len(panels) :]:
+            ax.set_axis_off()
+        yield figure, [*grid.flat]
 
 
 def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
@@ -225,10 +225,8 @@ def _multiples(
     """A row a panel, a column an engine, one scale a row."""
     panels, engines = drawings.panels_of(cells), strategies.by_engine(looks)
     rows, columns = len(panels), len(engines)
-    size = (WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7)
-    with drawings.style():
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(rows, columns, sharey="row", squeeze=False)
+    size = WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7
+    with drawings.canvas(*size, rows, columns, sharey="row") as (figure, grid):
         for (title, panel), row in zip(panels, grid, strict=True):
             for (engine, present), ax in zip(engines.items(), row, strict=True):
                 draw_on(ax, panel[panel["strategy"].isin(present)], present)
@@ -269,8 +267,7 @@ def _bars(
         WIDTH * columns + 1.6 + drawings.label_width(looks),
         rows * (PITCH * len(looks) + 0.8) + 0.7,
     )
-    with drawings.style():
-        figure, grid = _grid(panels, size, rows, columns, sharey=True)
+    with _grid(panels, size, rows, columns, sharey=True) as (figure, grid):
         for (title, panel), ax in zip(panels, grid, strict=False):
             draw_on(ax, panel, looks)
             ax.set(title=title, xlabel=name)
@@ -294,8 +291,8 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> drawings.Drawing:
     known = known.assign(strategy=known["strategy"].str.replace(_INTERVAL, "", regex=True))
     looks = strategies.styles(known["strategy"])
     panels = drawings.panels_of(known)
-    with drawings.style():
-        figure, grid = _grid(panels, (max(3.2 * len(panels), 5.0), 3.4), 1, len(panels))
+    size = max(3.2 * len(panels), 5.0), 3.4
+    with _grid(panels, size, 1, len(panels)) as (figure, grid):
         for (title, panel), ax in zip(panels, grid, strict=True):
             ax.set_title(title)
             _interval_lines(ax, panel, looks)
@@ -361,9 +358,8 @@ def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[dr
     panels = [panel for panel in _PANELS if cells[panel.column].notna().any()]
     if not panels:
         return []
-    with drawings.style():
-        figure, grid = _grid(panels, (max(3.4 * len(panels), 5.0), 3.4), 1, len(panels))
-        drawn: dict[str, Line2D] = {}
+    size, drawn = (max(3.4 * len(panels), 5.0), 3.4), dict[str, Line2D]()
+    with _grid(panels, size, 1, len(panels)) as (figure, grid):
         for panel, ax in zip(panels, grid, strict=True):
             _slot_lines(ax, panel, cells, looks)
             having = [*cells.loc[cells[panel.column].notna(), "strategy"]]
@@ -403,10 +399,8 @@ def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[d
     if cells.empty:
         return []
     panels = drawings.panels_of(cells)
-    size = (11.0 + drawings.label_width(looks), len(panels) * (PITCH * len(looks) + 0.9) + 0.8)
-    with drawings.style():
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(len(panels), 3, squeeze=False)
+    size = 11.0 + drawings.label_width(looks), len(panels) * (PITCH * len(looks) + 0.9) + 0.8
+    with drawings.canvas(*size, len(panels), 3) as (figure, grid):
         for (title, panel), (seconds, sent, reward) in zip(panels, grid, strict=True):
             axes.draw_phases(seconds, panel, looks, {f"{p}_seconds": c for p, c in _PHASES.items()})
             axes.draw_phases(sent, panel, looks, {f"{p}_bytes": c for p, c in _PHASES.items()}, 1e6)

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from analysis.figures.axes import SOFT, tick_throughput
-from analysis.figures.drawings import style
+from analysis.figures.drawings import canvas
 from analysis.strategies import styles
 
 _AXES = {"nodes": "nodes", "gbit_s": "Gbit/s reached per node"}
@@ -19,9 +19,7 @@ def draw(plan: Mapping[str, Any]) -> Figure:
     """Draw what ``experiments plan --figure`` has found; raises ``KeyError`` for another file."""
     curves, price = plan["curves"], plan["price_per_gpu_hour"]
     looks = styles({one["strategy"] for curve in curves.values() for one in curve})
-    with style():
-        figure = Figure(figsize=(7.4, 4.8), layout="constrained")
-        grid = figure.subplots(2, len(_AXES), sharex="col", sharey="row")
+    with canvas(7.4, 4.8, 2, len(_AXES), sharex="col", sharey="row") as (figure, grid):
         for column, (axis, title) in zip(grid.T, _AXES.items(), strict=True):
             for name, look in looks.items():
                 points = [one for one in curves[axis] if one["strategy"] == name]

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any, get_args
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import strategies, text
@@ -16,7 +15,7 @@ from analysis.claims.papers import Claim
 from analysis.claims.verdicts import quoted
 from analysis.compare.baseline import compare
 from analysis.figures import axes, matrix
-from analysis.figures.drawings import Drawing, line, put_legend, style
+from analysis.figures.drawings import Drawing, canvas, line, put_legend
 from analysis.load.rows import Quantity, Row
 from analysis.load.runs import BoundStudy, MemoryStudy, Run
 from analysis.paper.region import Region
@@ -52,9 +51,7 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
     """Bytes of all nodes a step: a bar per system, and the paper's numbers on them."""
     rows = {str(row.settings["strategy"]): row for row in run.rows}
     looks = strategies.styles(rows)
-    with style():
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-        ax = figure.subplots()
+    with canvas(6.4, 3.2) as (figure, ((ax,),)):
         for at, name in enumerate(looks):
             sent = rows[name].quantities["all_nodes_bytes"] / 1e9
             ax.barh(at, sent, axes.BAR, color=looks[name].colour)
@@ -91,11 +88,8 @@ def scaling(run: Run) -> Drawing:
     rows = [row for row in run.rows if row.quantities]
     models = sorted({str(row.settings["model"]) for row in rows})
     looks = strategies.styles(str(row.settings["strategy"]) for row in rows)
-    with style():
-        figure = Figure(figsize=(2.4 * len(models) + 0.6, 3.1), layout="constrained")
-        for model, ax in zip(
-            models, figure.subplots(1, len(models), squeeze=False)[0], strict=True
-        ):
+    with canvas(2.4 * len(models) + 0.6, 3.1, 1, len(models)) as (figure, (grid,)):
+        for model, ax in zip(models, grid, strict=True):
             for name, look in looks.items():
                 of = {"model": model, "strategy": name}
                 points = _points(rows, of, "nodes", "tokens_per_s")
@@ -115,9 +109,7 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
     """Share of its speed that each system keeps on slower links, and the paper's two points."""
     rows = [row for row in run.rows if row.quantities and row.settings["model"] == LARGEST]
     looks = strategies.styles(str(row.settings["strategy"]) for row in rows)
-    with style():
-        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
-        ax = figure.subplots()
+    with canvas(5.2, 3.6) as (figure, ((ax,),)):
         for name, look in looks.items():
             links, speeds = _points(rows, {"strategy": name}, "link", "tokens_per_s", _gigabits)
             kept = [100 * speed / speeds[-1] for speed in speeds]
@@ -153,9 +145,8 @@ def policies(run: Run) -> Drawing:
     """Device memory over τ; throughput, which hardly moves, as a sentence."""
     rows = [row for row in run.rows if row.quantities and row.settings["model"] == LARGEST]
     kinds = sorted({(str(r.settings["tuning"]), int(str(r.settings["micro_batch"]))) for r in rows})
-    with style():
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-        ax, moves = figure.subplots(), list[float]()
+    moves = list[float]()
+    with canvas(5.2, 3.2) as (figure, ((ax,),)):
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
             look: dict[str, Any] = {"color": colour, "linestyle": dash, "marker": "o"}
@@ -177,9 +168,7 @@ def memory(run: Run) -> Drawing:
     """Device memory of each system at micro-batch 8, or that it runs out of it."""
     rows = {str(r.settings["strategy"]): r for r in run.rows if r.settings["model"] == LARGEST}
     looks = strategies.styles(rows)
-    with style():
-        figure = Figure(figsize=(6.0, 3.6), layout="constrained")
-        ax = figure.subplots()
+    with canvas(6.0, 3.6) as (figure, ((ax,),)):
         for at, (name, look) in enumerate(looks.items()):
             used = rows[name].quantities.get("peak_device_bytes", 0.0) / 1e9
             _bar(ax, at, used, look.colour, f"{used:.3g}" if used else f"  {rows[name].state}")
@@ -200,9 +189,7 @@ def apart(run: Run) -> Drawing:
     cells = compare(run.records)
     most = cells.groupby("strategy", observed=True)["loss_difference_max"].max().dropna()
     looks = strategies.styles(most.index)
-    with style():
-        figure = Figure(figsize=(6.0, 0.24 * len(looks) + 0.8), layout="constrained")
-        ax = figure.subplots()
+    with canvas(6.0, 0.24 * len(looks) + 0.8) as (figure, ((ax,),)):
         for at, (name, look) in enumerate(looks.items()):
             _bar(ax, at, max(most[name], _SAME_LOSS), look.colour, f"{most[name]:.2g}")
         axes.name_bars(ax, [look.label for look in looks.values()])
@@ -226,9 +213,7 @@ def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
     """The bound on utilisation over the size of models, and the claims' numbers."""
     sizes = {one.point.model: one.point.named_parameters for one in study.records}
     links = sorted({one.point.bandwidth_bits_per_s for one in study.records})
-    with style():
-        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-        ax = figure.subplots()
+    with canvas(5.2, 3.4) as (figure, ((ax,),)):
         for bits_per_s, colour, dash in zip(links, COLOURS, DASHES, strict=False):
             of = [one for one in study.records if one.point.bandwidth_bits_per_s == bits_per_s]
             ax.plot(
@@ -300,10 +285,9 @@ def memory_study(study: MemoryStudy) -> Drawing:
     labels = sorted(
         {(names.index(r.case.strategy), r.case.label, r.case.strategy) for r in study.records}
     )
-    height = len(models) * (PITCH * len(labels) + 0.7)
-    with style():
-        figure = Figure(figsize=(WIDTH * len(kinds) + 1.4, height), layout="constrained")
-        grid = figure.subplots(len(models), len(kinds), sharey=True, sharex=True, squeeze=False)
+    size = WIDTH * len(kinds) + 1.4, len(models) * (PITCH * len(labels) + 0.7)
+    panels = len(models), len(kinds)
+    with canvas(*size, *panels, sharey=True, sharex=True) as (figure, grid):
         for (at, (tuning, again)), ax in zip(product(models, kinds), grid.flat, strict=True):
             found = {
                 record.case.label: record
@@ -355,9 +339,7 @@ def ranges(
     As narrow as a phone.
     """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
-    with style():
-        figure = Figure(figsize=(3.5, 0.31 * len(numbers) + 1.2), layout="constrained")
-        ax = figure.subplots()
+    with canvas(3.5, 0.31 * len(numbers) + 1.2) as (figure, ((ax,),)):
         for at, claim in enumerate(numbers):
             found, number = of.ranges[claim.id], of.paper[claim.id].number
             relative = of.paper[claim.id].tolerance.relative

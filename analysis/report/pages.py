@@ -14,12 +14,25 @@ import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from analysis import strategies, text
 from analysis.figures.drawings import Drawing
+from simulation.quantities import format_link
 
 #: How large figures are shown, in CSS pixels an inch.
 SCREEN_DPI = 130
 #: And at the least: letters of 7 points have 10 pixels.
 READABLE_DPI = 100
+
+
+#: Values as readers see them.
+_FILTERS = {
+    "label": strategies.label,
+    "link": format_link,
+    "number": text.number,
+    "percent": text.percent,
+    "span": text.one_or_range,
+    "times": text.times,
+}
 
 
 def render(template: str, **values: Any) -> str:
@@ -33,6 +46,7 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= _FILTERS
     return environment.get_template(template).render(marks=f"marks.{kind}.j2", **values)
 
 

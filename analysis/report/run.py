@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.compare.baseline import Headline, compare, headlines, seeds_in_words
+from analysis.compare.baseline import compare, headlines, seeds_in_words
 from analysis.figures import drawings
 from analysis.figures.matrix import draw
 from analysis.load import provenance
@@ -19,6 +18,9 @@ from analysis.load.table import latest, write_parquet
 from analysis.report import pages, tables
 from experiments.records.record import Record
 from simulation.quantities import format_link
+
+#: Columns that say what trained a cell.
+_ENGINE = ["strategy", "engine", "engine_version", "policy"]
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,20 @@ def render(
         "report.html.j2",
         matrices=sorted(compared["matrix"].unique()),
         summary=provenance.provenance(compared),
-        headlines=[_headline(item) for item in headlines(compared)],
+        headlines=headlines(compared),
+        tunings=text.TUNINGS,
         figures=[figure(item.drawing, _records(item.drawing, files)) for item in saved],
         sections=_sections(compared),
         words=tables.WORDS,
         notes=tables.notes(compared),
-        failures=_failures(compared),
+        failures=compared[~compared["state"].isin(["ok", "skipped"])],
         skipped=list(compared.loc[compared["state"] == "skipped", "cell"]),
         evidence=[(name, text.EVIDENCE[name]) for name in sorted(compared["evidence"].unique())],
         commits=provenance.commits(compared),
         versions=provenance.distinct(compared, "versions"),
         hardware=provenance.distinct(compared, "hardware"),
         networks=_networks(compared),
-        engines=_engines(compared),
+        engines=compared.loc[compared["engine"].notna(), _ENGINE].drop_duplicates().fillna(""),
         emulated=(compared["evidence"] == "emulated").any(),
         above_closed_form=_above_closed_form(compared),
         absent=text.ABSENT,
@@ -106,28 +109,6 @@ def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) 
         for file, records in files.items()
         if any(record.cell.matrix == drawing.matrix for record in records)
     ]
-
-
-def _headline(item: Headline) -> dict[str, Any]:
-    best, cells = item
-    return {
-        "tuning": text.TUNINGS[best["tuning"]],
-        "evidence": best["evidence"],
-        "subject": strategies.label(best["strategy"]),
-        "baseline": strategies.label(best["baseline"]),
-        "speed_up": text.times(best["speed_up"]),
-        "bytes": text.percent(best["bytes_of_baseline"]),
-        "bytes_of_closed_form": text.percent(best["bytes_of_baseline_closed_form"]),
-        "fastest_other": strategies.label(best["fastest_other"]),
-        "speed_up_over_fastest_other": text.times(best["speed_up_over_fastest_other"]),
-        "model": best["model"],
-        "link": format_link(best["inter_bandwidth_bits_per_s"]),
-        "cell": best["cell"],
-        "cells": len(cells),
-        "speed_ups": text.one_or_range(cells["speed_up"]),
-        "all_bytes": text.one_or_range(cells["bytes_of_baseline"], "percent"),
-        "loss": text.number(best["loss_difference_max"]),
-    }
 
 
 def _sections(compared: pd.DataFrame) -> list[Section]:
@@ -152,18 +133,6 @@ def _as_text(rows: pd.DataFrame) -> list[dict[str, str]]:
     return [{str(name): str(value) for name, value in row.items()} for _, row in rows.iterrows()]
 
 
-def _failures(compared: pd.DataFrame) -> list[dict[str, str]]:
-    failed = compared[~compared["state"].isin(["ok", "skipped"])]
-    return [
-        {
-            "cell": row["cell"],
-            "state": row["state"],
-            "error": "no error text" if pd.isna(row["error"]) else row["error"],
-        }
-        for _, row in failed.iterrows()
-    ]
-
-
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
     """Settings of the shaper, for each link."""
     found = []
@@ -171,19 +140,6 @@ def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
     for link, cells in compared.groupby(keys, sort=False):
         found += [(str(link), setting) for setting in provenance.distinct(cells, "network")]
     return found
-
-
-def _engines(compared: pd.DataFrame) -> list[dict[str, str]]:
-    columns = ["strategy", "engine", "engine_version", "policy"]
-    ran = compared.loc[compared["engine"].notna(), columns].drop_duplicates()
-    return [
-        {
-            "strategy": strategies.label(row["strategy"]),
-            "engine": f"{row['engine']} {row['engine_version']}",
-            "policy": "" if pd.isna(row["policy"]) else f", policy {row['policy']}",
-        }
-        for _, row in ran.iterrows()
-    ]
 
 
 def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:

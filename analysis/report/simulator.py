@@ -17,22 +17,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.figure import Figure
 
 from analysis import strategies, text
 from analysis.claims.papers import Claims, MatrixUse
-from analysis.figures.drawings import Drawing, style
+from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
-from experiments.records import modelled
 from experiments.records.comparison import Comparison, groups, once, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
-from simulation import framing
+from simulation import emulated
 from simulation.calibration import intervals
-from simulation.emulated import FITTED_TO
+from simulation.emulated import FITTED_TO, largest_error, median_error, shares
 from simulation.framing import MESSAGE_BYTES, SHARE
 
 #: The predictions' knowledge of the records that they are compared with.
@@ -94,27 +92,26 @@ _SHARED = {
 def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
-    """Each cell that ran and was predicted: its settings, seconds of both, bytes."""
+    """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
     by_id = {prediction.cell_id: prediction for prediction in predictions}
     found: list[dict[str, object]] = []
     for record in records:
         prediction = by_id.get(record.cell_id)
-        if record.measurement is None or prediction is None or prediction.measurement is None:
+        if prediction is None or prediction.measurement is None:
             continue
-        counted = record.measurement.inter_node_bytes_per_step
-        expected = prediction.measurement.inter_node_bytes_per_step
+        if (step := measured_step(record, cluster_of(record.cell))) is None:
+            continue
+        seconds = median(prediction.measurement.round_seconds)
+        sent = prediction.measurement.inter_node_bytes_per_step
         found.append(
             {
                 "matrix": matrix,
                 "tuning": record.cell.tuning,
                 "engine": strategies.engine(record.cell.strategy),
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
-                "timed": record.step_seconds_median,
-                "predicted": prediction.step_seconds_median,
-                "bytes_agree": framing.agree(
-                    *modelled.framed(record.cell), predicted=expected, counted=counted
-                ),
-                "counted_share": counted / expected if expected else math.nan,
+                "timed": step.seconds,
+                "predicted": seconds,
+                "comparison": emulated.Comparison(step, seconds, sent),
             }
         )
     return found
@@ -129,35 +126,22 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
     """
     found = []
     for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
-        shares = {tuning: _shares(of["counted_share"]) for tuning, of in cells.groupby("tuning")}
+        compared = list(cells["comparison"])
+        counted = {
+            f"counted_{tuning}": "{:.3f}, {:.2f}".format(*shares(of["comparison"]))
+            for tuning, of in cells.groupby("tuning")
+        }
         row: Shown = {
             "matrix": str(matrix),
             "link": str(link),
             "cells": len(cells),
-            "median_error": text.percent(median_error(cells)),
-            "largest_error": f"{100 * max(_errors(cells), key=abs):+.0f} %",
-            "bytes_agree": int(cells["bytes_agree"].sum()),
+            "median_error": text.percent(median_error(compared)),
+            "largest_error": largest_error(compared),
+            "bytes_agree": sum(one.bytes_agree for one in compared),
+            **dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT),
         }
-        found.append(
-            row | {f"counted_{name}": shares.get(name, text.ABSENT) for name in ("full", "lora")}
-        )
+        found.append(row | counted)
     return found
-
-
-def median_error(cells: pd.DataFrame) -> float:
-    """Median of the absolute errors of the steps' times, as a share; there must be a cell."""
-    return median(abs(error) for error in _errors(cells))
-
-
-def _shares(counted: pd.Series[float]) -> str:
-    """The median, and the share that is farthest from 1."""
-    farthest = max(counted, key=lambda share: abs(share - 1))
-    return f"{counted.median():.3f}, {farthest:.2f}"
-
-
-def _errors(cells: pd.DataFrame) -> list[float]:
-    """Relative; above 0 where the prediction is too slow."""
-    return list(cells["predicted"] / cells["timed"] - 1)
 
 
 #: How many times as long the slower of a pair takes, less one, at the least.
@@ -271,9 +255,7 @@ def draw(pairs: pd.DataFrame) -> Drawing:
     styles = strategies.styles(looks.values())
     ends = [pairs[["timed", "predicted"]].min().min() / 1.5]
     ends.append(pairs[["timed", "predicted"]].max().max() * 1.5)
-    with style():
-        figure = Figure(figsize=(4.6, 4.2), layout="constrained")
-        ax = figure.subplots()
+    with canvas(4.6, 4.2) as (figure, ((ax,),)):
         line = np.array(ends)
         ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color="#E6E6E6", linewidth=0)
         ax.plot(line, line, color="#888888", linewidth=0.8)
@@ -298,7 +280,7 @@ def draw(pairs: pd.DataFrame) -> Drawing:
 
 def _caption(pairs: pd.DataFrame) -> str:
     parts = [
-        f"{link} links: {text.percent(median_error(cells))} median absolute error of "
+        f"{link} links: {text.percent(median_error(cells['comparison']))} median absolute error of "
         f"{len(cells)} cells"
         for link, cells in pairs.groupby("link")
     ]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
+from baselines.cyclic.routes import Rule, backward_slot, forward_slot, is_fresh
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
 from baselines.part import views
 from baselines.settings import CyclicSettings

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from baselines.cyclic.rule import chosen
+from baselines.cyclic.routes import chosen
 from baselines.pytorch.ddp import autocast
 from baselines.strategy import Job, Trainable, numel
 
@@ -19,7 +19,7 @@ from baselines.strategy import Job, Trainable, numel
 def chosen_runs(
     stages: int | None, blocks: Sequence[nn.Module], most: int, called: str
 ) -> list[range]:
-    """Cut blocks into stages of about as many parameters each; see ``rule.chosen``."""
+    """Cut blocks into stages of about as many parameters each; see ``routes.chosen``."""
     return chosen(stages, [numel(block.parameters()) for block in blocks], most, called)
 
 

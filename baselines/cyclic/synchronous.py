@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from baselines.cyclic.rule import Rule, is_fresh
+from baselines.cyclic.routes import Rule, is_fresh
 from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings

@@ -90,11 +90,10 @@ class Observed:
         parameters = sum(unit.compute_bytes for unit in layout.blocks)
         gradients = sum(group.numel for group in trained) * layout.dtype.itemsize
         after = settings.update == "after"
-        read = sum(group.nbytes for group in trained)
-        if len(trained) and trained[0].computed.name == "compute":
-            read -= sum(group.computed.nbytes for group in trained)
         aside = sum(group.gradient_bytes for group in trained)
         written = sum(group.nbytes for group in trained)
+        computed = (group.computed for group in trained)
+        read = written - sum(part.nbytes for part in computed if part.name == "compute")
         return Work(
             flops=profile.flops,
             recomputed=profile.flops,

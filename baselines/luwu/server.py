@@ -242,21 +242,18 @@ class Server(wire.Host):
         self._say(wire.Message(wire.Kind.WELCOME, step=step or 0, extra=step is None))
 
     def _take_items(self) -> None:
+        """Take what threads have handed over: chunks to send, ones that are applied, an error."""
         for item in self._inbox.take():
-            self._take(item)
-
-    def _take(self, item: Any) -> None:
-        """Take what a thread has handed over: a chunk to send, one that is applied, an error."""
-        if isinstance(item, BaseException):
-            raise item
-        assert self._state is not None
-        if isinstance(item, wire.Message):
-            self._state.ahead.append(item)
-            return
-        done, complete = item
-        self._say(wire.Message(wire.Kind.APPLIED, step=done.step, unit=done.chunk.unit))
-        if complete:
-            self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
+            if isinstance(item, BaseException):
+                raise item
+            assert self._state is not None
+            if isinstance(item, wire.Message):
+                self._state.ahead.append(item)
+                continue
+            done, complete = item
+            self._say(wire.Message(wire.Kind.APPLIED, step=done.step, unit=done.chunk.unit))
+            if complete:
+                self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
 
     def _counts(self) -> dict[str, int]:
         """Counts since the server began: messages beside signs of life, bytes."""

@@ -137,16 +137,13 @@ class EmulatedCluster:
                 beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
             agents = []
-            for number, (place, address) in enumerate(
-                zip(network.nodes, network.addresses, strict=True)
-            ):
+            for number, place in enumerate(network.nodes):
                 node = Node(
                     namespace=place,
                     scratch=str(folder / f"node{number}"),
                     node=number,
                     nodes=self.nodes,
                     ranks_per_node=self.ranks_per_node,
-                    address=address,
                     master_address=network.addresses[0],
                     port=self._port,
                     **common,

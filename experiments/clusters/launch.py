@@ -68,8 +68,7 @@ class Node(Machine):
     node: int
     nodes: int
     ranks_per_node: int
-    #: Addresses of this node and of node 0, where the ranks meet.
-    address: str
+    #: Address of node 0, where the ranks meet.
     master_address: str
     port: int
 

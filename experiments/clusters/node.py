@@ -164,7 +164,6 @@ def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult
         node=order.node,
         nodes=order.nodes,
         ranks_per_node=order.ranks,
-        address=order.address,
         master_address=order.master_address,
         port=order.port,
     )

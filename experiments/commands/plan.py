@@ -184,10 +184,8 @@ def plan(
         if offered is not None:
             # Each offer is checked with its own GPUs.
             hardware = replace(offered[0].cluster(1), ranks_per_node=1)
-        elif preflight is None:
-            hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
         else:
-            hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
+            hardware = _nodes(preflight, gpu, nodes, gpus, inter_node, host_memory)
         if fabric is not None or oversubscription is not None:
             if offered is not None or preflight is not None:
                 given = {"--fabric": fabric, "--oversubscription": oversubscription}
@@ -296,56 +294,49 @@ def _show(
         terminal.say(console, "plan", file)
 
 
-def _nominal(
-    gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
-) -> Hardware:
-    """The cluster by the data sheets, and by rates of computation that were fitted."""
-
-    def given(option: str, text: str | None) -> str:
-        if text is None:
-            raise ValueError(f"{option} is missing: give it, or what was measured (--preflight)")
-        return text
-
-    count = q.whole("--nodes", given("--nodes", nodes))
-    if count == 1 and inter_node is None:
-        bandwidth = float("inf")  # nothing crosses it
-    else:
-        bandwidth = q.bits_per_s("--inter-node", given("--inter-node", inter_node))
-    nominal = cluster(
-        given("--gpu", gpu),
-        nodes=count,
-        ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
-        inter_bits_per_s=bandwidth,
-        host_memory_bytes=q.size_bytes("--host-memory", host_memory),
-    )
-    return with_rates(reported(nominal))
-
-
-def _measured(
-    file: Path,
+def _nodes(
+    file: Path | None,
     gpu: str | None,
     nodes: str | None,
     gpus: str | None,
     inter_node: str | None,
     host_memory: str | None,
 ) -> Hardware:
-    """The cluster as preflight found it, but for what is given."""
+    """The cluster as preflight found it, but for what is given; or by the data sheets.
+
+    By these, computation is at rates that were fitted.
+    """
+    count, ranks = _given("--nodes", nodes, q.whole), _given("--gpus", gpus, q.whole)
+    memory = _given("--host-memory", host_memory, q.size_bytes)
+    nominal = _given("--inter-node", inter_node, q.bits_per_s)
+    if file is None:
+        count = _needed("--nodes", count)
+        alone = count == 1 and nominal is None  # nothing crosses it
+        found = cluster(
+            _needed("--gpu", gpu),
+            nodes=count,
+            inter_bits_per_s=math.inf if alone else _needed("--inter-node", nominal),
+            ranks_per_node=_needed("--gpus", ranks),
+            host_memory_bytes=memory or q.size_bytes("--host-memory", _HOST_MEMORY),
+        )
+        return with_rates(reported(found))
     from experiments.preflight.schema import Preflight, hardware_of  # records' schema: start-up
 
     measured = Preflight.read(file)
-    found = hardware_of(measured, gpu)
-    others: dict[str, Any] = {
-        "nodes": _given("--nodes", nodes, q.whole),
-        "ranks_per_node": _given("--gpus", gpus, q.whole),
-        "host_memory_bytes": _given("--host-memory", host_memory, q.size_bytes),
-    }
-    found = replace(found, **{name: value for name, value in others.items() if value is not None})
-    if inter_node is not None:
-        nominal = q.bits_per_s("--inter-node", inter_node)
+    others = {"nodes": count, "ranks_per_node": ranks, "host_memory_bytes": memory}
+    given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
+    found = replace(hardware_of(measured, gpu), **given)
+    if nominal is not None:
         return found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
     if found.nodes > 1 and measured.links.inter_node_all_gather is None:
         raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
     return found
+
+
+def _needed(option: str, value: _T | None) -> _T:
+    if value is None:
+        raise ValueError(f"{option} is missing: give it, or what was measured (--preflight)")
+    return value
 
 
 def _server(text: str, hardware: Hardware) -> Server:

@@ -14,7 +14,7 @@ from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
 from experiments.matrix.files import parse
-from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import provenance
 from experiments.records.abilities import Kind
 from experiments.records.cell import Cell, ClusterSpec

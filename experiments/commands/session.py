@@ -10,12 +10,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from experiments import terminal
+from experiments import terminal, tracking
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError, LostNodeError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
-from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import parity
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
@@ -23,8 +23,6 @@ from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import Progress
 from experiments.terminal.summary_table import summary
-from experiments.tracking import sink
-from experiments.tracking.live import Live
 
 #: Parts of the report by the endings of their files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
@@ -89,7 +87,9 @@ def run_cells(
             observers: list[runner.Observer] = [progress]
             if wandb and not matrix.simulated:
                 link = partial(terminal.say_as_it_is, console, style="dim")
-                observers.append(stack.enter_context(Live(directory.path, link, sweep_run)))
+                observers.append(
+                    stack.enter_context(tracking.Live(directory.path, link, sweep_run))
+                )
             running = [entry.cell for entry in cells if entry.skip_reason is None]
             built = (
                 SimulatedCluster(matrix.cluster)
@@ -159,7 +159,7 @@ def export(
 ) -> None:
     """Write the W&B runs, and say where they are and what went wrong with them."""
     report = None if sweep_run else directory.report
-    exported = sink.export(records, directory.path, report, sweep_run)
+    exported = tracking.export(records, directory.path, report, sweep_run)
     for warning in exported.warnings:
         console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if exported.mode == "disabled" or not exported.whole:

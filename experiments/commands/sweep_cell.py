@@ -12,7 +12,7 @@ import typer
 from experiments import terminal
 from experiments.commands import session
 from experiments.matrix import reader
-from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.runner import runner
 
 

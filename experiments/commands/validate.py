@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import typer
@@ -30,9 +29,20 @@ from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
 from simulation.calibration import calibrate as fit_host
-from simulation.emulated import TWO_CORES, Comparison, Constants, compare, emulated
+from simulation.emulated import (
+    TWO_CORES,
+    Comparison,
+    Constants,
+    MeasuredStep,
+    emulated,
+    largest_error,
+    median_error,
+    shares,
+)
 from simulation.hardware import Hardware
+from simulation.prediction import predict
 
+#: Predictions, as records, and each beside its step.
 Compared = list[tuple[Record, Comparison]]
 
 
@@ -132,12 +142,11 @@ def validate(
             )
         known = _known(calibrate, preflight, gpu)
         for folder in results or [file.parent for file in files.below(_RESULTS, FILE)]:
-            found = _compare(read(_records(folder)), known, folder)
+            found = _compare(read(_records(folder)), known, folder, origin)
             if found:
                 compared[terminal.shown(folder)] = found
                 terminal.check_writable("RESULTS", folder / PREDICTIONS)
-                predicted = [_predicted(*each, known, origin) for each in found]
-                files.write(predicted, folder / PREDICTIONS)
+                files.write([predicted for predicted, _ in found], folder / PREDICTIONS)
     if not compared:
         where = ", ".join(map(str, results or [_RESULTS]))
         terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")
@@ -173,7 +182,9 @@ def _calibrated() -> Constants:
         return fit_host([step for step in steps if step is not None])
 
 
-def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
+def _compare(
+    records: Sequence[Record], known: _Known, folder: Path, origin: Provenance
+) -> Compared:
     """Compare what can be predicted; says what cannot, and why."""
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
     if left_out:
@@ -190,25 +201,28 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:
-            found.append((record, compare(step)))
+            found.append(_predicted(record, step, known, origin))
     return found
 
 
-def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
-    step = comparison.measured
-    return Record(
+def _predicted(
+    of: Record, step: MeasuredStep, known: _Known, origin: Provenance
+) -> tuple[Record, Comparison]:
+    prediction = predict(step.workload, step.hardware)
+    record = Record(
         cell=of.cell,
         cell_id=of.cell_id,
         state="ok",
         error=None,
         evidence="simulated",
-        measurement=measured(step.workload, step.hardware, comparison.prediction),
+        measurement=measured(step.workload, step.hardware, prediction),
         **vars(origin),
         # The committed constants are known by the commit.
         network={} if known.by_default else assumed(step.hardware),
         started_at=files.now(),
         seconds=0.0,
     )
+    return record, Comparison.of(step, prediction)
 
 
 def _table(compared: dict[str, Compared]) -> Table:
@@ -225,11 +239,8 @@ def _table(compared: dict[str, Compared]) -> Table:
             ]
             if not cells:
                 continue
-            largest = max((c.relative_error for c in cells), key=abs)
-            agree = sum(c.bytes_agree for c in cells)
-            error = f"{100 * median(abs(c.relative_error) for c in cells):.1f} %"
-            farthest = max((c.counted_share for c in cells), key=lambda share: abs(share - 1))
-            share = f"{median(c.counted_share for c in cells):.3f}, farthest {farthest:.2f}"
-            off = f"{100 * largest:+.0f} %"
-            table.add_row(folder, link, f"{len(cells)}", error, off, f"{agree}", share)
+            error, agree = f"{100 * median_error(cells):.1f} %", sum(c.bytes_agree for c in cells)
+            share = "{:.3f}, farthest {:.2f}".format(*shares(cells))
+            largest = largest_error(cells)
+            table.add_row(folder, link, f"{len(cells)}", error, largest, f"{agree}", share)
     return table

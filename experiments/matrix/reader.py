@@ -21,9 +21,8 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import encoding, registry
 from experiments.matrix.files import Sections, applied, explain, find
-from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.workloads import Workloads
-from experiments.records.abilities import ABILITIES
+from experiments.records.abilities import ABILITIES, Evidence
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import NEEDED, Images
 from simulation import quantities
@@ -80,6 +79,34 @@ class MatrixFile(Strict):
 
 
 @dataclass(frozen=True)
+class MatrixCell:
+    """A cell of a matrix, and why it is not run if it is not."""
+
+    cell: Cell
+    skip_reason: str | None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An expanded matrix: its cells in the order in which they run."""
+
+    name: str
+    description: str
+    cluster: AnyCluster
+    cells: tuple[MatrixCell, ...]
+    #: Whether they are simulated, on whatever cluster they are.
+    simulated: bool = False
+    #: The strategy whose losses all others must reach, if they are to be compared.
+    reference: str | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        if self.simulated:
+            return "simulated"
+        return self.cluster.can.evidence
+
+
+@dataclass(frozen=True)
 class _Value:
     """A value of a setting and where the file gives it."""
 
@@ -126,14 +153,13 @@ class _Expansion:
         self, document: Document, folder: Path, cluster: ClusterSpec | None, simulated: bool
     ) -> None:
         self._file = Sections(document)
-        self._workloads = Workloads(self._file, folder)
         self._top = self._file.spec(MatrixFile, ())
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
         if cluster is not None and isinstance(own_cluster, ClusterSpec):
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
-        self._models = self._workloads.models()
+        self._workloads = Workloads(self._file, folder)
         self._axes = {name: self._values(name, given) for name, given in self._top.axes.items()}
         self._constants = self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
         self._require_each_setting_once()
@@ -201,7 +227,7 @@ class _Expansion:
                     **fields,
                     "matrix": self._top.name,
                     "cluster": cluster,
-                    "model": self._models[fields["model"]],
+                    "model": self._workloads.models[fields["model"]],
                     "origin": self._workloads.origin(
                         fields["model"], {name: given.path for name, given in settings.items()}
                     ),
@@ -277,15 +303,9 @@ class _Expansion:
         if setting == "strategy":
             self._file.one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
         elif setting == "model":
-            self._file.one_of(item, self._models, path, "unknown model")
-        elif setting == "data":
-            return self._workloads.data(path)
-        elif setting == "optimizer":
-            return self._workloads.optimizer(path)
-        elif setting == "objective":
-            return self._workloads.objective(path, self._models)
-        elif setting == "loss":
-            return self._workloads.loss(path)
+            self._file.one_of(item, self._workloads.models, path, "unknown model")
+        elif setting in ("data", "optimizer", "objective", "loss"):
+            return getattr(self._workloads, setting)(path)
         try:
             if setting in ("inter_bandwidth", "inter_group_bandwidth"):
                 return _within(self._cluster.can.rates, quantities.link(item))

@@ -51,21 +51,16 @@ class Workloads:
         folder = folder.resolve()
         inside = folder.is_relative_to(ROOT)
         self._folder = str(folder.relative_to(ROOT) if inside else folder)
-        #: Models by name that are not built in.
+        #: The file's models by name, and where those are that are not built in.
+        self.models: dict[str, workload.AnyModel] = {}
         self._from_elsewhere: dict[str, KeyPath] = {}
-
-    def models(self) -> dict[str, workload.AnyModel]:
-        specs: dict[str, workload.AnyModel] = {}
-        for i in range(len(self._file.at(("models",)))):
+        for i in range(len(file.at(("models",)))):
             spec = self._model(("models", i))
-            if spec.name in specs:
-                self._file.fail(
-                    ("models", i, "name"), f"{spec.name!r} is the name of an earlier model"
-                )
-            specs[spec.name] = spec
+            if spec.name in self.models:
+                file.fail(("models", i, "name"), f"{spec.name!r} is the name of an earlier model")
+            self.models[spec.name] = spec
             if not isinstance(spec, ModelSpec):
                 self._from_elsewhere[spec.name] = ("models", i)
-        return specs
 
     def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
@@ -107,10 +102,7 @@ class Workloads:
         self._has_module(loss, path)
         return loss
 
-    def objective(
-        self, path: KeyPath, models: Mapping[str, workload.AnyModel]
-    ) -> objectives.AnyObjective:
-        """The objective at ``path`` of the file, whose models go by these names."""
+    def objective(self, path: KeyPath) -> objectives.AnyObjective:
         section = self._file.at(path)
         if isinstance(section, dict) and "function" in section:
             own = self._file.spec(objectives.OwnObjective, path)
@@ -121,8 +113,8 @@ class Workloads:
         self._file.one_of(section["kind"], OBJECTIVES, (*path, "kind"), "unknown objective")
         if section["kind"] != "distillation" or "teacher" not in section:
             return self._file.spec(OBJECTIVES[section["kind"]], path)
-        self._file.one_of(section["teacher"], models, (*path, "teacher"), "unknown model")
-        teacher = {"teacher": models[section["teacher"]]}
+        self._file.one_of(section["teacher"], self.models, (*path, "teacher"), "unknown model")
+        teacher = {"teacher": self.models[section["teacher"]]}
         return self._file.spec(objectives.Distillation, path, **teacher)
 
     def optimizer(self, path: KeyPath) -> AnyOptimizer:

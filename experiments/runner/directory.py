@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from experiments.matrix.matrix import Matrix
+from experiments.matrix.reader import Matrix
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.records.select import FILE

@@ -20,7 +20,7 @@ from baselines import pins, registry
 from baselines.pins import Pin
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
 from experiments.clusters.start_barrier import StartBarrier
-from experiments.matrix.matrix import MatrixCell
+from experiments.matrix.reader import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.record import Machine, Measurement, Record, State

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 from experiments.runner.directory import Step, last_step

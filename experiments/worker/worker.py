@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -48,7 +48,7 @@ def main(cell_file: str, output_directory: str) -> None:
         training = _Training(cell, topology, Path(output_directory))
         measurement = training.measure()
         if cell.profile:
-            training.profile()
+            training.profile_step()
         if topology.rank == 0:
             path = Path(output_directory) / "measurement.json"
             path.write_text(measurement.model_dump_json(indent=1), encoding="utf-8")
@@ -192,16 +192,29 @@ class _Training:
         for _ in range(len(self.losses) * self.cell.accumulation):
             next(self.batches)
 
-    def profile(self) -> None:
-        """Train one more step under the profiler, of which the measurement knows nothing."""
+    def profile_step(self) -> None:
+        """Train one more step under the profiler, of which the measurement knows nothing.
+
+        Each rank writes ``profile/rank<r>.json.gz`` on its own node, for Perfetto or
+        chrome://tracing, and rank 0 ``communication.md``: calls and time by name, bytes by link.
+        """
+        folder = self.output / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         batches = self._batches()
-        profile_step(
-            lambda: self._step(batches).item(),
-            lambda: self._egress()[0],
-            self.trainable.take_ledger,
-            self.topology,
-            self.output,
-        )
+        self.trainable.take_ledger()
+        before = self._egress()[0]
+        with profile(activities=activities) as profiler:
+            self._step(batches).item()
+        sent = self._egress()[0] - before
+        profiler.export_chrome_trace(str(folder / f"rank{self.topology.rank}.json.gz"))
+        ranks: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(ranks, _exchanges(profiler))
+        if self.topology.rank == 0:
+            ledger = self.trainable.take_ledger() or {}
+            (folder / SUMMARY).write_text(_summary(ranks, sent, ledger), encoding="utf-8")
 
     def _held_out(self) -> dict[str, float]:
         """Means over the held-out examples, which every rank has all of, by metric."""
@@ -306,7 +319,8 @@ class _Training:
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
             # An iteration's depends on how often a strategy gathers for the same parameters.
             inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
-            ledger_bytes_per_step=counts.ledger and _per_step(counts.ledger, cell.steps),
+            ledger_bytes_per_step=counts.ledger
+            and {link: _mean([phases], cell.steps) for link, phases in counts.ledger.items()},
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
@@ -352,17 +366,9 @@ class _Counts:
         if self.cache is not None and cache is not None:
             hits, misses = self.cache.hits + cache.hits, self.cache.misses + cache.misses
             cache = replace(cache, hits=hits, misses=misses)
-        ledger = later.ledger
-        if ledger is not None:
-            ledger = {
-                link: _sum((self.ledger or {}).get(link, {}), phases)
-                for link, phases in ledger.items()
-            }
+        sent = [mine + more for mine, more in zip(self.sent, later.sent, strict=True)]
         return _Counts(
-            [mine + more for mine, more in zip(self.sent, later.sent, strict=True)],
-            ledger,
-            cache,
-            None if later.phases is None else _sum(self.phases or {}, later.phases),
+            sent, _sum(self.ledger, later.ledger), cache, _sum(self.phases, later.phases)
         )
 
     @classmethod
@@ -372,9 +378,13 @@ class _Counts:
         return cls(**{**saved, "cache": cache and CacheUse(**cache)})
 
 
-def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    names = dict.fromkeys([*one, *other])
-    return {name: one.get(name, 0) + other.get(name, 0) for name in names}
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of numbers, or of mappings key by key; what only one has is that one's."""
+    if one is None or other is None:
+        return other if one is None else one
+    if not isinstance(one, Mapping):
+        return one + other
+    return {name: _sum(one.get(name), other.get(name)) for name in dict.fromkeys([*one, *other])}
 
 
 def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached | None:
@@ -399,13 +409,6 @@ def _mean(ranks: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
     return {name: sum(r.get(name, 0) for r in ranks) / len(ranks) / steps for name in names}
 
 
-def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
-    return {
-        link: {phase: count / steps for phase, count in phases.items()}
-        for link, phases in ledger.items()
-    }
-
-
 #: Folder in the cell's directory.
 FOLDER = "profile"
 SUMMARY = "communication.md"
@@ -415,37 +418,6 @@ _EXCHANGES = ("fcdp::", "c10d::", "gloo:", "nccl:", "record_param_comms")
 
 #: Calls and microseconds of one rank, by name.
 _Exchanges = tuple[Counter[str], Counter[str]]
-
-
-def profile_step(
-    step: Callable[[], object],
-    sent_bytes: Callable[[], int],
-    take_ledger: Callable[[], Mapping[str, Mapping[str, float]] | None],
-    topology: Topology,
-    output: Path,
-) -> None:
-    """Profile ``step`` on every rank. Collective; nothing that was measured before knows of it.
-
-    Each rank writes ``profile/rank<r>.json.gz`` in ``output`` on its own node, for Perfetto or
-    chrome://tracing, and rank 0 ``communication.md``: calls and time by name, bytes by link.
-    ``sent_bytes`` reads what this node has sent so far while no rank sends.
-    """
-    folder = output / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU]
-    if topology.mesh.device_type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    take_ledger()
-    before = sent_bytes()
-    with profile(activities=activities) as profiler:
-        step()
-    sent = sent_bytes() - before
-    profiler.export_chrome_trace(str(folder / f"rank{topology.rank}.json.gz"))
-    ranks: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(ranks, _exchanges(profiler))
-    if topology.rank == 0:
-        ledger = take_ledger()
-        (folder / SUMMARY).write_text(_summary(ranks, sent, ledger or {}), encoding="utf-8")
 
 
 def _exchanges(profiler: profile) -> _Exchanges:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from baselines.strategy import Loss, causal_loss
 from experiments.records import workload
 from experiments.records.cell import Cell
-from experiments.worker import configured, images
+from experiments.worker import images, models
 from fcdp import Topology
 
 
@@ -59,7 +59,7 @@ class TextWorkload:
     metrics: Sequence[str] = ("held_out_loss",)
 
     def __init__(self, cell: Cell, model: nn.Module, rank: int) -> None:
-        found = tokens(cell, configured.vocabulary(model))
+        found = tokens(cell, models.vocabulary(model))
         self._training, self._held_out = split(found, cell)
         self._cell, self._rank = cell, rank
         self.loss = self.measure = _loss(cell)
@@ -82,7 +82,7 @@ def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
     where = cell.origin.key("loss")
-    given = configured.find_function(cell.loss, where)
+    given = models.find_function(cell.loss, where)
 
     def checked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         found = given(model, batch)
@@ -216,7 +216,7 @@ def _tokenizer(given: str, origin: workload.Origin) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of files, of the network, of a format
         raise ValueError(
-            f"{where}: no tokenizer {given} on this node: {configured.brief(error)}"
+            f"{where}: no tokenizer {given} on this node: {models.brief(error)}"
         ) from error
 
 
@@ -252,7 +252,7 @@ def _of_dataset(given: workload.Dataset, origin: workload.Origin) -> Iterator[st
         rows = load_dataset(source, given.subset, split=given.split)
     except Exception as error:  # of files, of the network, of names
         raise ValueError(
-            f"{where}: {given.source} cannot be had on this node: {configured.brief(error)}"
+            f"{where}: {given.source} cannot be had on this node: {models.brief(error)}"
         ) from error
     for number, row in enumerate(rows):
         yield workload.text_of(row, given.field, f"{where}: row {number}")

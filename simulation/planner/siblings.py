@@ -25,6 +25,7 @@ _STATE, _GRADIENT = 12, 4
 #: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
 _STATES, _GRADIENTS, _PASSING = 3, 2, 3
 _GENERATIONS = 2
+_SLOTS = FuyouSettings().blocks_on_device
 #: Sequences of a step that are tried, and how close to the fastest the fewest must come.
 _BATCHES = tuple(2**power for power in range(11))
 _CLOSE = 0.95
@@ -237,14 +238,15 @@ def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
 
 def _taken(workload: Workload) -> float:
     """Host memory that is not for activations."""
-    largest = max(_block(workload), _largest_of_root(workload))
+    of_root = max(rows * row for rows, row in workload.model.root_rows)
+    largest = max(_block(workload), of_root)
     trained = largest if workload.lora is None else workload.block_adapters
     state = (_STATE + workload.element_bytes) * trained
     moved = max(matrix.active * matrix.outputs for matrix in workload.model.matrices)
     return (
         _STATES * state
         + _GRADIENTS * _GRADIENT * trained
-        + _slots() * workload.element_bytes * largest
+        + _SLOTS * workload.element_bytes * largest
         + _PASSING * workload.element_bytes * moved * workload.tokens
     )
 
@@ -254,7 +256,7 @@ def _device_bytes(workload: Workload) -> float:
     model, element = workload.model, workload.element_bytes
     root, block = model.root_parameters, _block(workload)
     full = workload.lora is None
-    parameters = element * (root + _slots() * block)
+    parameters = element * (root + _SLOTS * block)
     gradients = element * (root + block if full else workload.block_adapters)
     one_block = block_bytes(workload)
     loss = loss_bytes(workload) * model.vocabulary
@@ -263,11 +265,3 @@ def _device_bytes(workload: Workload) -> float:
 
 def _block(workload: Workload) -> int:
     return workload.model.block_parameters + workload.block_adapters
-
-
-def _largest_of_root(workload: Workload) -> int:
-    return max(rows * row for rows, row in workload.model.root_rows)
-
-
-def _slots() -> int:
-    return FuyouSettings().blocks_on_device

@@ -260,7 +260,8 @@ class Step:
 
     def _gather(self, unit: Unit, phase: str, first: bool) -> int | None:
         """The last task of the unit's gather; ``None`` if nothing has to be done."""
-        after = self._gather_may_begin()
+        # It waits for the computation before the one that is running.
+        after = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
         name = f"{phase} gather {unit.name}"
         tier = self._tiers.get(unit)
         if tier is None or self._is_stale(unit, phase, first):
@@ -269,10 +270,6 @@ class Step:
             found = self._gather_from(tier, unit, name, phase, after)
         self._latest_gather = after
         return found
-
-    def _gather_may_begin(self) -> tuple[int, ...]:
-        """Tasks that a gather waits for: the computation before the one that is running."""
-        return tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
 
     def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
         if self._schedule.cached_for == "micro-batch":
@@ -306,7 +303,8 @@ class Step:
         start = after
         if tier in ("host", "disk"):
             size = self._exchanges.slice_bytes(unit)
-            begin = tuple(dict.fromkeys([*self._latest_gather, *self._stored_tasks(unit)]))
+            stored = [self._stored[unit]] if unit in self._stored else []
+            begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
             if self._schedule.blocking:
                 begin = after
             if tier == "disk":
@@ -319,9 +317,6 @@ class Step:
             size = self._exchanges.gathered_bytes(unit)
             at = self.tasks.exchange(name, self._gather_stream(0), traffic, phase, start, size)
         return at
-
-    def _stored_tasks(self, unit: Unit) -> tuple[int, ...]:
-        return (self._stored[unit],) if unit in self._stored else ()
 
     def _copy_in(
         self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool = False

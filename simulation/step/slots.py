@@ -21,8 +21,7 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Literal
 
-from baselines.cyclic.routes import Kind, Message
-from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
+from baselines.cyclic.routes import Kind, Message, backward_slot, forward_slot, slots_per_step
 from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware

@@ -70,7 +70,7 @@ def test_the_parent_stays_light() -> None:
         "from experiments.matrix import reader\n"
         "from experiments.runner import directory, runner\n"
         "from experiments.terminal import progress\n"
-        "from experiments.tracking import sink\n"
+        "from experiments import tracking\n"
         "reader.read('quickstart')\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )

@@ -12,7 +12,8 @@ import pytest
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
 from simulation.calibration import calibrate, intervals
-from simulation.emulated import FITTED_TO, TWO_CORES, Comparison, MeasuredStep, compare
+from simulation.emulated import FITTED_TO, TWO_CORES, Comparison, MeasuredStep
+from simulation.prediction import predict
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUNS = [
@@ -40,7 +41,11 @@ def records(name: str) -> tuple[Record, ...]:
 @cache
 def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
     pairs = ((record, step_of(record)) for record in records(name))
-    return tuple((record, compare(step)) for record, step in pairs if step is not None)
+    return tuple(
+        (record, Comparison.of(step, predict(step.workload, step.hardware)))
+        for record, step in pairs
+        if step is not None
+    )
 
 
 def step_of(record: Record) -> MeasuredStep | None:
@@ -71,14 +76,12 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Of what stays
         # gathered until backward nothing is stored; the model and older records have that copy, of
         # adapters (all there is, with LoRA) and of a root that is trained.
-        unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
+        step = comparison.measured
+        moved = predict(step.workload, step.hardware).moved_bytes
+        unseen = moved.keys() - ledger.keys()
         kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
         assert unseen <= kept or record.cell.strategy == "offload"
-        predicted = {
-            link: dict(phases)
-            for link, phases in comparison.prediction.moved_bytes.items()
-            if link not in unseen
-        }
+        predicted = {link: dict(phases) for link, phases in moved.items() if link not in unseen}
         stored = predicted.get("device_to_host", {}).get("forward", 0.0)
         without = stored - root_copy(comparison.measured)
         if record.cell.tuning == "full" and ledger.get("device_to_host") == {"forward": without}:

@@ -11,7 +11,7 @@ import pytest
 from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.record import Record, read
 from simulation import luwu
-from simulation.emulated import Comparison, compare
+from simulation.emulated import Comparison
 from simulation.hardware import Hardware
 from simulation.luwu import Server, Traffic, footprint, like, nominal
 from simulation.prediction import Prediction, predict, simulate_built, with_server
@@ -33,7 +33,7 @@ def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
     for record in read(RESULTS / name / "records.jsonl"):
         step = measured_step(record, cluster_of(record.cell))
         if record.cell.strategy == "luwu" and step is not None:
-            found.append((record, compare(step)))
+            found.append((record, Comparison.of(step, predict(step.workload, step.hardware))))
     return tuple(found)
 
 
@@ -78,7 +78,8 @@ def test_frozen_layers_are_pulled_twice_or_once_for_all_steps() -> None:
 def test_links_and_messages_are_those_of_the_records(name: str) -> None:
     assert compared(name)
     for record, comparison in compared(name):
-        measured, predicted = record.measurement, comparison.prediction
+        measured, step = record.measurement, comparison.measured
+        predicted = predict(step.workload, step.hardware)
         assert measured.link_bytes_per_step is not None
         assert predicted.link_bytes is not None
         if measured.server_messages_per_step is not None:

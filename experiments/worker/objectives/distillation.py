@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
-from experiments.worker import configured, models
+from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Frozen, Shard, logits
 
 
@@ -19,7 +19,7 @@ def teacher_of(spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Sh
     # Another seed: random weights would be the model's own, if its shape is.
     update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
     teacher, its_blocks = models.build(cell.model_copy(update=update))
-    theirs, own = configured.vocabulary(teacher), configured.vocabulary(model)
+    theirs, own = models.vocabulary(teacher), models.vocabulary(model)
     if theirs != own:
         raise ValueError(
             f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary of "

@@ -9,10 +9,9 @@ import torch.nn as nn
 
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
-from experiments.worker import configured
+from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Reference, log_probabilities
-from experiments.worker.objectives.rollout import Rollout
-from experiments.worker.objectives.sampling import Sampler
+from experiments.worker.objectives.rollout import Rollout, Sampler
 
 #: One number for each of prompts, answers and which tokens count, all three (sequences, tokens).
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,9 +46,7 @@ class GRPO:
         self._micro_batch = cell.micro_batch
         self._prompt = cell.sequence_length + 1 - spec.new_tokens
         self._where = cell.origin.key("objective", "reward")
-        self._reward = _REWARDS.get(spec.reward) or configured.find_function(
-            spec.reward, self._where
-        )
+        self._reward = _REWARDS.get(spec.reward) or models.find_function(spec.reward, self._where)
         self._sampler = Sampler(cell, rank)
         self._rollout = Rollout(cell, rank) if spec.rollout != "trainer" else None
         #: Figures of each iteration's publication, by field of a measurement.

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.objective import OwnObjective
-from experiments.worker import configured
+from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Objective, Phase
 from fcdp.failure import Announcement, Board, break_all, every_backend
 
@@ -32,7 +32,7 @@ LOOK_S = 5.0
 def make(spec: OwnObjective, cell: Cell) -> Own:
     """The objective that the user's function makes; ``ValueError`` where it is none."""
     where = cell.origin.key("objective", "function")
-    made: Any = configured.find_function(spec.function, where)(cell.sequence_length)
+    made: Any = models.find_function(spec.function, where)(cell.sequence_length)
     lacking = [name for name in _PARTS if not hasattr(made, name)]
     if lacking:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from analysis.claims import papers
-from analysis.claims.computations import SCALES, Outcome, Outcomes, Ratio, Value, taken
+from analysis.claims.computations import SCALES, Outcome, Ratio, Value, taken
 from analysis.claims.papers import Check, Claim, Claims
 from analysis.claims.verdicts import judge
 from analysis.load.rows import Row
@@ -82,7 +82,7 @@ def test_a_verdict_rests_on_its_records(
         # With as many rounds that are no noisier it would be decided.
         rows = [replace(row, record=_timed(row.record, times=100)) for row in rows]
         before = verdict(claim, check, rows)
-    if isinstance(check.compute, Outcome | Outcomes):
+    if isinstance(check.compute, Outcome):
         sampled = {id(sample.row) for sample in check.compute.samples(rows)}
         other = [
             replace(row, state="ok" if row.state == "oom" else "oom") if id(row) in sampled else row

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.co2.outer import OuterState, Rule
+from baselines.co2.train import OuterState, Rule
 
 ROUNDS = st.lists(st.lists(st.floats(-8, 8, width=32), min_size=3, max_size=3), max_size=4)
 

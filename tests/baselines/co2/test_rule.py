@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.co2.outer import Rule
+from baselines.co2.train import Rule
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 
 

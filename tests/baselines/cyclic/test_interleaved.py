@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from baselines.cyclic.interleaved import SavedBytes, build
-from baselines.cyclic.rule import Rule
+from baselines.cyclic.routes import Rule
 from baselines.settings import CyclicSettings
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (

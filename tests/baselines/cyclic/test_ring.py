@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from baselines.cyclic.ring import Post
-from baselines.cyclic.routes import KINDS, Cycle, Kind
-from baselines.cyclic.rule import Rule
+from baselines.cyclic.routes import KINDS, Cycle, Kind, Rule
 from baselines.settings import CyclicSettings
 from baselines.strategy import load
 from tests.baselines.cyclic.training import Told, alike, batch, made, trained

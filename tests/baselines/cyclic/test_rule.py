@@ -9,10 +9,13 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.cyclic.routes import KINDS, Cycle, Kind, crossing
-from baselines.cyclic.rule import (
+from baselines.cyclic.routes import (
+    KINDS,
+    Cycle,
+    Kind,
     Rule,
     backward_slot,
+    crossing,
     forward_slot,
     is_fresh,
     partition,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from baselines import optimizers
-from baselines.cyclic.rule import Rule, is_fresh, partition
+from baselines.cyclic.routes import Rule, is_fresh, partition
 from baselines.cyclic.stages import parameters
 from baselines.cyclic.synchronous import build
 from baselines.settings import CyclicSettings

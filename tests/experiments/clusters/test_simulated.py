@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
-from experiments.matrix.matrix import MatrixCell
+from experiments.matrix.reader import MatrixCell
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.record import Record
 from experiments.records.record import read as read_records

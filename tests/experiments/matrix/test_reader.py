@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from baselines import pins
 from baselines.registry import STRATEGY_NAMES
 from experiments.matrix import reader
-from experiments.matrix.matrix import Matrix
+from experiments.matrix.reader import Matrix
 from experiments.records.cell import ClusterSpec
 from simulation.quantities import format_link
 from simulation.yaml_lines import load

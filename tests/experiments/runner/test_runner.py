@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.matrix import reader
-from experiments.matrix.matrix import Matrix
+from experiments.matrix.reader import Matrix
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
 from experiments.records.record import Record

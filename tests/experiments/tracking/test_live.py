@@ -11,8 +11,7 @@ import pytest
 import wandb
 
 from experiments.records.cell import Cell
-from experiments.tracking.live import Live
-from experiments.tracking.sink import export
+from experiments.tracking import Live, export
 from experiments.worker import PROGRESS
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import wandb
 
-from experiments.tracking import sink
-from experiments.tracking.sink import export
+from experiments import tracking
+from experiments.tracking import export
 from tests import programs
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
@@ -81,7 +81,7 @@ def test_a_run_that_was_cut_short_is_written_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sink, "_summary", die)
+        patch.setattr(tracking, "_summary", die)
         with pytest.raises(KeyboardInterrupt):
             export([record(cell(seed=5))], tmp_path)
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -101,7 +101,7 @@ def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
     assert {"fcdp", "llama-4x128", "full", "100 Mbit/s", "emulated"} <= set(run.tags)
     assert run.config["policy"] == "disk"
     assert not {"deepspeed", "lora_rank", "origin", "threads"} & set(run.config)
-    theirs = sink._config(cell(strategy="deepspeed-zero3", tuning="lora"))
+    theirs = tracking._config(cell(strategy="deepspeed-zero3", tuning="lora"))
     assert (theirs["deepspeed"], theirs["lora_rank"]) == ("current", cell().lora_rank)
     assert not {"policy", "gather_codec", "adapters"} & set(theirs)
     assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
@@ -135,10 +135,10 @@ def test_the_key_is_nowhere(tmp_path: Path) -> None:
     """Also not when W&B is asked to use it, here with a server that does not answer."""
     code = (
         "from pathlib import Path\n"
-        "from experiments.tracking import sink\n"
+        "from experiments import tracking\n"
         "from tests.experiments.stand_in import cell, record\n"
-        "sink._SETTINGS['init_timeout'] = 2\n"
-        f"print(sink.export([record(cell())], Path({str(tmp_path)!r})))\n"
+        "tracking._SETTINGS['init_timeout'] = 2\n"
+        f"print(tracking.export([record(cell())], Path({str(tmp_path)!r})))\n"
     )
     home = tmp_path / "home"
     home.mkdir()
@@ -165,7 +165,7 @@ def test_online_without_a_key_goes_on_offline(
 def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    assert sink.asked_mode() == ("online", [])
+    assert tracking.asked_mode() == ("online", [])
 
 
 def test_disabled_and_unknown_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(sink, "_write", fail)
+    monkeypatch.setattr(tracking, "_write", fail)
     result = export([record(cell())], tmp_path)
     assert result.warnings == ("1 W&B runs not written: no space left",)
 
@@ -190,8 +190,8 @@ def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_on_a_full_disk_nothing_is_said_to_be_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = sink.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(sink.shutil, "disk_usage", lambda _: usage._replace(free=0))
+    usage = tracking.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(tracking.shutil, "disk_usage", lambda _: usage._replace(free=0))
     result = export([record(cell())], tmp_path)
     assert (result.runs, result.whole) == (0, False)
     assert "no room is left" in result.warnings[0]

@@ -10,7 +10,7 @@ import pytest
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import LostNodeError
 from experiments.commands.kinds import PRELOADED
-from experiments.matrix.matrix import MatrixCell
+from experiments.matrix.reader import MatrixCell
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement, Record
 from experiments.runner import runner

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
-from experiments.worker import configured, models
+from experiments.worker import models
 from tests.experiments import families
 from tests.experiments.cells import cell
 
@@ -51,7 +51,7 @@ def test_a_family_has_its_blocks_and_nothing_random(family: str) -> None:
     inside = sum(param.numel() for block in found for param in block.parameters())
     assert inside > 0.5 * sum(param.numel() for param in model.parameters())
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert configured.vocabulary(model) == 256
+    assert models.vocabulary(model) == 256
     torch.testing.assert_close(logits(model), logits(model))
     again, _ = models.build(of(family))
     assert all(
@@ -196,4 +196,4 @@ def test_a_module_that_is_not_on_this_node_names_the_key() -> None:
     with pytest.raises(
         ValueError, match=r"^mine\.yaml:9: workload\.loss: nowhere cannot be import"
     ):
-        configured.find_function("nowhere:loss", "mine.yaml:9: workload.loss")
+        models.find_function("nowhere:loss", "mine.yaml:9: workload.loss")

@@ -305,7 +305,7 @@ def test_a_rate_that_moves_nothing_is_refused() -> None:
 
 
 def test_a_link_without_limit_is_told_no_differences_where_the_rule_decides() -> None:
-    on = hardware().with_inter_bandwidth(None)
+    on = hardware().with_inter_bandwidth(float("inf"))
     whole, decided, always = (
         predicted("fcdp", gather_codec=codec, on=on).inter_node_bytes
         for codec in ("none", "delta", "delta(always)")

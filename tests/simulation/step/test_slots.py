@@ -15,7 +15,7 @@ from baselines.cyclic import routes
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
 from simulation.cycle import cycle_of, stages_of
-from simulation.emulated import compare, emulated
+from simulation.emulated import Comparison, emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
 from simulation.step.schedule import StageSeconds
@@ -65,7 +65,7 @@ def recorded() -> list[Record]:
 def test_bytes_are_the_records_within_framing(record: Record) -> None:
     step = measured_step(record, cluster_of(record.cell))
     assert step is not None
-    found = compare(step)
+    found = Comparison.of(step, predict(step.workload, step.hardware))
     assert found.bytes_agree, found.counted_share
     assert found.counted_share == pytest.approx(1, abs=0.01)
 

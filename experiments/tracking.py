@@ -1,19 +1,22 @@
-"""Weights & Biases, fed from the records once all cells are finished.
+"""Weights & Biases, fed from the records: while cells run, and once all are finished.
 
 The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
-the tables and figures. A cell's run has been written while the cell ran, by ``live``; what is not
-whole then is written here, again under the same id, which online resumes it. A failure is a
-warning.
+the tables and figures. While a cell runs, ``Live`` logs its steps: rank 0 appends each to
+``progress.jsonl``, and a thread of the runner reads on there, with the time that rank 0 gives, so
+that W&B's clock is the training's. What is not whole then, whatever went wrong, ``export`` writes
+again under the same id, which online resumes it. A failure is a warning.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import netrc
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +28,8 @@ from experiments.records.cell import Cell
 from experiments.records.provenance import scrub
 from experiments.records.record import Measurement, Record
 from experiments.records.select import FILE
+from experiments.runner.directory import Step
+from experiments.worker import PROGRESS
 from simulation.files import stored
 from simulation.quantities import format_link
 
@@ -378,3 +383,107 @@ def _summary(record: Record) -> dict[str, Any]:
     if record.measurement is not None:
         figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
     return {name: value for name, value in figures.items() if value is not None}
+
+
+#: Seconds between two looks at the steps: rare enough to be no load on cores that train.
+_INTERVAL_S = 0.5
+#: A run that ends with its cell is worth a look while it lasts: the machine's load is sampled, and
+#: W&B's file is as new as what was logged.
+_LIVE_SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
+
+
+class Live:
+    """Follows the cells of one run; a context manager around it, and an observer of the runner.
+
+    ``link`` is called with the address of each W&B run that is online.
+    """
+
+    def __init__(
+        self, directory: Path, link: Callable[[str], None], sweep_run: str | None = None
+    ) -> None:
+        self.directory = directory
+        self._link = link
+        self._sweep_run = sweep_run
+        self._mode, _ = asked_mode()
+        self._follower: _Follower | None = None
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(None)
+        settle()
+
+    def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
+        """Begin the cell's W&B run, and follow its steps from now on."""
+        if self._mode == "disabled":
+            return
+        wandb_run = cell_run(cell, started_at, self._sweep_run)
+        self._follower = _Follower(self, wandb_run, directory / PROGRESS)
+        self._follower.start()
+
+    def cell_finished(self, record: Record) -> None:
+        """End the cell's W&B run, which takes the rest of the record."""
+        self._end(record)
+
+    def _end(self, record: Record | None) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.end(record)
+
+    def begin(self, wandb_run: WandbRun) -> Any:
+        """Begin a W&B run, and all after it offline if W&B is not reached."""
+        run, self._mode = begin(wandb_run, self.directory, self._mode, [], **_LIVE_SETTINGS)
+        if self._mode == "online":
+            self._link(run.url)
+        return run
+
+
+class _Follower(threading.Thread):
+    """Logs one cell's steps until it has ended.
+
+    The runner's thread sets ``_record`` before ``_ended``; all else is this thread's own.
+    """
+
+    def __init__(self, live: Live, wandb_run: WandbRun, progress: Path) -> None:
+        super().__init__(name="wandb", daemon=True)
+        self._live = live
+        self._wandb_run = wandb_run
+        self._progress = progress
+        self._record: Record | None = None
+        self._ended = threading.Event()
+
+    def end(self, record: Record | None) -> None:
+        """Have it log what is left, and end the W&B run: as failed, if there is no record."""
+        self._record = record
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        """Log the steps, then what the record says."""
+        try:
+            run = self._live.begin(self._wandb_run)
+            for step in self._steps():
+                point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
+                run.log(point, step=step.step, commit=True)
+            if self._record is not None:
+                end(run, self._record)
+            run.finish(exit_code=exit_code(self._record))
+        except Exception:
+            # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
+            return
+        if self._record is not None:
+            mark_whole(self._wandb_run, self._live.directory)  # nothing is left to ``export``
+
+    def _steps(self) -> Iterator[Step]:
+        """The steps as their lines are there, until the cell has ended."""
+        offset, ended = 0, False
+        while not ended:
+            ended = self._ended.wait(_INTERVAL_S)
+            if not self._progress.exists():
+                continue
+            with self._progress.open("rb") as file:
+                file.seek(offset)
+                *lines, rest = file.read().split(b"\n")
+                offset = file.tell() - len(rest)
+            yield from (Step(**json.loads(line)) for line in lines)

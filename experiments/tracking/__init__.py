@@ -1,1 +1,0 @@
-"""Weights & Biases, fed from the records."""
