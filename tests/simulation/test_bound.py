@@ -82,12 +82,15 @@ def test_a_steps_utilisation_stays_below_efficiency_and_bound(
     assert math.isclose(found.hfu / found.mfu, 4 / 3, rel_tol=1e-9)
 
 
-def test_what_does_not_fit_has_no_estimate() -> None:
+def test_what_does_not_fit_has_no_estimate_and_a_target_is_a_share() -> None:
     one = point(96, 12288)
     assert one.estimate() is None
     assert not [*one.grid(steps=5)]
     with pytest.raises(ValueError, match="gpus = 8: .* need 347.9 GB per GPU, it has 40.0"):
         one.required_bandwidth_bytes_per_s(0.5)
+    for target in (0.0, -0.1, 1.5):
+        with pytest.raises(ValueError, match="target"):
+            point().required_bandwidth_bytes_per_s(target)
 
 
 def test_the_grid_search_finds_the_best_feasible_point() -> None:
@@ -99,9 +102,3 @@ def test_the_grid_search_finds_the_best_feasible_point() -> None:
     for gamma in (0.0, 0.5, 1.0):
         other = one.estimate(gamma, 0.75)
         assert other is None or other.mfu <= best.mfu + 1e-12
-
-
-@pytest.mark.parametrize("target", [0.0, -0.1, 1.5])
-def test_a_target_is_a_share(target: float) -> None:
-    with pytest.raises(ValueError, match="target"):
-        point().required_bandwidth_bytes_per_s(target)

@@ -35,6 +35,8 @@ def test_the_papers_cluster() -> None:
     assert found.inter_bytes_per_s == hardware.LINK_EFFICIENCY * 12.5e9
     # NVLink joins pairs only, so exchanges inside the node meet the copies on PCIe.
     assert found.intra_shares_pcie
+    assert found.with_inter_bandwidth(None).inter_bytes_per_s == math.inf
+    assert found.with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,6 @@ def test_ranks_that_share_a_device_share_its_rate_and_a_share_of_its_peak_is_one
     alone, shared = (share_of_peak(gpu("a40"), 0.5, ranks) for ranks in (1, 4))
     assert shared.flops_per_s == alone.flops_per_s / 4
     assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
-
-
-def test_a_link_without_limit() -> None:
-    assert paper_cluster().with_inter_bandwidth(None).inter_bytes_per_s == math.inf
-    assert paper_cluster().with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_a_number_is_taken_as_it_is(number: float, unit: str) -> None:
 def test_links(text: str, bits: int | None) -> None:
     assert q.link(text) == bits
     assert q.link(q.format_link(bits)) == bits
+    assert q.format_link(math.nan) == q.format_link(None) == "unshaped"
 
 
 @given(st.integers(1, 10**15))
@@ -98,7 +99,3 @@ def test_every_link_can_be_written_and_read(bits: int) -> None:
 def test_malformed_links(text: object) -> None:
     with pytest.raises(ValueError, match=r"bandwidth|whole number"):
         q.link(text)
-
-
-def test_a_missing_link_is_unshaped() -> None:
-    assert q.format_link(math.nan) == q.format_link(None) == "unshaped"

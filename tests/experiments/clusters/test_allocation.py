@@ -95,9 +95,5 @@ def test_ranks_are_gpus_unless_said(tmp_path: Path, chosen: str | None, count: i
         (tmp_path / name).touch()
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert visible_gpus(environment, tmp_path) == count
-
-
-def test_without_gpus_the_ranks_must_be_said() -> None:
-    without = {k: v for k, v in GOOD.items() if k != "FCDP_RANKS_PER_NODE"}
     with pytest.raises(ClusterError, match="FCDP_RANKS_PER_NODE is not set and this machine"):
-        Allocation.from_env({**without, "CUDA_VISIBLE_DEVICES": ""})
+        Allocation.from_env({"FCDP_HOSTS": GOOD["FCDP_HOSTS"], "CUDA_VISIBLE_DEVICES": ""})

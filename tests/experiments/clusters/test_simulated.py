@@ -80,11 +80,6 @@ def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) ->
     assert record.network["ranks_sharing_device"] == 4
 
 
-def test_rented_nodes_are_not_known() -> None:
-    with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
-        SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -99,7 +94,9 @@ def test_an_impossible_cluster_is_an_error(field: str, value: object, message: s
         SimulatedSpec.model_validate({**SPEC.model_dump(), field: value})
 
 
-def test_only_simulations_recompute() -> None:
+def test_rented_nodes_are_not_known_and_only_simulations_recompute() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
+        SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
     assert simulated("fcdp", recomputed=1.0).id != simulated("fcdp").id
     with pytest.raises(ValidationError, match="1 is for clusters of kind simulated"):
         cell("fcdp", recomputed=1.0)

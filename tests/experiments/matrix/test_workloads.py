@@ -140,18 +140,15 @@ def test_mistakes_in_data_name_line_and_key(folder: Path, content: str, problem:
     assert str(raised.value).startswith(f"example.yaml:17: workload.data.jsonl: {problem}")
 
 
-def test_a_folder_is_no_text(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"workload\.data\.text: \. is a folder, not a file"):
-        read(folder, (TUNING, TUNING + "\n  data: {text: .}"))
-
-
-def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_text_and_a_data_set_needs_its_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from experiments.matrix import workloads
 
+    with pytest.raises(ValueError, match=r"workload\.data\.text: \. is a folder, not a file"):
+        read(folder, (TUNING, TUNING + "\n  data: {text: .}"))
     monkeypatch.setattr(workloads.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"17: workload\.data\.dataset: needs the package datasets"
-    ):
+    with pytest.raises(ValueError, match="17: workload.data.dataset: needs the package datasets"):
         read(folder, (TUNING, TUNING + "\n  data: {dataset: squad}"))
 
 

@@ -53,9 +53,7 @@ def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> Non
     bucket, rate = 36_000, 1.25e6
     samples = [(size, 1e-4 + max(0, size - bucket) / rate) for size in SIZES[:6]]
     assert fitted(samples).bytes_per_s == pytest.approx(rate, rel=0.02)
-
-
-def test_noise_gives_no_negative_bandwidth() -> None:
+    # Nor does noise make it negative.
     link = fitted([(1024, 0.2), (4096, 0.1)])
     assert link.bytes_per_s == pytest.approx(40960)
     assert link.latency_s >= 0

@@ -145,9 +145,7 @@ def test_configurations_that_cannot_be_trained_name_the_key(
     assert error.startswith(f"config: {said}")
     assert len(error.splitlines()) == 1
     assert len(error) < 600
-
-
-def test_a_decoder_of_a_masked_family_is_causal() -> None:
+    # A decoder of a masked family is causal.
     assert models.build(of("qwen2", configuration={"model_type": "bert", "is_decoder": True}))
 
 
@@ -168,10 +166,5 @@ def test_functions_that_make_no_model_name_the_key(function: str, said: str) -> 
     assert error.startswith("function: tests.experiments.own_model")
     assert said in error
     assert len(error.splitlines()) == 1
-
-
-def test_a_module_that_is_not_on_this_node_names_the_key() -> None:
-    with pytest.raises(
-        ValueError, match=r"^mine\.yaml:9: workload\.loss: nowhere cannot be import"
-    ):
+    with pytest.raises(ValueError, match=r"^mine.yaml:9: workload.loss: nowhere cannot be import"):
         configured.find_function("nowhere:loss", "mine.yaml:9: workload.loss")
