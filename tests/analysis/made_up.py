@@ -7,7 +7,7 @@ from typing import Any
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
 from simulation.transformer import ModelSpec
-from tests.experiments import cells
+from tests.experiments import cells, stand_in
 
 #: Strategy → tuning → MB sent a step, the closed form's share of it, and seconds without a network.
 TRAFFIC: dict[str, dict[str, tuple[float, float, float]]] = {
@@ -16,14 +16,17 @@ TRAFFIC: dict[str, dict[str, tuple[float, float, float]]] = {
     "fcdp": {"full": (3.3, 0.99, 0.16), "lora": (0.07, 0.96, 0.11)},
 }
 LINKS: tuple[int | None, ...] = (10_000_000, 100_000_000, None)
-MODELS = (
-    ModelSpec(name="gpt2-4x128", family="gpt2", layers=4, width=128, heads=4),
-    ModelSpec(name="llama-4x128", family="llama", layers=4, width=128, heads=4),
-)
+MODELS = GPT2, LLAMA = cells.model_spec("gpt2", layers=4), cells.model_spec("llama", layers=4)
 ERROR = "RuntimeError: <script>alert('x')</script> & a second line\n  File \"worker.py\", line 7"
 
 
-def cell(strategy: str, model: ModelSpec, tuning: str, link: int | None, **changes: Any) -> Cell:
+def cell(
+    strategy: str,
+    model: ModelSpec = GPT2,
+    tuning: str = "full",
+    link: int | None = None,
+    **changes: Any,
+) -> Cell:
     """One cell of the made-up matrix."""
     settings: dict[str, Any] = {
         "matrix": "made-up",
@@ -39,54 +42,55 @@ def cell(strategy: str, model: ModelSpec, tuning: str, link: int | None, **chang
     return cells.cell(strategy, **(settings | changes))
 
 
-def measurement(of: Cell) -> Measurement:
-    """What such a cell might have measured."""
-    megabytes, share, compute = TRAFFIC[of.strategy][of.tuning]
-    scale = 1.0 if of.model.family == "gpt2" else 1.12
+def figures(of: Cell) -> dict[str, Any]:
+    """What such a cell might have measured; those of other strategies what FCDP's have."""
+    strategy = of.strategy if of.strategy in TRAFFIC else "fcdp"
+    megabytes, share, compute = TRAFFIC[strategy][of.tuning]
+    scale = 1.12 if of.model == LLAMA else 1.0
     sent = megabytes * 1e6 * scale * of.accumulation
     link = of.inter_bandwidth_bits_per_s or 8_000_000_000
     seconds = compute + 8 * sent / link
-    lag = list(TRAFFIC).index(of.strategy) * 4e-4
+    lag = list(TRAFFIC).index(strategy) * 4e-4
     slope = 0.11 if of.tuning == "full" else 0.02
     ledger = {
         "inter_node": {"forward": sent * 0.45, "backward": 0.0, "reduce": sent * 0.54},
         "intra_node": {"forward": sent, "backward": sent, "reduce": sent},
     }
-    return Measurement(
-        engine="deepspeed" if of.strategy.startswith("deepspeed") else "torch",
-        engine_version="0.19.6" if of.strategy.startswith("deepspeed") else "2.13.0",
-        policy="host" if of.strategy == "fcdp" else None,
-        parameters=int(1_700_000 * scale) + (12_000 if of.tuning == "lora" else 0),
-        trainable_parameters=12_000 if of.tuning == "lora" else int(1_700_000 * scale),
-        step_seconds=[seconds * (1 + 0.01 * wobble) for wobble in (0, 2, -1, 1, 3, -2, 4, 0)],
-        losses=[5.6 - slope * step + lag * (step % 3) for step in range(10)],
-        inter_node_bytes_per_step=sent * (1.0 if link < 1e9 else 1.004),
-        inter_node_bytes_closed_form=sent * share,
-        ledger_bytes_per_step=ledger if of.strategy == "fcdp" else None,
-        peak_host_bytes=640_000_000,
-        host_cache_bytes=3_400_000 if of.strategy == "fcdp" else None,
-        peak_device_bytes=None,
-    )
+    return {
+        "engine": "deepspeed" if strategy.startswith("deepspeed") else "torch",
+        "engine_version": "0.19.6" if strategy.startswith("deepspeed") else "2.13.0",
+        "policy": "host" if strategy == "fcdp" else None,
+        "parameters": int(1_700_000 * scale) + (12_000 if of.tuning == "lora" else 0),
+        "trainable_parameters": 12_000 if of.tuning == "lora" else int(1_700_000 * scale),
+        "step_seconds": [seconds * (1 + 0.01 * wobble) for wobble in (0, 2, -1, 1, 3, -2, 4, 0)],
+        "losses": [5.6 - slope * step + lag * (step % 3) for step in range(10)],
+        "inter_node_bytes_per_step": sent * (1.0 if link < 1e9 else 1.004),
+        "inter_node_bytes_closed_form": sent * share,
+        "ledger_bytes_per_step": ledger if strategy == "fcdp" else None,
+        "peak_host_bytes": 640_000_000,
+        "host_cache_bytes": 3_400_000 if strategy == "fcdp" else None,
+    }
 
 
 def record(of: Cell, **changes: Any) -> Record:
-    """A finished cell; ``changes`` replace fields of the record."""
+    """A finished cell; ``changes`` replace fields of the record and figures of its measurement."""
+    own = {name: changes.pop(name) for name in Measurement.model_fields if name in changes}
     link = of.inter_bandwidth_bits_per_s
     values: dict[str, Any] = {
-        "cell": of,
-        "cell_id": of.id,
-        "state": "ok",
-        "error": None,
-        "evidence": "emulated",
-        "measurement": measurement(of),
-        "commit": "0123456789abcdef0123456789abcdef01234567",
         "versions": {"torch": "2.13.0", "deepspeed": "0.19.6", "transformers": "4.57.0"},
         "hardware": {"note": "made up", "cpu": "made-up CPU", "cores": 4},
         "network": {"kind": "tbf", "rate_bits_per_s": link, "burst_bytes": 65536, "mtu": 1500},
         "started_at": "2026-01-02T03:04:05+00:00",
         "seconds": 42.0,
     }
-    return Record(**(values | changes))
+    made = altered(stand_in.record(of, **figures(of)), **own)
+    return made.model_copy(update=values | changes)
+
+
+def altered(of: Record, **figures: Any) -> Record:
+    """The record with other figures in its measurement."""
+    assert of.measurement is not None
+    return of.model_copy(update={"measurement": of.measurement.model_copy(update=figures)})
 
 
 def records() -> list[Record]:

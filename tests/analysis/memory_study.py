@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 from analysis.load.runs import MemoryStudy
-from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
+from simulation.imitated.records import MemoryRecord
 from simulation.transformer import ModelSpec
+from tests.simulation.imitated.small import case, settled
 
 MODELS = [
     ModelSpec(name=f"gpt-{size}b", family="gpt2", layers=48, width=64 * size, heads=size)
@@ -16,41 +16,11 @@ MODELS = [
 
 
 def made(strategy: str, model: ModelSpec, tuning: str, again: bool, largest: int) -> MemoryRecord:
-    case = Case.model_validate(
-        {
-            "strategy": strategy,
-            "model": model,
-            "tuning": tuning,
-            "checkpointing": again,
-            "nodes": 4,
-            "ranks_per_node": 8,
-            "sequence_length": 512,
-            "lora_rank": 8,
-            "device_bytes": 48_000_000_000,
-            "reserve_bytes": 4_000_000_000,
-        }
-    )
-    finding = MemoryUse(
-        parameters=10**10,
-        trainable_parameters=10**10,
-        resting_device_bytes=10**9,
-        peaks=[Peak(micro_batch=8, device_bytes=2 * 10**9, host_bytes=10**9)],
-        largest_micro_batch=largest,
-        host_cache_bytes_per_node=15 * 10**9 if strategy == "fcdp" else None,
-    )
-    state: Any = "ok" if largest else "oom"
-    if strategy == "ddp":
-        state = "skipped"
-    return MemoryRecord(
-        case=case,
-        state=state,
-        error="not run" if state == "skipped" else None,
-        finding=None if state == "skipped" else finding,
-        commit="0123456789",
-        versions={"torch": "2.13.0"},
-        started_at="2026-01-02T03:04:05+00:00",
-        seconds=60.0,
-    )
+    sizes = {"sequence_length": 512, "lora_rank": 8, "device_bytes": 48 * 10**9}
+    of = case(strategy, model=model, tuning=tuning, checkpointing=again, **sizes)
+    cached = 15 * 10**9 if strategy == "fcdp" else None
+    ran = None if strategy == "ddp" else largest
+    return settled(of, ran, host_cache_bytes_per_node=cached)
 
 
 #: Of each strategy: gpt-10b and gpt-30b.

@@ -11,15 +11,15 @@ from analysis.__main__ import RESULTS, app
 from analysis.check import check
 from experiments.records.record import Record, read
 from tests.analysis.conftest import write_records
+from tests.analysis.made_up import altered
 
 VOLUME = RESULTS / "paper/volume/records.jsonl"
 
 
 def twice(record: Record) -> Record:
     """The record with twice the bytes between nodes."""
-    sent = 2 * record.measurement.inter_node_bytes_per_step
-    measured = record.measurement.model_copy(update={"inter_node_bytes_per_step": sent})
-    return record.model_copy(update={"measurement": measured})
+    sent = record.measurement.inter_node_bytes_per_step
+    return altered(record, inter_node_bytes_per_step=2 * sent)
 
 
 def test_the_committed_run_passes_in_the_papers_units() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from analysis.__main__ import app
@@ -37,7 +35,9 @@ from simulation.planner.plan import Plan, plan
 from simulation.planner.quality import Quality
 from simulation.planner.report import table
 from tests.analysis import made_up
+from tests.analysis.conftest import write_records
 from tests.docs import ROOT
+from tests.experiments.command_line import rendered
 from tests.experiments.stand_in import record
 from tests.simulation.planner.made_up import request
 
@@ -54,7 +54,7 @@ def cell(matrix: str, strategy: str, link: int | None = None, **settings: Any) -
         "interval": 4,
         "held_out": 8,
     }
-    return made_up.cell(strategy, made_up.MODELS[0], "full", link, **(given | settings))
+    return made_up.cell(strategy, link=link, **(given | settings))
 
 
 def trial(strategy: str, rate: float, losses: tuple[float, ...], **settings: Any) -> list[Record]:
@@ -134,9 +134,7 @@ def test_who_is_first_depends_on_the_link() -> None:
     ]
     # What is not exact never comes to what the exact one ends with.
     assert said(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
-
-
-def test_what_seeds_do_not_tell_apart_is_alike() -> None:
+    # What seeds do not tell apart is alike.
     slow, _ = said(times(slow=1.2), 3.01)
     assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 
@@ -165,10 +163,7 @@ def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPa
 
 
 def printed(made: Plan) -> str:
-    console = Console(width=80, file=StringIO())
-    console.print(table(made))
-    assert isinstance(console.file, StringIO)
-    return " ".join(console.file.getvalue().split())
+    return " ".join(" ".join(rendered(table(made), 80)).split())
 
 
 def test_the_link_takes_what_its_bytes_do_on_it() -> None:
@@ -188,8 +183,7 @@ def test_tables_say_what_is_not_reached() -> None:
 def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
     for name, records in ((SEARCH, search()), (TIMES, times())):
         (tmp_path / name).mkdir()
-        lines = "".join(f"{each.model_dump_json()}\n" for each in records)
-        (tmp_path / name / "records.jsonl").write_text(lines)
+        write_records(records, tmp_path / name / "records.jsonl")
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert markdown(courses(search(), times())) in done.output

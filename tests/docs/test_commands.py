@@ -38,7 +38,7 @@ _GROUPS = {
     "analysis": get_group(analysis.__main__.app),
 }
 _NETWORK = "makes network namespaces and trains for minutes; tests of the cluster do"
-_SIMULATED = "simulates for a minute or more; tests/simulation/test_paper.py holds its records"
+_SIMULATED = "simulates for minutes; tests/experiments/matrix/test_paper_suite.py has the records"
 _IMAGE = "needs an image and a Docker engine; tests/launch/test_docker.py has both where it can"
 _NODES = "needs nodes; tests/launch/test_launch.py runs the script with stand-ins for them"
 _EARLIER = "reads what the run before it has left"

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 NODES, RANKS_PER_NODE = 2, 2
+CLUSTER = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
 
 _DEFAULTS: dict[str, Any] = {
     "matrix": "tests",
     "tuning": "full",
-    "cluster": ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE),
+    "cluster": CLUSTER,
     "inter_bandwidth_bits_per_s": None,
     "sequence_length": 64,
     "micro_batch": 1,

@@ -1,7 +1,10 @@
-"""Calls of ``python -m experiments`` in this process."""
+"""Calls of ``python -m experiments`` in this process, and what a terminal shows."""
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner, Result
 
 from experiments.__main__ import app
@@ -15,3 +18,25 @@ def command(*arguments: object, **environment: str) -> Result:
 def flat(result: Result) -> str:
     """Text of both outputs without its line breaks."""
     return " ".join(result.output.split())
+
+
+def printed(*arguments: object) -> str:
+    """What a command prints that must end well."""
+    result = command(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    """What a command says of a mistake, without line breaks."""
+    result = command(*arguments)
+    assert result.exit_code == 2, result.output
+    return flat(result)
+
+
+def rendered(renderable: RenderableType, width: int = 100) -> list[str]:
+    """The lines of a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        console.print(renderable)
+    return [line.rstrip() for line in capture.get().splitlines()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import pytest
+
 #: By name; what no rank may see of the value is its "marker" with what follows.
 PLANTED: Mapping[str, str] = {
     "PGPASSWORD": "marker1",
@@ -28,6 +30,13 @@ PLANTED: Mapping[str, str] = {
     "PYTHON_KEYRING_SECRET": "marker19",
     "MY_THING": "marker20marker20",
 }
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    """Have them be in the environment, and one more secret that is to pass."""
+    told = {**PLANTED, "FCDP_PASS": "MY_TOKEN", "MY_TOKEN": "a gated model's"}
+    for name, value in told.items():
+        patch.setenv(name, value)
 
 
 def markers(text: str) -> list[str]:

@@ -17,19 +17,27 @@ from experiments.matrix import reader
 from experiments.records.record import read as read_records
 from experiments.runner.directory import RunDirectory
 from tests import programs
-from tests.experiments.command_line import command
+from tests.experiments.command_line import command, printed
 from tests.experiments.planted import PLANTED, markers
 from tests.experiments.stand_in import matrix_file, take_the_place_of_clusters
 
 pytestmark = pytest.mark.ranks
 
 
-def stand_in(*arguments: str, cluster: dict[str, Any] | None = None) -> Result:
+def stand_in(*arguments: object, status: int = 0, **cluster: Any) -> Result:
     """``run`` on a stand-in for a cluster, which draws no report unless it is told to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(terminal, "raise_them", lambda: None)
-        take_the_place_of_clusters(patch.setattr, cluster or {})
-        return command("run", *arguments)
+        take_the_place_of_clusters(patch.setattr, cluster)
+        result = command("run", *arguments)
+    assert result.exit_code == status, result.stderr
+    return result
+
+
+def options(folder: Path, *more: str, **of_the_matrix: Any) -> list[str]:
+    """Of a run of a small matrix without W&B, in a folder beside it."""
+    file = str(matrix_file(folder, **of_the_matrix))
+    return [file, "--output", str(folder / "run"), "--no-wandb", *more]
 
 
 def test_help_says_what_it_does() -> None:
@@ -51,9 +59,7 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
 
 def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = command("run", "reference", "--dry-run", "--output", str(output))
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
+    lines = printed("run", "reference", "--dry-run", "--output", output).splitlines()
     skipped = [line for line in lines if "  skipped: accumulation is compared at" in line]
     matrix = reader.read("reference")
     to_run = sum(entry.skip_reason is None for entry in matrix.cells)
@@ -68,31 +74,30 @@ def test_the_parent_stays_light() -> None:
         "import sys\n"
         "from experiments import __main__\n"
         "from experiments.matrix import reader\n"
+        "from experiments.records import provenance\n"
         "from experiments.runner import directory, runner\n"
         "from experiments.terminal import progress\n"
         "from experiments import tracking\n"
         "reader.read('quickstart')\n"
+        "provenance.gather()\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )
     imported = programs.printed(sys.executable, "-c", code).split()
-    heavy = {"torch", "deepspeed", "transformers", "pandas", "wandb", "matplotlib", "numpy"}
+    heavy = {"torch", "deepspeed", "transformers", "peft", "pandas", "wandb", "matplotlib", "numpy"}
     assert not heavy & {*imported}
 
 
 def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path)
-    file.write_text(file.read_text().replace("{nodes: 2", "{kind: rented, nodes: 2"))
-    options = [str(file), "--output", str(tmp_path / "run"), "--no-wandb", "--only", "fsdp2"]
-    result = stand_in(*options, "--cluster", "emulated")
-    assert result.exit_code == 0, result.stderr
+    rented = "kind: rented, nodes: 2, ranks_per_node: 1"
+    words = ("--only", "fsdp2", "--cluster", "emulated")
+    stand_in(*options(tmp_path, *words, cluster=rented))
     found = read_records(tmp_path / "run" / "records.jsonl")
     assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
 
 
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     file, output = matrix_file(tmp_path), tmp_path / "run"
-    result = stand_in(str(file), "--output", str(output), cluster={"report": True})
-    assert result.exit_code == 0, result.stderr
+    result = stand_in(file, "--output", output, report=True)
     assert len(read_records(output / "records.jsonl")) == 6
     lines = result.stdout.splitlines()
     assert "tiny · full · 10 Mbit/s · emulated" in lines
@@ -108,43 +113,32 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
 
 
 def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None:
-    options = [str(matrix_file(tmp_path)), "--output", str(tmp_path / "run"), "--no-wandb"]
-    failing = {"behaviours": {"fcdp-full-tiny-10mbit": "raise"}}
-    directory = RunDirectory(tmp_path / "run")
-    result = stand_in(*options, cluster=failing)
-    assert result.exit_code == 1
+    words, directory = options(tmp_path), RunDirectory(tmp_path / "run")
+    failing = {"fcdp-full-tiny-10mbit": "raise"}
+    result = stand_in(*words, behaviours=failing, status=1)
     assert "failed 1 cell: RuntimeError: rank 1 raises" in result.stdout
     first = read_records(directory.records)
-    result = stand_in(*options, "--resume")
-    assert result.exit_code == 1
+    stand_in(*words, "--resume", status=1)
     assert read_records(directory.records) == first
-    result = stand_in(*options, "--retry-failed")
-    assert result.exit_code == 0
+    stand_in(*words, "--retry-failed")
     repaired = read_records(directory.records)
     assert repaired[:5] == first[:5]
     assert repaired[5].state == "ok"
-    result = stand_in(*options, "--only", "fsdp2")
-    assert result.exit_code == 0
+    result = stand_in(*words, "--only", "fsdp2")
     assert f"the earlier run is now in {directory.path}/earlier/" in result.stdout
     assert [r.cell.strategy for r in read_records(directory.records)] == ["fsdp2", "fsdp2"]
 
 
 def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path, extra="        reference: fsdp2\n", steps=4)
-    options = [str(file), "--output", str(tmp_path / "run"), "--no-wandb"]
-    result = stand_in(*options)
-    assert result.exit_code == 0, result.stderr
-    assert "losses   6 of 6 cells reach fsdp2's" in result.stdout
-    result = stand_in(
-        *options, cluster={"behaviours": {"fcdp-full-tiny-10mbit": "learn otherwise"}}
-    )
-    assert result.exit_code == 1
+    words = options(tmp_path, extra="        reference: fsdp2\n", steps=4)
+    assert "losses   6 of 6 cells reach fsdp2's" in stand_in(*words).stdout
+    otherwise = {"fcdp-full-tiny-10mbit": "learn otherwise"}
+    result = stand_in(*words, behaviours=otherwise, status=1)
     assert "losses   5 of 6 cells reach fsdp2's" in result.stdout
     (problem, *_) = result.stderr.splitlines()
     assert problem.startswith("fcdp-full-tiny-10mbit")
     assert problem.endswith("learns something else")
-    result = stand_in(*options, "--only", "fcdp")
-    assert result.exit_code == 1
+    result = stand_in(*words, "--only", "fcdp", status=1)
     assert "was not compared: no fsdp2 trained with the same settings" in result.stderr
 
 
@@ -152,10 +146,8 @@ def test_a_report_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     (output / "report").touch()  # a file where the folder should be
-    file = matrix_file(tmp_path)
-    options = [str(file), "--output", str(output), "--no-wandb", "--only", "fsdp2"]
-    result = stand_in(*options, "--resume", cluster={"report": True})
-    assert result.exit_code == 1
+    words = options(tmp_path, "--only", "fsdp2", "--resume")
+    result = stand_in(*words, report=True, status=1)
     assert "the report could not be drawn: " in result.stderr
     assert f"try again with: python -m analysis report {output}/records.jsonl" in result.stderr
     assert "Traceback" not in result.stderr
@@ -165,8 +157,7 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     (output / "records.jsonl").write_text("{}\n")
-    result = stand_in(str(matrix_file(tmp_path)), "--output", str(output), "--resume")
-    assert result.exit_code == 2
+    result = stand_in(*options(tmp_path, "--resume"), status=2)
     assert f"error: {output}/records.jsonl:1: not a record" in result.stderr
 
 

@@ -17,10 +17,9 @@ from baselines import pins
 from baselines.pins import Pin
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
-from experiments.records.cell import ClusterSpec
 from simulation.transformer import Tuning
 from tests.experiments import cells, operators
-from tests.experiments.cells import NODES, RANKS_PER_NODE, cell, model_spec
+from tests.experiments.cells import cell, model_spec
 
 #: MB a step that one node sent.
 MEASURED: dict[tuple[str, Tuning], float] = {
@@ -35,9 +34,7 @@ MODEL = model_spec("gpt2", layers=4, width=256).model_copy(update={"vocabulary":
 def cluster(request: pytest.FixtureRequest, privileged: None) -> Iterator[EmulatedCluster]:
     if not request.config.getoption("--exhaustive"):
         pytest.skip("half a minute a cell: runs with --exhaustive; results/volume has the records")
-    with EmulatedCluster(
-        ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE), preload=PRELOADED
-    ) as built:
+    with EmulatedCluster(cells.CLUSTER, preload=PRELOADED) as built:
         yield built
 
 
@@ -54,17 +51,9 @@ def test_the_first_measurements_are_reproduced(
 ) -> None:
     if strategy.startswith("deepspeed"):
         operators.build(pin)
-    small = cell(
-        strategy,
-        tuning=tuning,
-        deepspeed=pin,
-        model=MODEL,
-        sequence_length=128,
-        dtype="bfloat16",
-        timeout_s=120,
-        warmup_steps=2,
-        steps=2,
-    )
+    sizes = {"model": MODEL, "sequence_length": 128, "dtype": "bfloat16"}
+    lasts = {"warmup_steps": 2, "steps": 2, "timeout_s": 120}
+    small = cell(strategy, tuning=tuning, deepspeed=pin, **sizes, **lasts)
     done = cells.run(cluster, small, tmp_path / "cell", cells.MEASURED_WORKER)
     assert done.measurement.parameters / 1e6 == pytest.approx(3.45, rel=0.02)
     # To the table's two digits, and the least that messages and barriers differ by.

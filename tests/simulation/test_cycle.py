@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -14,19 +13,19 @@ from baselines.cyclic.stages import chosen_runs, parameters, split
 from baselines.strategy import numel
 from experiments.clusters.simulated import measured
 from experiments.records.modelled import cluster_of, workload_of
-from experiments.records.record import Record, read
+from experiments.records.record import Record
 from experiments.worker import models
 from simulation.cycle import held, stages_of
 from simulation.models import from_config
 from simulation.prediction import needed, predict
-from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
+from tests.experiments.families import configuration
+from tests.simulation import committed
 from tests.simulation.workloads import hardware, paper_cluster, workload
 
 RANKS = 4
 WORLD = 16
 FORMS = ("cyclic-ring", "cyclic-zero")
-RECORDS = Path(__file__).parents[2] / "results" / "cyclic-slots" / "records.jsonl"
 
 
 @pytest.mark.parametrize("stages", [None, 1, 3])
@@ -55,11 +54,9 @@ def test_messages_have_the_parameters_of_real_stages(
 
 
 def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
-    spec = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 256}
-    spec |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
-    counted = from_config({**spec, "tie_word_embeddings": False}, 64)
-    assert counted.embedded_parameters == 256 * 64
-    assert counted.root_parameters == 2 * 256 * 64 + 64
+    counted = from_config({**configuration("qwen2"), "tie_word_embeddings": False}, 64)
+    assert counted.embedded_parameters == 256 * 32
+    assert counted.root_parameters == 2 * 256 * 32 + 32
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(["v1", "v2"]))
@@ -76,6 +73,8 @@ def test_what_is_late_are_the_stages_that_a_micro_batch_comes_to_too_early(
 @pytest.mark.parametrize(
     ("strategy", "settings", "said"),
     [
+        ("cyclic", {"rule": "dp"}, "rule = 'dp': allowed are v1, v2"),
+        ("cyclic", {"stages": 0}, "stages = 0: must be"),
         ("cyclic-ring", {"stages": 7}, "stages = 7: allowed are 1 to 4, as there are 4 ranks"),
         ("cyclic-ring", {"accumulation": 2}, "accumulation = 2: allowed is 1"),
         (
@@ -88,19 +87,9 @@ def test_what_is_late_are_the_stages_that_a_micro_batch_comes_to_too_early(
 def test_what_the_executor_refuses_is_refused(
     strategy: str, settings: dict[str, Any], said: str
 ) -> None:
-    given_workload = replace(workload(strategy), **settings)
+    known = workload(strategy)
     with pytest.raises(ValueError, match=said):
-        stages_of(given_workload, RANKS)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"rule": "dp"}, "rule = 'dp': allowed are v1, v2"), ({"stages": 0}, "stages = 0: must be")],
-)
-def test_settings_that_cannot_be_name_field_and_value(settings: dict[str, Any], said: str) -> None:
-    known: Workload = workload("cyclic")
-    with pytest.raises(ValueError, match=said):
-        replace(known, **settings)
+        stages_of(replace(known, **settings), RANKS)
 
 
 def test_a_ring_keeps_the_optimizer_of_one_stage() -> None:
@@ -147,7 +136,7 @@ def test_micro_batches_that_take_turns_keep_half_of_what_all_at_once_do(count: i
 def counted() -> list[Record]:
     return [
         record
-        for record in read(RECORDS)
+        for record in committed.records("cyclic-slots")
         if record.measurement
         and (record.measurement.bytes_by_slot or record.measurement.activation_bytes_by_slot)
     ]

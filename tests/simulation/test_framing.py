@@ -60,9 +60,7 @@ def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None
     cells = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)", "host"))
     none, some, every = (framing.messages(*framed(each)) for each in cells)
     assert some == none > every
-
-
-def test_a_disk_is_asked_before_each_gather() -> None:
+    # A disk is asked before each gather.
     host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
     # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
     assert framing.messages(*framed(disk)) - framing.messages(*framed(host)) == 2 * 2 * 2 * 3

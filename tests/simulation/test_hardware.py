@@ -27,12 +27,6 @@ NEW = replace(
 )
 
 
-@pytest.mark.parametrize("name", ["A40", "h100", "", "b300"])
-def test_an_unknown_gpu_is_an_error_that_names_the_allowed(name: str) -> None:
-    with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
-        cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
-
-
 def test_the_papers_cluster() -> None:
     found = paper_cluster()
     assert (found.nodes, found.ranks_per_node, found.world_size) == (4, 8, 32)
@@ -41,6 +35,8 @@ def test_the_papers_cluster() -> None:
     assert found.inter_bytes_per_s == hardware.LINK_EFFICIENCY * 12.5e9
     # NVLink joins pairs only, so exchanges inside the node meet the copies on PCIe.
     assert found.intra_shares_pcie
+    assert found.with_inter_bandwidth(None).inter_bytes_per_s == math.inf
+    assert found.with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(
@@ -63,20 +59,13 @@ def test_an_impossible_cluster_is_an_error_that_names_the_field(field: str, valu
         replace(paper_cluster(), **{field: value})
 
 
-@pytest.mark.parametrize("share", [0.0, 1.5])
-def test_a_share_of_the_peak_is_one(share: float) -> None:
-    with pytest.raises(ValueError, match=f"matmul_efficiency = {share}: must be"):
-        share_of_peak(gpu("a40"), share)
-
-
-def test_ranks_that_share_a_device_share_its_rate() -> None:
+def test_ranks_that_share_a_device_share_its_rate_and_a_share_of_its_peak_is_one() -> None:
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"matmul_efficiency = {share}: must be"):
+            share_of_peak(gpu("a40"), share)
     alone, shared = (share_of_peak(gpu("a40"), 0.5, ranks) for ranks in (1, 4))
     assert shared.flops_per_s == alone.flops_per_s / 4
     assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
-
-
-def test_a_link_without_limit() -> None:
-    assert paper_cluster().with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(
@@ -95,15 +84,14 @@ def test_a_link_without_limit() -> None:
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        # No other stands in for one that is not known.
+        ("", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
-def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str) -> None:
-    assert gpu_of(model) is gpu(name)
-
-
-@pytest.mark.parametrize("model", ["", "NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU"])
-def test_no_other_gpu_stands_in_for_one_that_is_not_known(model: str) -> None:
-    assert gpu_of(model) is None
+def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str | None) -> None:
+    assert gpu_of(model) is (name and gpu(name))
 
 
 def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +106,9 @@ def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_a_row_nothing_stands_in_for_it() -> None:
+    for name in ("A40", "h100", "", "b300"):
+        with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
+            cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     unknown = replace(known, device=NEW.gpu)
     for ask in (reported, with_rates):
@@ -188,13 +179,6 @@ def test_fabrics_differ_in_latency_and_oversubscription_in_bandwidth(workload: W
     assert predict(workload, shared).step_seconds > 3 * seconds["tcp"]
 
 
-def test_what_no_network_is() -> None:
-    with pytest.raises(ValueError, match="fabric = 'string': allowed are tcp, roce"):
-        HARDWARE.over("string", 1)
-    with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
-        HARDWARE.over("tcp", 0.5)
-
-
 def test_fabrics_differ_in_the_share_that_they_reach() -> None:
     nominal = replace(HARDWARE, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 80e9 / 8)
     reached = {fabric: 8 * nominal.over(fabric, 1).inter_bytes_per_s for fabric in FABRICS}
@@ -203,6 +187,10 @@ def test_fabrics_differ_in_the_share_that_they_reach() -> None:
     )
     slow = replace(nominal, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 1e9)
     assert slow.over("tcp", 1) == replace(slow, inter_latency_seconds=50e-6)
+    with pytest.raises(ValueError, match="fabric = 'string': allowed are tcp, roce"):
+        HARDWARE.over("string", 1)
+    with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
+        HARDWARE.over("tcp", 0.5)
 
 
 STATES: tuple[States, ...] = ("fp32", "bf16", "int8")

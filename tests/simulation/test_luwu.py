@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-from experiments.records.modelled import cluster_of, measured_step
-from experiments.records.record import Record, read
+from experiments.records.record import Record
 from simulation import luwu
 from simulation.emulated import Comparison
 from simulation.hardware import Hardware
 from simulation.luwu import Server, Traffic, footprint, like, nominal
 from simulation.prediction import Prediction, predict, simulate_built, with_server
 from simulation.workload import Workload
+from tests.simulation import committed
 from tests.simulation.workloads import hardware, workload
 
-RESULTS = Path(__file__).parents[2] / "results/luwu"
 #: Matrices that compare bytes, and the one that compares times.
 BYTES = ("one", "two", "three")
 #: Bytes that the kernel counts beside LuWu's own: headers, encryption, acknowledgements, signs of
@@ -26,15 +23,9 @@ BYTES = ("one", "two", "three")
 SHARE, MESSAGE_BYTES = 0.025, 250
 
 
-@cache
-def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
+def compared(name: str) -> list[tuple[Record, Comparison]]:
     """LuWu's cells of a matrix that ran."""
-    found = []
-    for record in read(RESULTS / name / "records.jsonl"):
-        step = measured_step(record, cluster_of(record.cell))
-        if record.cell.strategy == "luwu" and step is not None:
-            found.append((record, Comparison.of(step, predict(step.workload, step.hardware))))
-    return tuple(found)
+    return [pair for pair in committed.compared(f"luwu/{name}") if pair[0].cell.strategy == "luwu"]
 
 
 def of(given: Workload, workers: int = 4, ranks: int = 1) -> Traffic:
@@ -72,6 +63,9 @@ def test_frozen_layers_are_pulled_twice_or_once_for_all_steps() -> None:
     assert again.received == 4 * given.parameters
     assert kept.received == 4 * given.trained
     assert again.sent == kept.sent == 2 * given.trained
+    # Files are two generations of what is trained, and what is frozen.
+    assert luwu.files_bytes(given) == 28 * given.trained + 2 * given.frozen
+    assert luwu.files_bytes(workload("luwu")) == 28 * workload("luwu").parameters
 
 
 @pytest.mark.parametrize("name", [*BYTES, "speed", "pipeline"])
@@ -91,12 +85,6 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
             beside = SHARE * payload + MESSAGE_BYTES * messages
             assert payload <= counted <= payload + beside, (record.cell_id, link)
         assert comparison.bytes_agree
-
-
-def test_files_are_two_generations_and_the_frozen_layers() -> None:
-    full, lora = workload("luwu"), workload("luwu", lora=True)
-    assert luwu.files_bytes(full) == 28 * full.parameters
-    assert luwu.files_bytes(lora) == 28 * lora.trained + 2 * lora.frozen
 
 
 def test_a_device_has_two_layers_however_many_there_are() -> None:
@@ -141,14 +129,10 @@ def steps(given: Workload, cluster: Hardware, server: Server) -> Prediction:
     return simulate_built(with_server(given, cluster, server))
 
 
-def test_a_step_is_as_long_however_many_workers_there_are() -> None:
+def test_a_step_is_as_long_however_many_workers_there_are_but_ranks_share_a_nodes_link() -> None:
     given, cluster, server = slow()
     few = steps(given, cluster, server).step_seconds
     assert steps(given, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
-
-
-def test_ranks_of_a_node_share_its_link() -> None:
-    given, cluster, server = slow()
     fast = replace(server, link_bytes_per_s=1e12)
     alone = steps(given, cluster, fast).step_seconds
     shared = steps(given, replace(cluster, ranks_per_node=4), fast).step_seconds

@@ -46,15 +46,8 @@ def test_activations_are_what_real_blocks_keep(
 ) -> None:
     length, layers = 64, 3
     spec = model_spec(family, layers=layers, width=128)
-    given_cell = cell(
-        "fcdp",
-        model=spec,
-        sequence_length=length,
-        tuning=tuning,
-        micro_batch=2,
-        dtype="bfloat16",
-        lora_rank=1,
-    )
+    sizes = {"sequence_length": length, "micro_batch": 2, "lora_rank": 1}
+    given_cell = cell("fcdp", model=spec, tuning=tuning, dtype="bfloat16", **sizes)
     model, blocks = models.build(given_cell)
     model.to(torch.bfloat16)
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -83,17 +76,15 @@ def test_activations_are_what_real_blocks_keep(
             output = block(output, **arguments)
             output = output[0] if isinstance(output, tuple) else output
             held.append(output)
-    expected = layers * given_cell.micro_batch * length
-    expected *= block_bytes(workload_of(given_cell))
+    expected = layers * given_cell.micro_batch * length * block_bytes(workload_of(given_cell))
     assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", simulated())
 def test_memory_is_affine_in_the_micro_batch(strategy: str) -> None:
     """From where activations, and not gradients, make a step's fullest moment."""
-    first, second, third = (
-        needed(workload(strategy, micro_batch=size), HARDWARE).device_bytes for size in (16, 17, 18)
-    )
+    given = (workload(strategy, micro_batch=size) for size in (16, 17, 18))
+    first, second, third = (needed(one, HARDWARE).device_bytes for one in given)
     assert third - second == pytest.approx(second - first)
     assert second > first
 
@@ -150,11 +141,10 @@ def test_what_never_fits() -> None:
 @settings(max_examples=30)
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_recomputing_more_never_takes_more_once_a_block_is(less: float, more: float) -> None:
-    less, more = sorted((max(less, 1e-6), max(more, 1e-6)))
-    peaks = [
-        needed(workload("fsdp2", recomputed=share), HARDWARE).device_bytes for share in (less, more)
-    ]
-    assert peaks[1] <= peaks[0] * (1 + 1e-9)
+    shares = sorted((max(less, 1e-6), max(more, 1e-6)))
+    given = (workload("fsdp2", recomputed=share) for share in shares)
+    first, second = (needed(one, HARDWARE).device_bytes for one in given)
+    assert second <= first * (1 + 1e-9)
 
 
 def trained_in(case: Case, micro_batch: int = 1) -> Workload:
@@ -162,25 +152,22 @@ def trained_in(case: Case, micro_batch: int = 1) -> Workload:
     return replace(of_cell, micro_batch=micro_batch)
 
 
-def test_the_study_is_of_this_hardware() -> None:
-    for case in (record.case for record in STUDY):
-        assert (case.nodes, case.ranks_per_node) == (HARDWARE.nodes, HARDWARE.ranks_per_node)
-        assert case.usable_bytes == HARDWARE.usable_device_bytes
-
-
 def test_peaks_are_those_of_real_steps() -> None:
     """At most 1.2 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
     # The study's device tells policies nothing of the reserve.
     hardware = replace(HARDWARE, device_reserve_bytes=0.0)
     for record in STUDY:
+        case = record.case
+        assert (case.nodes, case.ranks_per_node) == (HARDWARE.nodes, HARDWARE.ranks_per_node)
+        assert case.usable_bytes == HARDWARE.usable_device_bytes
         for peak in record.finding.peaks:
-            footprint = needed(trained_in(record.case, peak.micro_batch), hardware)
+            footprint = needed(trained_in(case, peak.micro_batch), hardware)
             ratio = footprint.device_bytes / peak.device_bytes
             nearly_full = peak.device_bytes > 0.75 * HARDWARE.usable_device_bytes
-            assert 0.988 < ratio < (1.04 if nearly_full else 1.09), (record.case, peak)
+            assert 0.988 < ratio < (1.04 if nearly_full else 1.09), (case, peak)
             if footprint.host:
                 real = HARDWARE.ranks_per_node * peak.host_bytes
-                assert footprint.host_bytes == pytest.approx(real, rel=0.005), (record.case, peak)
+                assert footprint.host_bytes == pytest.approx(real, rel=0.005), (case, peak)
 
 
 def unaware(case: Case) -> int:

@@ -11,13 +11,7 @@ from analysis.claims import papers
 from analysis.claims.computations import Cause, Ratio, Selection, changed, setting_of
 from analysis.claims.verdicts import judge
 from analysis.load.rows import Row
-
-FASTER = Ratio(
-    kind="ratio",
-    quantity="tokens_per_s",
-    of=Selection(strategy="fcdp"),
-    over=Selection(strategy="fsdp2"),
-)
+from tests.analysis.claims.made_up import FASTER
 
 
 def row(strategy: str, speed: float, matrix: str = "here", **more: object) -> Row:
@@ -52,12 +46,8 @@ def test_a_share_that_is_not_given_is_that_of_all_links() -> None:
 
 
 def test_a_setting_may_be_changed_in_one_of_two_cells() -> None:
-    keeps = Ratio(
-        kind="ratio",
-        quantity="tokens_per_s",
-        of=Selection(strategy="fcdp", link="1 Gbit/s"),
-        over=Selection(link="100 Gbit/s"),
-    )
+    slow, fast = Selection(strategy="fcdp", link="1 Gbit/s"), Selection(link="100 Gbit/s")
+    keeps = Ratio(kind="ratio", quantity="tokens_per_s", of=slow, over=fast)
     here = [row("fcdp", 5), row("fcdp", 20, link="100 Gbit/s")]
     there = [row("fcdp", 10, "there", link="100 Gbit/s", inter_efficiency=0.4)]
     there.append(row("fcdp", 1, "there", inter_efficiency=0.4))

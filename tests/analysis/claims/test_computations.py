@@ -8,41 +8,31 @@ from typing import Any
 
 import pytest
 
-from analysis.claims.computations import LossDifference, Ratio, Selection
+from analysis.claims.computations import LossDifference, Selection
 from analysis.load.rows import Row, row
 from experiments.records.record import Record
 from tests.analysis import made_up
+from tests.analysis.claims.made_up import FASTER, FCDP, FSDP2
 
-GPT2, LLAMA = made_up.MODELS
-SLOW, FAST, _ = made_up.LINKS
-
-
-def select(**settings: Any) -> Selection:
-    return Selection.model_validate(settings)
+GAIN = FASTER.model_copy(update={"kind": "gain"})
 
 
-def recorded(strategy: str, link: int | None = SLOW, **changes: Any) -> Record:
-    return made_up.record(made_up.cell(strategy, GPT2, "full", link, **changes))
+def recorded(strategy: str, **changes: Any) -> Record:
+    return made_up.record(made_up.cell(strategy, link=made_up.LINKS[0], **changes))
 
 
-def made(strategy: str, link: int | None = SLOW, **changes: Any) -> Row:
-    return row(recorded(strategy, link, **changes))
+def made(strategy: str, **changes: Any) -> Row:
+    return row(recorded(strategy, **changes))
 
 
 def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
-    ratio = Ratio(
-        kind="ratio",
-        quantity="tokens_per_s",
-        of=select(strategy="fcdp"),
-        over=select(strategy="fsdp2"),
-    )
     simulated = replace(made("fsdp2"), evidence="simulated")
     for other in (made("fsdp2", accumulation=4), simulated):
-        assert ratio.samples([made("fcdp"), other]) == []
+        assert FASTER.samples([made("fcdp"), other]) == []
     # FSDP2 has no policy: it is compared with FCDP's default.
-    assert ratio.samples([made("fcdp", policy="device"), made("fsdp2")]) == []
+    assert FASTER.samples([made("fcdp", policy="device"), made("fsdp2")]) == []
     # How long a cell was run says nothing of what it is.
-    assert len(ratio.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
+    assert len(FASTER.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
 
 
 def test_a_row_has_the_quantities_of_its_record() -> None:
@@ -67,30 +57,17 @@ def test_a_row_has_the_quantities_of_its_record() -> None:
 
 @pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
 def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
-    of, theirs = recorded("fcdp"), made("fsdp2")
-    measured = of.measurement.model_copy(update={"losses": losses})
-    difference = LossDifference(
-        kind="loss_difference", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
-    )
-    (sample,) = difference.samples([row(of.model_copy(update={"measurement": measured})), theirs])
+    difference = LossDifference(kind="loss_difference", of=FCDP, over=FSDP2)
+    ours = row(made_up.altered(recorded("fcdp"), losses=losses))
+    (sample,) = difference.samples([ours, made("fsdp2")])
     assert sample.value == math.inf
 
 
 def test_each_at_its_own_micro_batch() -> None:
     rows = [made("fsdp2", micro_batch=7), made("fcdp", micro_batch=9)]
     for micro_batch, partners in (("any", 1), (7, 1), (9, 0), (None, 0)):
-        ratio = Ratio(
-            kind="ratio",
-            quantity="tokens_per_s",
-            of=select(strategy="fcdp"),
-            over=select(strategy="fsdp2", micro_batch=micro_batch),
-        )
-        assert len(ratio.samples(rows)) == partners
-
-
-FASTER = Ratio(
-    kind="gain", quantity="tokens_per_s", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
-)
+        over = Selection.model_validate({"strategy": "fsdp2", "micro_batch": micro_batch})
+        assert len(FASTER.model_copy(update={"over": over}).samples(rows)) == partners
 
 
 def without_figures(of: Row, state: Any = "oom") -> Row:
@@ -99,19 +76,14 @@ def without_figures(of: Row, state: Any = "oom") -> Row:
 
 def test_ours_without_figures_is_as_bad_as_can_be() -> None:
     rows = [made("fsdp2"), without_figures(made("fcdp"))]
-    memory = FASTER.model_copy(update={"quantity": "inter_node_bytes", "kind": "ratio"})
-    assert [sample.value for sample in FASTER.samples(rows)] == [-1.0]
+    memory = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
+    assert [sample.value for sample in GAIN.samples(rows)] == [-1.0]
     assert [sample.value for sample in memory.samples(rows)] == [math.inf]
-    assert FASTER.lacking(rows) == [rows[1]]
+    assert GAIN.lacking(rows) == [rows[1]]
 
 
-def test_a_comparator_without_figures_is_named() -> None:
+def test_a_comparator_without_figures_is_named_and_cells_left_out_have_no_part() -> None:
     rows = [without_figures(made("fsdp2"), "failed"), made("fcdp")]
-    assert FASTER.samples(rows) == []
-    assert FASTER.lacking(rows) == [rows[0]]
-
-
-def test_cells_that_a_matrix_leaves_out_have_no_part() -> None:
+    assert (GAIN.samples(rows), GAIN.lacking(rows)) == ([], [rows[0]])
     rows = [made("fsdp2"), without_figures(made("fcdp"), "skipped")]
-    assert FASTER.samples(rows) == []
-    assert FASTER.lacking(rows) == []
+    assert (GAIN.samples(rows), GAIN.lacking(rows)) == ([], [])

@@ -14,6 +14,7 @@ from analysis.claims import papers
 from analysis.claims.computations import Ratio
 from analysis.claims.papers import Claim
 from analysis.load import matrices
+from tests.analysis.claims import made_up
 from tests.programs import ROOT
 
 CHECK: dict[str, Any] = {
@@ -26,25 +27,7 @@ CHECK: dict[str, Any] = {
     },
     "tolerance": {"relative": 0.1},
 }
-CLAIM: dict[str, Any] = {
-    "id": "faster",
-    "paper": "fcdp",
-    "where": "abstract",
-    "claim": "It is faster.",
-    "label": "text",
-    "number": 2,
-    "unit": "×",
-    "checks": [CHECK],
-}
-
-
-def content(**changes: Any) -> dict[str, Any]:
-    return {
-        "papers": {"fcdp": {"title": "FCDP", "arxiv": "2602.06499"}},
-        "matrices": {"parity": {}},
-        "claims": [CLAIM],
-        **changes,
-    }
+CLAIM = made_up.claim(CHECK)
 
 
 def written(values: dict[str, Any], folder: Path) -> Path:
@@ -86,7 +69,7 @@ def test_every_paper_has_claims_and_every_claim_is_checked_or_says_why_not() -> 
 def test_a_mistake_is_named_with_its_line_and_claim(
     change: dict[str, Any], messages: list[str], tmp_path: Path
 ) -> None:
-    path = written(content(claims=[{**CLAIM, **change}]), tmp_path)
+    path = written(made_up.content(made_up.claim(CHECK, **change)), tmp_path)
     with pytest.raises(ValueError, match=r"^claims\.yaml:\d+: ") as error:
         papers.load(path)
     for message in messages:
@@ -105,22 +88,22 @@ def test_a_selection_that_cannot_match_is_an_error(
     selection: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     check = {**CHECK, "compute": {**CHECK["compute"], "of": selection}}
-    path = written(content(claims=[{**CLAIM, "checks": [check]}]), tmp_path)
+    path = written(made_up.content(made_up.claim(check)), tmp_path)
     with pytest.raises(ValueError, match=message):
         papers.load(path)
 
 
 def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
-    path = written(content(matrices={"parity": {}, "soon": {}}), tmp_path)
+    path = written(made_up.content(CLAIM, matrices={"parity": {}, "soon": {}}), tmp_path)
     with pytest.raises(ValueError, match=r"claims.yaml:\d+: matrices.soon: no such matrix"):
         papers.load(path)
     use = {"parity": {}, "study": {"command": "run"}, "soon": {"planned": "Not yet."}}
-    papers.load(written(content(matrices=use), tmp_path))
+    papers.load(written(made_up.content(CLAIM, matrices=use), tmp_path))
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'faster' is there already"):
-        papers.load(written(content(claims=[CLAIM, CLAIM]), tmp_path))
+        papers.load(written(made_up.content(CLAIM, CLAIM), tmp_path))
 
 
 def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
@@ -143,7 +126,7 @@ def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
     part: str, selection: dict[str, str], allowed: str, tmp_path: Path
 ) -> None:
     check = {**CHECK, "compute": {**CHECK["compute"], part: selection}}
-    path = written(content(claims=[{**CLAIM, "checks": [check]}]), tmp_path)
+    path = written(made_up.content(made_up.claim(check)), tmp_path)
     ((setting, name),) = selection.items()
     line = path.read_text("utf-8").splitlines().index(f"        {setting}: {name}") + 1
     with pytest.raises(ValueError, match="is not in the matrix parity") as error:
@@ -156,9 +139,9 @@ def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
 def test_strategies_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
     def load(strategy: str) -> None:
         compute = {**CHECK["compute"], "of": {"strategy": strategy, "model": "gpt-30b"}}
-        claim = {**CLAIM, "checks": [{**CHECK, "matrix": "study", "compute": compute}]}
+        of_study = made_up.claim({**CHECK, "matrix": "study", "compute": compute})
         use = {"study": {"command": "run"}}
-        papers.load(written(content(claims=[claim], matrices=use), tmp_path))
+        papers.load(written(made_up.content(of_study, matrices=use), tmp_path))
 
     load("qwz")
     with pytest.raises(ValueError, match="'qzw' is not in the matrix study"):

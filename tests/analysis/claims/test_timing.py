@@ -7,19 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from analysis.claims.computations import Ratio, Sample, Selection
+from analysis.claims.computations import Sample
 from analysis.claims.papers import Claims, Tolerance
 from analysis.claims.verdicts import Finding, judge, summarise
 from analysis.load.rows import Row, row
 from experiments.records.comparison import FEWEST, Comparison
+from tests.analysis.claims.made_up import FASTER, claim, content
 from tests.experiments.stand_in import cell, record
-
-FASTER = Ratio(
-    kind="ratio",
-    quantity="tokens_per_s",
-    of=Selection(strategy="fcdp"),
-    over=Selection(strategy="fsdp2"),
-)
 
 
 def timed(strategy: str, seconds: Sequence[float]) -> Row:
@@ -31,24 +25,8 @@ def rounds(median: float, noise: float, number: int = 2 * FEWEST) -> list[float]
 
 
 def found(ours: Sequence[float], theirs: Sequence[float], **tolerance: float) -> Finding:
-    claims = Claims.model_validate(
-        {
-            "papers": {"p": {"title": "P", "arxiv": "0000.00000"}},
-            "matrices": {"parity": {}},
-            "claims": [
-                {
-                    "id": "faster",
-                    "paper": "p",
-                    "where": "here",
-                    "claim": "Is faster.",
-                    "label": "text",
-                    "number": 2,
-                    "unit": "×",
-                    "checks": [{"matrix": "parity", "compute": FASTER, "tolerance": tolerance}],
-                }
-            ],
-        }
-    )
+    check = {"matrix": "parity", "compute": FASTER, "tolerance": tolerance}
+    claims = Claims.model_validate(content(claim(check)))
     (finding,) = judge(claims, {"parity": [timed("fcdp", ours), timed("fsdp2", theirs)]})
     return finding
 

@@ -12,7 +12,7 @@ from analysis.__main__ import app
 from analysis.compare.audit import Finding, audit, markdown
 from experiments.records.record import Record, read
 from simulation import files
-from tests.analysis.made_up import MODELS, cell, measurement, record
+from tests.analysis.made_up import cell, record
 
 LEAST = 10e6
 #: Two steps of warm-up and eight that are measured.
@@ -22,18 +22,13 @@ LOSSES = [5.0, 4.8, 4.6, 4.4, 4.2, 4.0, 3.8, 3.6, 3.4, 3.0]
 def made(strategy: str, engine: str, sent: float, losses: list[float], **changes: Any) -> Record:
     """A cell with a closed form of ``LEAST`` bytes, or of ``least``."""
     least = changes.pop("least", LEAST)
-    base = cell("fcdp", MODELS[0], "full", None)
-    given: dict[str, Any] = {"model": MODELS[0], "tuning": "full", "link": None}
-    of = cell(strategy, **given | changes)
-    measured = measurement(base).model_copy(
-        update={
-            "engine": engine,
-            "inter_node_bytes_per_step": sent,
-            "inter_node_bytes_closed_form": least,
-            "losses": losses,
-        }
+    return record(
+        cell(strategy, **changes),
+        engine=engine,
+        inter_node_bytes_per_step=sent,
+        inter_node_bytes_closed_form=least,
+        losses=losses,
     )
-    return record(base).model_copy(update={"cell": of, "cell_id": of.id, "measurement": measured})
 
 
 REFERENCE = made("fsdp2", "fsdp2", 2 * LEAST, LOSSES)

@@ -19,15 +19,14 @@ from baselines.settings import CacheSettings
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.objective import DPO
-from experiments.records.record import Record
 from experiments.records.settings import Described, Setting, described
 from experiments.records.workload import Library, Origin, TextFile
 from experiments.terminal.summary_table import summary, varying_settings
 from simulation.files import Strict
 from tests.analysis import made_up
-from tests.experiments.terminal.test_progress import rendered
+from tests.analysis.made_up import GPT2, LLAMA, record
+from tests.experiments.command_line import rendered
 
-GPT2, LLAMA = made_up.MODELS
 IN_GROUPS = ClusterSpec(nodes=2, ranks_per_node=2, groups=2)
 #: Other values where not any value will do.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -68,8 +67,8 @@ SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items(
 
 def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
     simulated = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=2, gpu="a40")
-    given: dict[str, Any] = {"model": GPT2, "tuning": "full", "link": 10**8, "cluster": simulated}
-    return made_up.cell(**{"strategy": strategy, "reduce_codec": "int8"} | given | changes)
+    given: dict[str, Any] = {"link": 10**8, "cluster": simulated, "reduce_codec": "int8"}
+    return made_up.cell(**{"strategy": strategy} | given | changes)
 
 
 def owner(item: Described) -> str:
@@ -113,11 +112,6 @@ def _other(item: Described) -> Any:
     if isinstance(value, float):
         return value / 2 or 0.5
     return next((other for other in choices if other != value), "other")
-
-
-def record(of: Cell) -> Record:
-    made = made_up.record(made_up.cell("fcdp", GPT2, "full", 10**8))
-    return made.model_copy(update={"cell": of, "cell_id": of.id})
 
 
 @pytest.mark.parametrize("item", SETTINGS)
@@ -190,12 +184,10 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
 
 
 def test_cells_that_recompute_another_share_are_not_compared() -> None:
-    slow = record(cell("fsdp2", recomputed=1.0))
-    twice = [2 * seconds for seconds in slow.measurement.step_seconds]
-    slow = slow.model_copy(
-        update={"measurement": slow.measurement.model_copy(update={"step_seconds": twice})}
-    )
-    compared = compare([record(cell("fsdp2")), slow], "fsdp2")
+    usual = record(cell("fsdp2"))
+    twice = [2 * seconds for seconds in usual.measurement.step_seconds]
+    slow = record(cell("fsdp2", recomputed=1.0), step_seconds=twice)
+    compared = compare([usual, slow], "fsdp2")
     assert list(compared["speed_up"]) == [1.0, 1.0]
     assert list(tables.presentable(compared)["Recomputed"]) == ["0", "1"]
 

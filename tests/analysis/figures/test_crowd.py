@@ -14,7 +14,6 @@ from analysis.figures.drawings import Drawing
 from experiments.records.record import Record
 from tests.analysis import made_up
 
-GPT2, _ = made_up.MODELS
 #: The records, and the drawings by what they show.
 Drawn = tuple[list[Record], dict[str, Drawing]]
 ENGINES = {
@@ -27,14 +26,15 @@ NAMES = [name for names in ENGINES.values() for name in names]
 
 def made(link: int | None, tuning: str, at: int) -> Record:
     """A cell of one strategy, each a little slower than the one before."""
-    base = made_up.record(made_up.cell("fsdp2", GPT2, tuning, link))
-    seconds = [second * (1 + at / 10) for second in base.measurement.step_seconds]
-    sent = base.measurement.inter_node_bytes_per_step * (1 + at)
-    cell = base.cell.model_copy(update={"strategy": NAMES[at]})
-    measured = base.measurement.model_copy(
-        update={"step_seconds": seconds, "inter_node_bytes_per_step": sent}
+    base = made_up.cell("fsdp2", tuning=tuning, link=link)
+    of, like = base.model_copy(update={"strategy": NAMES[at]}), made_up.figures(base)
+    return made_up.record(
+        base,
+        cell=of,
+        cell_id=of.id,
+        step_seconds=[second * (1 + at / 10) for second in like["step_seconds"]],
+        inter_node_bytes_per_step=like["inter_node_bytes_per_step"] * (1 + at),
     )
-    return base.model_copy(update={"cell": cell, "cell_id": cell.id, "measurement": measured})
 
 
 def drawn(*links: int | None) -> Drawn:

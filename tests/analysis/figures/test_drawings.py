@@ -38,17 +38,12 @@ def test_a_legend_fits_and_leaves_axes_their_height(count: int) -> None:
     assert legend.x1 <= figure.bbox.width
     assert legend.y0 >= axes.get_window_extent().y1
     assert axes.get_window_extent().height > 0.5 * figure.dpi
-
-
-def test_a_short_legend_leaves_the_figure_as_it_was() -> None:
+    # A short one leaves the figure as it was.
     assert tuple(drawn(2, "fcdp").get_size_inches()) == (2.0, 2.0)
 
 
 def finished(strategy: str, **told: Any) -> Record:
-    cell = made_up.cell(strategy, made_up.MODELS[0], "full", None)
-    like = made_up.cell("fsdp2", made_up.MODELS[0], "full", None)
-    measured = made_up.measurement(like).model_copy(update=told)
-    return made_up.record(like, cell=cell, cell_id=cell.id, measurement=measured)
+    return made_up.record(made_up.cell(strategy), **told)
 
 
 def slots_of(records: list[Record]) -> list[Drawing]:
@@ -71,9 +66,6 @@ def test_bytes_and_activations_are_the_records() -> None:
     assert values == [[[1, 2], [5, 5]], [[3, 3], [4, 4]]]
     labels = [str(text.get_text()) for text in drawing.figure.legends[0].get_texts()]
     assert labels == ["cyclic-ring", "cyclic-interleaved", "all at once"]
-
-
-def test_others_have_no_such_figure() -> None:
     assert slots_of([finished("ddp"), finished("cyclic")]) == []
 
 

@@ -21,11 +21,8 @@ SEEDS, INTERVALS = (0, 1, 2), (3, 12, 48)
 
 def record(strategy: str, seed: int, interval: int, loss: float, **settings: Any) -> Record:
     own = {"interval": interval, **settings} if strategy == "co2" else {}
-    of = made_up.cell(strategy, made_up.MODELS[0], "full", 10**8, seed=seed, **own)
-    alike = made_up.record(made_up.cell("fcdp", made_up.MODELS[0], "full", 10**8))
-    update = {"held_out_loss": loss, "steps_per_round": interval}
-    measured = alike.measurement.model_copy(update=update)
-    return alike.model_copy(update={"cell": of, "cell_id": of.id, "measurement": measured})
+    of = made_up.cell(strategy, link=10**8, seed=seed, **own)
+    return made_up.record(of, held_out_loss=loss, steps_per_round=interval)
 
 
 def loss_of(interval: int, seed: int) -> float:

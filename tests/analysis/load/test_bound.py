@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from analysis.claims import papers
 from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.runs import BoundStudy
-from experiments.__main__ import app
+from tests.experiments.command_line import printed
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +19,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> BoundStudy:
     (results / "bound").mkdir()
     # Written anew, not once more.
     (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
-    result = CliRunner().invoke(app, ["bound", "--output", str(results / "bound")])
-    assert result.exit_code == 0, result.output
+    printed("bound", "--output", results / "bound")
     (found,) = runs.load(results)
     assert isinstance(found, BoundStudy)
     return found

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from analysis.claims import papers
 from analysis.load import runs
 from analysis.report import reproduction
+from simulation import files
 from tests.analysis import memory_study
 
 
-@pytest.fixture
-def study() -> runs.MemoryStudy:
-    return memory_study.study()
-
-
-def test_claims_are_compared_with_it(study: runs.MemoryStudy, tmp_path: Path) -> None:
-    (tmp_path / "memory").mkdir()
-    path = tmp_path / "memory" / "memory.jsonl"
-    path.write_text("".join(f"{item.model_dump_json()}\n" for item in study.records), "utf-8")
+def test_claims_are_compared_with_it(tmp_path: Path) -> None:
+    files.write(memory_study.study().records, tmp_path / "memory" / "memory.jsonl")
     of = runs.load(tmp_path)
     pages = reproduction.document(papers.load(), of).markdown
     document = pages["results/paper/claims.md"]
@@ -32,11 +24,8 @@ def test_claims_are_compared_with_it(study: runs.MemoryStudy, tmp_path: Path) ->
     assert "[records](../memory/memory.jsonl)" in pages["results/paper/runs.md"]
 
 
-def test_of_a_case_that_was_settled_again_the_last_record_counts(
-    study: runs.MemoryStudy, tmp_path: Path
-) -> None:
-    first = study.records[0]
+def test_of_a_case_that_was_settled_again_the_last_record_counts(tmp_path: Path) -> None:
+    first = memory_study.study().records[0]
     later = first.model_copy(update={"started_at": "2026-01-03T00:00:00+00:00"})
-    path = tmp_path / "memory.jsonl"
-    path.write_text(f"{later.model_dump_json()}\n{first.model_dump_json()}\n", "utf-8")
-    assert runs.of_memory(path) == [later]
+    files.write([later, first], tmp_path / "memory.jsonl")
+    assert runs.of_memory(tmp_path / "memory.jsonl") == [later]

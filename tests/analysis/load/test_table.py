@@ -16,8 +16,6 @@ from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
 
-GPT2 = made_up.MODELS[0]
-
 
 def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Record]) -> None:
     table = frame(records)
@@ -38,7 +36,7 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
 
 
 def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
-    record = made_up.record(made_up.cell("fcdp", GPT2, "full", None))
+    record = made_up.record(made_up.cell("fcdp"))
     phases = record.measurement.ledger_bytes_per_step["inter_node"]
     row = frame([record]).iloc[0]
     assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
@@ -54,7 +52,7 @@ def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) ->
 
 
 def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
-    cell = made_up.cell("fcdp", GPT2, "full", None)
+    cell = made_up.cell("fcdp")
     first = made_up.record(cell, state="failed", error="x", measurement=None)
     again = made_up.record(cell, started_at="2026-01-03T00:00:00+00:00")
     assert latest([again, first]) == [again]
@@ -63,21 +61,14 @@ def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
 def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
     tmp_path: Path, records: list[Record]
 ) -> None:
+    with pytest.raises(ValueError, match="no records"):
+        load(tmp_path)
     run = tmp_path / "run"
     for part in ("cells/a", "earlier/2026", "wandb"):
         (run / part).mkdir(parents=True)
         (run / part / "progress.jsonl").write_text("not a record\n")
     write_records(records[:2], run / "records.jsonl")
     assert load(tmp_path) == records[:2]
-
-
-def test_no_records_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no records"):
-        load(tmp_path)
-
-
-def test_every_matrix_is_there() -> None:
-    assert list(matrices.named()) == files.available()
 
 
 @pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
@@ -91,5 +82,6 @@ def test_names_are_those_of_the_cells(name: str) -> None:
 
 
 def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -> None:
+    assert list(matrices.named()) == files.available()
     (strategies,) = matrices.names("memory").values()
     assert all(of["strategy"] <= strategies for of in matrices.named().values())

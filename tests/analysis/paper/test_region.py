@@ -31,6 +31,8 @@ def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
 
 def test_the_search_finds_the_committed_point_again() -> None:
     assert region.simulated(region.search(KNOWN.holds, KNOWN.paper)) == BEST
+    # What the system was read from counts for nothing.
+    assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
 
 
 def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points() -> None:
@@ -40,23 +42,16 @@ def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points()
     assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
 
 
-def test_a_tolerance_flips_the_verdict() -> None:
+def test_a_tolerance_an_unknowns_range_and_a_record_flip_the_verdict() -> None:
     asks = KNOWN.paper["fcdp-100x-zero3"]
     assert verdict("fcdp-100x-zero3", asks) == "in part of the range"
     wide, exact = (asks._replace(tolerance=Tolerance(relative=by)) for by in (1e3, 1e-9))
     assert verdict("fcdp-100x-zero3", wide) == "over the whole range"
     assert verdict("fcdp-100x-zero3", exact) == "outside the range"
-
-
-def test_an_unknowns_range_flips_the_verdict() -> None:
-    name = "fcdp-lora-6x"
-    asks = KNOWN.paper[name]
+    asks = KNOWN.paper["fcdp-lora-6x"]
     only = KNOWN.holds.unknowns["table_micro_batch"].model_copy(update={"values": (8.0,)})
-    assert verdict(name, asks) == "in part of the range"
-    assert verdict(name, asks, table_micro_batch=only) == "outside the range"
-
-
-def test_a_record_flips_the_verdict() -> None:
+    assert verdict("fcdp-lora-6x", asks) == "in part of the range"
+    assert verdict("fcdp-lora-6x", asks, table_micro_batch=only) == "outside the range"
     name = "fcdp-volume-comm-total"
     drawn = [
         one.model_copy(update={"numbers": one.numbers | {name: 2 * (one.numbers[name] or 0)}})
@@ -70,10 +65,6 @@ def test_a_record_flips_the_verdict() -> None:
 def test_an_unknown_without_a_range_is_refused() -> None:
     with pytest.raises(ValueError, match="has values, or is between two"):
         Unknown(source="nowhere", words="anything")
-
-
-def test_what_the_system_was_read_from_counts_for_nothing() -> None:
-    assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
 
 
 def test_the_sentence_names_the_unknowns_that_matter() -> None:

@@ -14,23 +14,18 @@ from tests.analysis import made_up
 #: Timed seconds of a step by strategy; each cell's steps are as far apart as ``SPREAD`` says.
 TIMED = {"deepspeed-zero3": 2.0, "fsdp2": 1.5, "fcdp": 1.0}
 SPREAD = 0.02
-MODEL = made_up.MODELS[0]
 
 
 def records(seconds: dict[str, float], spread: float = SPREAD, **changes: object) -> list[Record]:
     """One cell per strategy, with steps of about these seconds."""
-    found = []
-    for strategy, middle in seconds.items():
-        steps = [middle * (1 + spread * at) for at in (-1, -0.5, 0, 0.5, 1)]
-        cell = made_up.cell(strategy, MODEL, "full", None)
-        record = next(each for each in made_up.records() if each.cell.strategy == strategy)
-        measured = record.measurement.model_copy(update={"step_seconds": steps})
-        found.append(
-            record.model_copy(
-                update={"cell": cell, "cell_id": cell.id, "measurement": measured, **changes}
-            )
+    return [
+        made_up.record(
+            made_up.cell(strategy),
+            step_seconds=[middle * (1 + spread * at) for at in (-1, -0.5, 0, 0.5, 1)],
+            **changes,
         )
-    return found
+        for strategy, middle in seconds.items()
+    ]
 
 
 def order(
@@ -61,11 +56,7 @@ def test_cells_within_each_others_interval_are_no_pair() -> None:
 
 
 def test_strategies_that_round_are_no_choice() -> None:
-    timed, predicted = records({"fcdp": 1.0}), records({"fcdp": 1.0}, 0.0)
-    cell = made_up.cell("zeropp", MODEL, "full", None)
-    for found, seconds in ((timed, 2.0), (predicted, 3.0)):
-        (other,) = records({"fcdp": seconds})
-        found.append(other.model_copy(update={"cell": cell, "cell_id": cell.id}))
+    timed, predicted = records({"fcdp": 1.0, "zeropp": 2.0}), records({"fcdp": 1.0, "zeropp": 3.0})
     only = simulator.order("made-up", timed, predicted, readable=True)
     assert (only.pairs, only.right, only.costs) == (1, 1, ())
 
@@ -91,19 +82,15 @@ RECORDS = made_up.records()
 
 def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
     """What was timed, so many times as slow, with so many bytes more."""
-    found = []
-    for record in RECORDS:
-        if record.measurement is None:
-            continue
-        changed = {
-            "step_seconds": [factor * (record.step_seconds_median or 0.0)],
-            "inter_node_bytes_per_step": record.measurement.inter_node_bytes_per_step + more_bytes,
-        }
-        measurement = record.measurement.model_copy(update=changed)
-        found.append(
-            record.model_copy(update={"evidence": "simulated", "measurement": measurement})
+    return [
+        made_up.altered(
+            record.model_copy(update={"evidence": "simulated"}),
+            step_seconds=[factor * (record.step_seconds_median or 0.0)],
+            inter_node_bytes_per_step=record.measurement.inter_node_bytes_per_step + more_bytes,
         )
-    return found
+        for record in RECORDS
+        if record.measurement is not None
+    ]
 
 
 def pairs(factor: float, more_bytes: float = 0.0) -> pd.DataFrame:

@@ -61,10 +61,6 @@ def test_the_committed_pages_are_up_to_date(given: reproduction.Document) -> Non
         )
 
 
-def test_it_is_read_in_a_quarter_of_an_hour(document: str) -> None:
-    assert len(re.findall(r"[^\s|*:-][^\s|]*", document)) <= 5_000
-
-
 def findings(claim: Claim) -> int:
     """How many there are: what tests show stands beside what records say."""
     return len(claim.checks) + (not claim.checks or bool(claim.shown_by))
@@ -83,6 +79,7 @@ def test_every_claim_is_in_its_papers_table_with_its_verdict(every: str) -> None
 
 
 def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: str) -> None:
+    assert len(re.findall(r"[^\s|*:-][^\s|]*", document)) <= 5_000, "read in a quarter of an hour"
     opening = document.split("\n## ")[0]
     rows = [line for line in opening.splitlines() if line.startswith("| ")][1:]
     sections = contents.load(papers.load()).sections
@@ -125,12 +122,8 @@ def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
         for section in sections:
             assert f'<a id="{section.id}"></a>' in chapter
             # The bound is a study of its own, and no matrix.
-            assert all(
-                f"experiments {name}`" in chapter
-                for name in (
-                    "bound" if name == "bound" else f"run {name}" for name in section.matrices
-                )
-            )
+            commands = ("bound" if n == "bound" else f"run {n}" for n in section.matrices)
+            assert all(f"experiments {command}`" in chapter for command in commands)
             assert all(seeds.title in chapter for seeds in section.seeds)
         assert "Why:" in chapter
 
@@ -183,15 +176,13 @@ def test_without_records_there_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path)
-    result = CliRunner().invoke(app, ["report"])
-    assert result.exit_code == 2
-    assert "no records of any matrix" in result.stderr
-
-
-def test_options_need_records() -> None:
-    result = CliRunner().invoke(app, ["report", "--output", "elsewhere"])
-    assert result.exit_code == 2
-    assert result.stderr == "error: --output and --baseline need RECORDS\n"
+    for options, said in (
+        ([], "no records of any matrix"),
+        (["--output", "elsewhere"], "error: --output and --baseline need RECORDS\n"),
+    ):
+        result = CliRunner().invoke(app, ["report", *options])
+        assert result.exit_code == 2
+        assert said in result.stderr
 
 
 def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

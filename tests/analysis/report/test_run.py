@@ -30,34 +30,25 @@ def page(written: run.Written) -> str:
     return written.report.read_text("utf-8")
 
 
-def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
+def test_the_page_is_whole_and_loads_nothing_and_texts_are_escaped(page: str) -> None:
     check_page(page, pictures=2)
-
-
-def test_each_figure_links_its_records(page: str) -> None:
     linked = [re.findall('href="(.*?)"', caption) for caption in page.split("<figcaption>")[1:]]
     assert linked == [["../records.jsonl"]] * 2
-
-
-def test_error_texts_are_escaped(page: str) -> None:
     assert "<script>alert(" not in page
     assert html.escape("<script>alert(", quote=False) in page
 
 
 def test_headlines_are_there_with_their_cells(page: str) -> None:
-    assert '<span class="big">3.3×</span>' in page
-    assert '<span class="big">30 %</span>' in page
-    assert '<span class="big">28×</span>' in page
-    assert '<span class="big">1.3 %</span>' in page
+    for figure in ("3.3×", "30 %", "28×", "1.3 %"):
+        assert f'<span class="big">{figure}</span>' in page
     assert "The fastest other strategy there is FSDP2" in page
 
 
-def test_every_cell_that_ran_has_a_row(page: str, records: list[Record]) -> None:
+def test_every_cell_that_ran_has_a_row_and_where_it_comes_from_is_there(
+    page: str, records: list[Record], written: run.Written
+) -> None:
     ran = [record for record in records if record.state != "skipped"]
     assert len(re.findall("<tr class=", page)) == len(ran)
-
-
-def test_provenance_is_there(page: str, records: list[Record]) -> None:
     record = records[0]
     assert record.commit is not None
     for part in (record.commit, "made-up CPU", "rate bits per s: 10000000", "transformers 4.57.0"):
@@ -65,20 +56,13 @@ def test_provenance_is_there(page: str, records: list[Record]) -> None:
     assert "1 older record of cells that were run again left out" in page
     assert "gloo implements a reduce-scatter" in page
     assert "DeepSpeed ZeRO-3 1.03 to 1.30, FSDP2 1.02 to 1.25" in page
+    # And no path of this machine.
+    assert str(written.report.parent) not in page
+    assert str(Path.cwd()) not in page
 
 
 def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path) -> None:
-    without = [
-        record.model_copy(
-            update={
-                "measurement": record.measurement.model_copy(
-                    update={"inter_node_bytes_closed_form": None}
-                )
-            }
-        )
-        for record in records[:3]
-        if record.measurement is not None
-    ]
+    without = [made_up.altered(each, inter_node_bytes_closed_form=None) for each in records[:3]]
     found = {tmp_path / "records.jsonl": without}
     page = run.write(found, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
     assert "the least that" not in page.split("<h2>")[0]
@@ -86,16 +70,11 @@ def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path)
 
 
 def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
-    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
-    failed = made_up.record(cell, state="failed", error=None, measurement=None, network={})
+    none = {"error": None, "measurement": None, "network": {}}
+    failed = made_up.record(made_up.cell("fcdp"), state="failed", **none)
     written = run.write({tmp_path / "records.jsonl": [failed]}, tmp_path, "deepspeed-zero3")
     assert written.figures == ()
     assert "no error text" in written.report.read_text("utf-8")
-
-
-def test_the_page_names_no_path_of_this_machine(page: str, written: run.Written) -> None:
-    assert str(written.report.parent) not in page
-    assert str(Path.cwd()) not in page
 
 
 #: By matrix, what a committed report compares with where that is not the usual baseline.

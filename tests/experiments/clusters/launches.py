@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.clusters.interface import Cluster, Outcome
@@ -24,6 +25,12 @@ def run(
     return cluster.run(
         f"{ON_RANKS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
     )
+
+
+def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:
+    """A rank's own, how many there are, both on its node, and the node's, as torchrun sets them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    return tuple(int(seen[name]) for name in names)
 
 
 def pids_below(directory: Path) -> list[int]:

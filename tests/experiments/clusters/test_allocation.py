@@ -18,15 +18,12 @@ from tests.experiments.clusters.engines import program
 GOOD = {"FCDP_HOSTS": "10.0.0.1, me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
 
 
-def test_hosts_make_a_cluster() -> None:
+def test_hosts_make_a_cluster_of_this_machine_and_others_that_ssh_reaches() -> None:
     allocation = Allocation.from_env(GOOD)
-    assert allocation.launcher == Ssh(("10.0.0.1", "me@10.0.0.2"))
     assert allocation.spec == ClusterSpec(kind="rented", nodes=2, ranks_per_node=8)
     assert allocation.head_address() == "10.0.0.1"
-
-
-def test_the_first_host_is_this_machine_and_the_others_are_reached_by_ssh() -> None:
-    launcher = Ssh(("10.0.0.1", "me@10.0.0.2"))
+    launcher = allocation.launcher
+    assert launcher == Ssh(("10.0.0.1", "me@10.0.0.2"))
     assert "ssh" not in launcher.command(0)
     *options, host, command = launcher.command(1)
     assert host == "me@10.0.0.2"
@@ -56,14 +53,9 @@ def test_a_slurm_allocation_makes_a_cluster(
     assert {"srun", "--nodelist=b", "--nodes=1"} <= set(allocation.launcher.command(1))
     # A list of hosts is asked for; an allocation may be there anyway.
     assert isinstance(Allocation.from_env(slurm | GOOD).launcher, Ssh)
-
-
-def test_slurm_without_its_programs_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match="scontrol show hostnames a: .*No such file"):
-        Allocation.from_env({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ClusterError, match=r"scontrol show hostnames .*No such file"):
+        Allocation.from_env(slurm)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +80,10 @@ def test_the_port_is_the_matrixs_unless_it_is_said() -> None:
 
 
 def test_a_head_that_others_cannot_reach_is_refused() -> None:
+    own = GOOD | {"FCDP_HOSTS": "localhost other"}
     with pytest.raises(ClusterError, match=r"localhost is 127\.0\.0\.1 here.*set FCDP_HEAD"):
-        Allocation.from_env(GOOD | {"FCDP_HOSTS": "localhost other"}).head_address()
-    given = Allocation.from_env(GOOD | {"FCDP_HOSTS": "localhost other", "FCDP_HEAD": "10.0.0.3"})
-    assert given.head_address() == "10.0.0.3"
-
-
-def test_a_head_without_an_address_is_named() -> None:
+        Allocation.from_env(own).head_address()
+    assert Allocation.from_env(own | {"FCDP_HEAD": "10.0.0.3"}).head_address() == "10.0.0.3"
     for name in ("nowhere.invalid", "two..dots", "x" * 64):
         with pytest.raises(ClusterError, match=f"{re.escape(name)}: no address of the first node"):
             Allocation.from_env(GOOD | {"FCDP_HEAD": name}).head_address()
@@ -106,9 +95,5 @@ def test_ranks_are_gpus_unless_said(tmp_path: Path, chosen: str | None, count: i
         (tmp_path / name).touch()
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert visible_gpus(environment, tmp_path) == count
-
-
-def test_without_gpus_the_ranks_must_be_said() -> None:
-    without = {k: v for k, v in GOOD.items() if k != "FCDP_RANKS_PER_NODE"}
     with pytest.raises(ClusterError, match="FCDP_RANKS_PER_NODE is not set and this machine"):
-        Allocation.from_env({**without, "CUDA_VISIBLE_DEVICES": ""})
+        Allocation.from_env({"FCDP_HOSTS": GOOD["FCDP_HOSTS"], "CUDA_VISIBLE_DEVICES": ""})

@@ -36,11 +36,6 @@ def test_counts_what_leaves_the_callers_node(network: Network) -> None:
     assert namespaces.call_in(network.nodes[0], lambda: send(here, packets, 0)) < 500
 
 
-def test_an_interface_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"interface = 'nowhere0': allowed are .*lo"):
-        transmitted_bytes("nowhere0")
-
-
 def test_an_infiniband_adapter_counts_words_on_all_of_its_ports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,5 +45,5 @@ def test_an_infiniband_adapter_counts_words_on_all_of_its_ports(
         (folder / "port_xmit_data").write_text(f"{words}\n")
     monkeypatch.setattr(links, "_INFINIBAND", tmp_path)
     assert transmitted_bytes("mlx5_0") == 4 * 300
-    with pytest.raises(ValueError, match=r"interface = 'mlx5_1': allowed are .*mlx5_0"):
+    with pytest.raises(ValueError, match=r"interface = 'mlx5_1': allowed are .*lo.*mlx5_0"):
         transmitted_bytes("mlx5_1")

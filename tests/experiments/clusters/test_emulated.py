@@ -18,8 +18,8 @@ from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.cell import ClusterSpec
-from tests.experiments.clusters.launches import ON_RANKS, pids_below, run
-from tests.experiments.planted import PLANTED, markers
+from tests.experiments.clusters.launches import ON_RANKS, numbers, pids_below, run
+from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.programs import ROOT
 
@@ -30,10 +30,7 @@ PRELOAD = ("torch.distributed", ON_RANKS)
 @pytest.fixture(scope="module")
 def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in PLANTED.items():
-            patch.setenv(name, value)
-        patch.setenv("FCDP_PASS", "MY_TOKEN")
-        patch.setenv("MY_TOKEN", "a gated model's")
+        plant(patch)
         with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=PRELOAD) as built:
             yield built
 
@@ -67,11 +64,7 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         environment = each["environment"]
         assert markers(texts[rank]) == []
         assert environment["MY_TOKEN"] == "a gated model's"
-        assert environment["RANK"] == str(rank)
-        assert environment["WORLD_SIZE"] == "4"
-        assert environment["LOCAL_RANK"] == str(rank % 2)
-        assert environment["LOCAL_WORLD_SIZE"] == "2"
-        assert environment["GROUP_RANK"] == str(rank // 2)
+        assert numbers(environment) == (rank, 4, rank % 2, 2, rank // 2)
         assert environment["MASTER_PORT"] == "29500"
         assert environment["GIVEN"] == "$value"
         assert each["threads"] == 2
@@ -90,14 +83,8 @@ def test_ranks_import_from_the_pythonpath_they_are_given(
     (tmp_path / "only_here.py").write_text(
         f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
     )
-    outcome = cluster.run(
-        "only_here:main",
-        [],
-        logs=tmp_path / "logs",
-        environment={"PYTHONPATH": str(tmp_path)},
-        timeout_s=60,
-    )
-    assert outcome == Outcome("ok")
+    given = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
+    assert cluster.run("only_here:main", [], logs=tmp_path / "logs", **given) == Outcome("ok")
     assert (tmp_path / "called").read_text() == "xxxx"
 
 
@@ -222,15 +209,10 @@ def test_an_entry_of_another_form_is_refused(cluster: EmulatedCluster, tmp_path:
         cluster.run("module.function", [], logs=tmp_path, environment={}, timeout_s=1)
 
 
-def test_a_cluster_that_is_not_built_says_so(tmp_path: Path) -> None:
-    outside = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1))
+def test_a_cluster_that_is_not_or_cannot_be_built_says_so() -> None:
+    broken = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1), preload=["no.such.module"])
     with pytest.raises(ClusterError, match="inside its `with` block"):
-        outside.shape(None)
-
-
-def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    spec = ClusterSpec(nodes=1, ranks_per_node=1)
-    broken = EmulatedCluster(spec, preload=["no.such.module"])
+        broken.shape(None)
     with pytest.raises(ClusterError, match=r"cannot import no\.such\.module(.|\n)*Traceback"):
         broken.__enter__()
 
@@ -245,7 +227,8 @@ def temporary() -> Iterator[Path]:
 @pytest.fixture
 def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of its own with a cluster whose four ranks wait for ever."""
-    command = [sys.executable, "-m", "tests.experiments.clusters.parent", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.experiments.clusters.lingering"]
+    command += ["emulated", str(tmp_path)]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True

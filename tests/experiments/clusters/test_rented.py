@@ -24,8 +24,8 @@ from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
-from tests.experiments.clusters.launches import pids_below, run
-from tests.experiments.planted import PLANTED, markers
+from tests.experiments.clusters.launches import numbers, pids_below, run
+from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 RANKS = 1
@@ -56,10 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedCluster]
         patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         patch.setenv("NCCL_DEBUG", "WARN")
         patch.setenv("NCCL_TOPO_FILE", "/x")
-        for name, value in PLANTED.items():
-            patch.setenv(name, value)
-        patch.setenv("FCDP_PASS", "MY_TOKEN")
-        patch.setenv("MY_TOKEN", "a gated model's")
+        plant(patch)
         with cluster_of("localhost", "localhost") as built:
             yield built
 
@@ -93,9 +90,7 @@ def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
         text = (tmp_path / f"{rank}.json").read_text()
         assert markers(text) == []
         seen = json.loads(text)["environment"]
-        assert (seen["RANK"], seen["WORLD_SIZE"]) == (str(rank), "4")
-        assert (seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
-        assert seen["GROUP_RANK"] == str(rank // 2)
+        assert numbers(seen) == (rank, 4, rank % 2, 2, rank // 2)
         assert seen["FCDP_INTERFACE"] == seen["GLOO_SOCKET_IFNAME"] == "lo"
         assert seen["NCCL_SOCKET_IFNAME"] == "=lo"
         assert seen["NCCL_DEBUG"] == "WARN"
@@ -223,7 +218,7 @@ def test_a_node_that_falls_silent_is_lost(
 def test_nothing_outlives_a_killed_runner(tmp_path: Path) -> None:
     folder = stand_in(tmp_path / "bin")
     runner = subprocess.Popen(
-        [sys.executable, "-m", "tests.experiments.clusters.renter", str(tmp_path)],
+        [sys.executable, "-m", "tests.experiments.clusters.lingering", "rented", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
     )
@@ -274,22 +269,17 @@ def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     answer = messages.Description(address="127.0.0.1", interface="lo", commit="another", network={})
     program(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with (
-        pytest.raises(ClusterError, match="other has commit another, the runner "),
-        cluster_of("localhost", "other"),
-    ):
-        pass
-
-
-def test_a_launcher_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match="cannot start ssh: No such file"):
+    with pytest.raises(ClusterError, match="other has commit another, the runner "):
         cluster_of("localhost", "other").__enter__()
 
 
-def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_and_an_interface_that_are_not_there_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        with pytest.raises(ClusterError, match="cannot start ssh: No such file"):
+            cluster_of("localhost", "other").__enter__()
     monkeypatch.setenv("FCDP_INTERFACE", "ib7")
     with pytest.raises(LostNodeError, match="FCDP_INTERFACE: interface = 'ib7': allowed are"):
         cluster_of("localhost").__enter__()

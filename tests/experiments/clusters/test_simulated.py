@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.simulated import SimulatedCluster
@@ -19,6 +18,7 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.experiments.cells import cell, model_spec
+from tests.experiments.command_line import printed
 from tests.experiments.stand_in import Observer
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
@@ -54,31 +54,22 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     assert record.network["inter_bytes_per_s"] == 0.8 * 10**9 / 8
 
 
-@pytest.mark.parametrize(
-    ("strategy", "policy"), [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)]
-)
-def test_what_caches_by_a_policy_says_by_which(
-    tmp_path: Path, strategy: str, policy: str | None
-) -> None:
-    settings = {} if policy is None else {"policy": policy}
-    (record,) = run([simulated(strategy, **settings)], tmp_path)
-    assert record.measurement.policy == policy
-    assert record.measurement.host_cache_bytes == (None if policy is None else 0)
+def test_what_caches_by_a_policy_says_by_which(tmp_path: Path) -> None:
+    cells = [*(simulated(name, policy="device") for name in ("fcdp", "fcdp-sched"))]
+    found = [record.measurement for record in run([*cells, simulated("hpz")], tmp_path)]
+    assert [each.policy for each in found] == ["device", "device", None]
+    assert [each.host_cache_bytes for each in found] == [0, 0, None]
 
 
-def test_what_does_not_fit_is_oom(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_oom_and_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
     wide = model_spec("gpt2", layers=40, width=8192, heads=64)
-    (record,) = run([simulated("ddp", model=wide)], tmp_path)
-    assert record.state == "oom"
-    assert "a device needs" in record.error
-    assert record.measurement is None
-
-
-def test_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
-    first, second = run([simulated("fcdp", dtype="float32"), simulated("fcdp")], tmp_path)
-    assert first.state == "failed"
-    assert "allowed: bfloat16" in first.error
-    assert second.state == "ok"
+    cells = [simulated("ddp", model=wide), simulated("fcdp", dtype="float32"), simulated("fcdp")]
+    large, single, last = run(cells, tmp_path)
+    assert (large.state, large.measurement) == ("oom", None)
+    assert "a device needs" in large.error
+    assert single.state == "failed"
+    assert "allowed: bfloat16" in single.error
+    assert last.state == "ok"
 
 
 def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) -> None:
@@ -87,11 +78,6 @@ def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) ->
     assert record.cell_id == given.id
     assert record.network["backend"] == "gloo"
     assert record.network["ranks_sharing_device"] == 4
-
-
-def test_rented_nodes_are_not_known() -> None:
-    with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
-        SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +94,9 @@ def test_an_impossible_cluster_is_an_error(field: str, value: object, message: s
         SimulatedSpec.model_validate({**SPEC.model_dump(), field: value})
 
 
-def test_only_simulations_recompute() -> None:
+def test_rented_nodes_are_not_known_and_only_simulations_recompute() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
+        SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
     assert simulated("fcdp", recomputed=1.0).id != simulated("fcdp").id
     with pytest.raises(ValidationError, match="1 is for clusters of kind simulated"):
         cell("fcdp", recomputed=1.0)
@@ -119,17 +107,13 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
 ) -> None:
     """No privileges, no namespaces; records apart from those of the cells that really ran."""
     from experiments import terminal
-    from experiments.__main__ import app
     from experiments.commands import kinds, session
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kinds, "enter_namespace", lambda: pytest.fail("is not needed"))
     monkeypatch.setattr(terminal, "raise_them", lambda: None)
     monkeypatch.setattr(session, "finish", lambda *arguments, **options: True)
-    result = CliRunner().invoke(
-        app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
-    )
-    assert result.exit_code == 0, result.output
+    printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
     found = read_records(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
     # Also what this machine could not run.
     assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}

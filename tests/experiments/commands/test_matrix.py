@@ -9,15 +9,14 @@ import pytest
 from experiments.matrix import reader
 from experiments.records import provenance
 from simulation import files
-from tests.experiments.command_line import command, flat
+from tests.experiments.command_line import command, flat, printed, refused
 from tests.experiments.stand_in import record
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     file = tmp_path / "folder" / "own.yaml"
-    result = command("matrix", "new", file)
-    assert result.exit_code == 0, result.output
+    printed("matrix", "new", file)
     return file
 
 
@@ -31,14 +30,13 @@ def test_a_new_file_is_a_matrix(own: Path) -> None:
 
 def test_no_file_is_overwritten(own: Path) -> None:
     before = own.read_text()
-    result = command("matrix", "new", own)
-    assert (result.exit_code, own.read_text()) == (2, before)
-    assert "is there already, and stays as it is" in flat(result)
-    assert command("matrix", "new", own.with_suffix(".txt")).exit_code == 2
+    assert "is there already, and stays as it is" in refused("matrix", "new", own)
+    assert own.read_text() == before
+    refused("matrix", "new", own.with_suffix(".txt"))
 
 
 def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
-    lines = command("run", own, "--dry-run").output.splitlines()
+    lines = printed("run", own, "--dry-run").splitlines()
     assert len(lines) == 7
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
@@ -50,8 +48,8 @@ def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
         files.append(record(cell, state, "an error"), tmp_path / "run" / "records.jsonl")
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
     for option, count in (("--no-wandb", 6), ("--resume", 4), ("--retry-failed", 5)):
-        result = command("run", own, "--dry-run", "--output", tmp_path / "run", option)
-        assert f"own: {count} cells to run" in flat(result)
+        shown = printed("run", own, "--dry-run", "--output", tmp_path / "run", option)
+        assert f"own: {count} cells to run" in shown
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
@@ -59,27 +57,19 @@ def test_what_this_machine_cannot_hold_is_refused(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
-    result = command("run", own, "--dry-run")
-    assert result.exit_code == 2
-    assert " MB, and this machine has 500 MB: make it smaller" in flat(result)
+    said = " MB, and this machine has 500 MB: make it smaller"
+    assert said in refused("run", own, "--dry-run")
 
 
 def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
-    result = command("run", "paper/volume", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "GB per device" in flat(result)
+    assert "GB per device" in printed("run", "paper/volume", "--dry-run")
 
 
-def test_instances_to_rent_have_a_price(own: Path) -> None:
+def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: Path) -> None:
     """Of a matrix without a limit on links: of others nothing limits them there."""
-    changes = ("--set", "dtype=bfloat16", "--set", "inter_bandwidth=unshaped")
-    result = command("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
-    assert result.exit_code == 0, result.output
-    assert " MB per device" in flat(result)
-    assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in flat(result)
-
-
-def test_what_is_not_simulated_says_why(own: Path) -> None:
-    changes = ("--set", "inter_bandwidth=unshaped")
-    result = command("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
-    assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(result)
+    words = ("run", own, "--dry-run", "--instance", "g5.48xlarge")
+    words = (*words, "--set", "inter_bandwidth=unshaped")
+    priced = flat(command(*words, "--set", "dtype=bfloat16"))
+    assert " MB per device" in priced
+    assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in priced
+    assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(command(*words))

@@ -11,7 +11,7 @@ from experiments.records.provenance import ROOT
 from experiments.records.record import read
 from experiments.records.select import FILE
 from simulation import files
-from tests.experiments.command_line import command, flat
+from tests.experiments.command_line import command, flat, printed, refused
 from tests.experiments.stand_in import cell, record
 
 RUNS = [file.parent for file in files.below(ROOT / "results", FILE)]
@@ -28,31 +28,28 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", RUNS[::3], ids=lambda path: path.name)
 def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
     """A third of them; all are read for the list below."""
-    shown = command("show", str(path))
-    assert shown.exit_code == 0, shown.output
+    shown = printed("show", path)
     ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}
-    assert all(each in shown.output for each in ids)
-    compared = command("compare", str(path), str(path))
-    assert compared.exit_code == 0, compared.output
-    assert f"0 of {len(ids)} cells differ beyond their intervals" in flat(compared)
+    assert all(each in shown for each in ids)
+    said = f"0 of {len(ids)} cells differ beyond their intervals"
+    assert said in flat(command("compare", path, path))
 
 
 def test_all_committed_runs_are_listed() -> None:
-    shown = command("show", str(ROOT / "results"))
-    assert shown.exit_code == 0, shown.output
+    lines = printed("show", ROOT / "results").splitlines()
     names = [str(path.relative_to(ROOT / "results")) for path in RUNS]
-    assert [line.split()[0] for line in shown.output.splitlines()[1:]] == names
+    assert [line.split()[0] for line in lines[1:]] == names
 
 
 def test_cells_of_a_run_are_picked_by_their_settings(run: Path) -> None:
-    shown = command("show", f"{run}:policy=disk")
-    assert "fcdp-disk-full-" in shown.output
-    assert "fcdp-none-full-" not in shown.output
+    shown = printed("show", f"{run}:policy=disk")
+    assert "fcdp-disk-full-" in shown
+    assert "fcdp-none-full-" not in shown
 
 
 @pytest.mark.parametrize(("policy", "ratio"), [("host", "0.476"), ("disk", "not significant")])
 def test_two_cells_are_compared_in_full(run: Path, policy: str, ratio: str) -> None:
-    lines = command("compare", f"{run}:policy=none", f"{run}:policy={policy}").output.splitlines()
+    lines = printed("compare", f"{run}:policy=none", f"{run}:policy={policy}").splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rows["policy"] == ["policy", "none", policy]
     assert " ".join(rows["s/step"][3:]) == ratio
@@ -63,7 +60,7 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     again = run.parent / "again"
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
         files.append(record(cell(policy=policy), step_seconds=seconds), again / "records.jsonl")
-    said = flat(command("compare", str(run), str(again)))
+    said = flat(command("compare", run, again))
     assert "1 of 2 cells differ beyond their intervals; 1 cells of the larger" in said
     assert "2.00×" in said
 
@@ -71,8 +68,8 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
 def test_a_run_that_cannot_be_read_hides_no_other(run: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "records.jsonl").write_text("{}\n", encoding="utf-8")
-    shown = command("show", str(tmp_path))
-    assert shown.exit_code == 0, shown.output
+    shown = command("show", tmp_path)
+    assert shown.exit_code == 0
     assert "broken/records.jsonl:1: not a record of this version" in flat(shown)
     assert [line.split()[0] for line in shown.output.splitlines()[-2:]] == ["broken", "mine"]
 
@@ -82,12 +79,8 @@ def test_a_step_of_no_time_is_no_record(run: Path, seconds: float) -> None:
     made = record(cell(policy="auto"), step_seconds=[1.0]).model_dump_json()
     with (run / "records.jsonl").open("a", encoding="utf-8") as file:
         file.write(made.replace('"step_seconds":[1.0]', f'"step_seconds":["{seconds}"]') + "\n")
-    said = command("show", str(run))
-    assert said.exit_code == 2
-    assert "measurement.step_seconds.0: Input should be" in flat(said)
+    assert "measurement.step_seconds.0: Input should be" in refused("show", run)
 
 
 def test_the_version_is_said() -> None:
-    result = command("--version")
-    assert result.exit_code == 0
-    assert result.output.startswith("fcdp ")
+    assert printed("--version").startswith("fcdp ")

@@ -24,14 +24,15 @@ IMAGES = (
 
 
 @pytest.fixture(autouse=True)
-def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what images are read with be installed."""
-    there = importlib.util.find_spec
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether what images are read with is there, as far as matrices can see."""
+    found, look = {"sklearn": True, "torchvision": True, "datasets": True}, importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: name in ("sklearn", "torchvision", "datasets") or there(name, *rest),
+        lambda name, *rest: found[name] if name in found else look(name, *rest),
     )
+    return found
 
 
 def test_models_of_images_train_on_images(tmp_path: Path) -> None:
@@ -50,12 +51,9 @@ def test_models_of_images_train_on_images(tmp_path: Path) -> None:
 
 
 def test_without_what_reads_them_cells_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packages: dict[str, bool]
 ) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: name != "sklearn" and there(name, *rest)
-    )
+    packages["sklearn"] = False
     reasons = {entry.skip_reason for entry in read(tmp_path, text=IMAGES).cells}
     assert reasons == {"not interesting", f"{NEEDED}; there is no sklearn here"}
 
@@ -68,15 +66,14 @@ def test_images_are_not_simulated(tmp_path: Path) -> None:
 
 def test_optimizers(tmp_path: Path) -> None:
     decayed = "{kind: sgd, weight_decay: 0.1, decay: {every: 3, by: 0.5}}"
-    (silent,) = {p.cell.optimizer for p in read(tmp_path, text=IMAGES).cells}
-    (said,) = {
-        p.cell.optimizer
-        for p in read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {decayed}"), text=IMAGES).cells
-    }
-    assert silent == AdamW()
-    assert said == SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
-    usual = read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {{kind: adamw}}"), text=IMAGES).cells
-    assert [p.cell.id for p in usual] == [p.cell.id for p in read(tmp_path, text=IMAGES).cells]
+    silent, usual, said = (
+        [entry.cell for entry in read(tmp_path, (TUNING, f"{TUNING}{more}"), text=IMAGES).cells]
+        for more in ("", "\n  optimizer: {kind: adamw}", f"\n  optimizer: {decayed}")
+    )
+    assert {cell.optimizer for cell in silent} == {AdamW()}
+    assert [cell.id for cell in usual] == [cell.id for cell in silent]
+    told = SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
+    assert {cell.optimizer for cell in said} == {told}
 
 
 DIGITS = "{images: digits}"

@@ -75,7 +75,7 @@ def read(folder: Path, *changes: tuple[str, str], text: str = FILE, **options: A
 
 
 def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
-    cells = [entry.cell for entry in reader.read(written(tmp_path)).cells]
+    cells = [entry.cell for entry in read(tmp_path).cells]
     assert len(cells) == 3 * 2 * 2 * 2
     for first in range(0, len(cells), 3):
         group = cells[first : first + 3]
@@ -85,12 +85,12 @@ def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -
 
 
 def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
-    assert reader.read(written(tmp_path)).reference is None
+    assert read(tmp_path).reference is None
     assert reader.read(written(tmp_path, FILE + "reference: fsdp2\n")).reference == "fsdp2"
 
 
 def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
-    for entry in reader.read(written(tmp_path)).cells:
+    for entry in read(tmp_path).cells:
         cell = entry.cell
         unshaped = cell.inter_bandwidth_bits_per_s is None
         skipped = cell.accumulation == 4 and unshaped
@@ -102,8 +102,8 @@ def test_a_pin_that_is_not_installed_is_listed_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": None}.get)
-    file = written(tmp_path, FILE.replace("  tuning: full", "  tuning: full\n  deepspeed: paper"))
-    listed = {p.cell.strategy: p for p in reader.read(file).cells if p.cell.accumulation == 1}
+    found = read(tmp_path, (TUNING, f"{TUNING}\n  deepspeed: paper")).cells
+    listed = {p.cell.strategy: p for p in found if p.cell.accumulation == 1}
     zero3 = listed["deepspeed-zero3"]
     assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
     assert zero3.cell.variant == "deepspeed-zero3@paper"
@@ -111,22 +111,19 @@ def test_a_pin_that_is_not_installed_is_listed_as_skipped(
 
 
 def test_a_setting_multiplies_the_cells_of_strategies_that_have_it_alone(tmp_path: Path) -> None:
-    axis = "axes:\n  policy: [host, disk]\n  deepspeed: [current, paper]\n"
-    cells = [p.cell for p in reader.read(written(tmp_path, FILE.replace("axes:\n", axis))).cells]
-    before = [p.cell for p in reader.read(written(tmp_path)).cells]
+    axis = ("axes:\n", "axes:\n  policy: [host, disk]\n  deepspeed: [current, paper]\n")
+    cells = [p.cell for p in read(tmp_path, axis).cells]
     of = Counter(cell.strategy for cell in cells)
-    once = Counter(cell.strategy for cell in before)
+    once = Counter(p.cell.strategy for p in read(tmp_path).cells)
     assert (of["fsdp2"], of["fcdp"]) == (once["fsdp2"], 2 * once["fcdp"])
     assert of["deepspeed-zero3"] == 2 * once["deepspeed-zero3"]
     assert len({cell.id for cell in cells}) == len(cells)
 
 
 def test_a_cell_that_one_combination_runs_is_not_skipped_for_another(tmp_path: Path) -> None:
-    axis = "axes:\n  policy: [host, disk]\n"
-    rule = "skip:\n  - when: {policy: host}\n    reason: known\n"
-    expanded = reader.read(
-        written(tmp_path, FILE.replace("axes:\n", axis).replace("skip:\n", rule))
-    )
+    axis = ("axes:\n", "axes:\n  policy: [host, disk]\n")
+    rule = ("skip:\n", "skip:\n  - when: {policy: host}\n    reason: known\n")
+    expanded = read(tmp_path, axis, rule)
     skipped = {p.cell.strategy for p in expanded.cells if p.skip_reason == "known"}
     assert skipped == {"fcdp"}
 
@@ -207,32 +204,24 @@ def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]
     assert {entry.cell.id for entry in again.cells} == {cell.id for cell in cells}
 
 
-def test_ids_are_those_of_other_machines_and_days() -> None:
+def test_ids_are_those_of_other_machines_and_days_and_of_what_changes_the_measurement() -> None:
     first = reader.read("quickstart").cells[0].cell
     fixed = first.model_copy(update={"steps": 3, "warmup_steps": 1, "matrix": "quickstart"})
     assert fixed.id == "deepspeed-zero3-full-gpt2-4x128-100mbit-k1-4e3e544b"
-
-
-def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
-    first = reader.read("quickstart").cells[0].cell
     cluster = first.cluster.model_copy(update={"port": 29999})
     assert first.model_copy(update={"timeout_s": 1.0, "cluster": cluster}).id == first.id
     assert first.model_copy(update={"seed": 7}).id != first.id
 
 
-def test_repetitions_come_in_both_orders(tmp_path: Path) -> None:
+def test_repetitions_come_in_both_orders_and_simulations_are_not_repeated(tmp_path: Path) -> None:
     once = [entry.cell for entry in reader.read(str(matrix_file(tmp_path))).cells]
-    repeated = reader.read(str(matrix_file(tmp_path, extra="\n        repeats: 3\n"))).cells
-    cells = [entry.cell for entry in repeated]
+    file = str(matrix_file(tmp_path, extra="\n        repeats: 3\n"))
+    cells = [entry.cell for entry in reader.read(file).cells]
     assert [cell.repeat for cell in cells] == [0] * 6 + [1] * 6 + [2] * 6
     in_turn = [cell.model_copy(update={"repeat": 0}) for cell in cells]
     assert in_turn == [*once, *reversed(once), *once]
     assert len({cell.id for cell in cells}) == 18
-
-
-def test_simulations_are_not_repeated(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path, extra="\n        repeats: 3\n")
-    assert len(reader.read(str(file), simulated=True).cells) == 6
+    assert len(reader.read(file, simulated=True).cells) == 6
 
 
 #: Lines added to the workload, and what is said of them.
@@ -243,30 +232,21 @@ ADDED = [
     ("data: {field: text}", "data: says none of library, text, jsonl, dataset"),
     ("data: {library: perl}", "data.library: 'perl' is not allowed"),
     ("data: {library: python, tokenizer: ./t}", "data.tokenizer: there is no file or folder ./t "),
-    (
-        "loss: mse",
-        "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.module:",
-    ),
+    ("loss: mse", "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.mod"),
     ("loss: nowhere:mse", "loss: no module 'nowhere' in the current directory or among installed"),
     ("objective: grpo", "objective: 'grpo' is not a mapping such as {kind: dpo}"),
-    (
-        "objective: {kind: gpro}",
-        "objective.kind: unknown objective 'gpro'; did you mean 'grpo'? allowed: causal-lm, dpo, ",
-    ),
-    (
-        "objective: {kind: grpo, new_tokens: 4, group: 1}",
-        "objective.group: 1 is not allowed: input should be greater than or equal to 2",
-    ),
-    (
-        "objective: {kind: grpo, new_tokens: 99, group: 2}",
-        "objective: 99 new tokens leave no prompt in sequences of 16; allowed are up to 16",
-    ),
+    ("objective: {kind: gpro}",
+     "objective.kind: unknown objective 'gpro'; did you mean 'grpo'? allowed: causal-lm, dpo, "),
+    ("objective: {kind: grpo, new_tokens: 4, group: 1}",
+     "objective.group: 1 is not allowed: input should be greater than or equal to 2"),
+    ("objective: {kind: grpo, new_tokens: 99, group: 2}",
+     "objective: 99 new tokens leave no prompt in sequences of 16; allowed are up to 16"),
     ("objective: {kind: distillation, teacher: b}", "objective.teacher: unknown model 'b'"),
     ("objective: {kind: distillation}", "objective: teacher is missing"),
     ("objective: {function: nowhere:mine}", "objective.function: no module 'nowhere' in the curr"),
     ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
     ("origin: x", "origin: unknown key 'origin'; allowed: "),
-]
+]  # fmt: skip
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
      "those that do: fcdp-paper, fcdp-sched, fcdp"),

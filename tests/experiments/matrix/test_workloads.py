@@ -25,11 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
-    matrices = [
-        read(folder, (LLAMA, f"name: llama-b, config: {given}"))
-        for given in ("qwen", "qwen/config.json")
-    ]
-    for matrix, given in zip(matrices, ("qwen", "qwen/config.json"), strict=True):
+    for given in ("qwen", "qwen/config.json"):
+        matrix = read(folder, (LLAMA, f"name: llama-b, config: {given}"))
         (cell, *_) = (p.cell for p in matrix.cells if p.cell.model.name == "llama-b")
         assert cell.model == ConfiguredModel(
             name="llama-b", config=f"./{given}", configuration=families.configuration("qwen2")
@@ -48,12 +45,9 @@ def test_data_are_known_by_their_content(folder: Path) -> None:
     file, new = folder / "prose.txt", TUNING + "\n  data: {text: prose.txt}"
     first = read(folder, (TUNING, new)).cells[0].cell
     assert isinstance(first.data, TextFile)
-    assert (first.data.name, first.origin.key("data")) == (
-        "prose.txt",
-        "example.yaml:17: workload.data",
-    )
-    moved = folder / "elsewhere"
-    folder.joinpath("elsewhere").mkdir()
+    assert first.data.name == "prose.txt"
+    assert first.origin.key("data") == "example.yaml:17: workload.data"
+    (moved := folder / "elsewhere").mkdir()
     (moved / "prose.txt").write_bytes(file.read_bytes())
     assert read(moved, (TUNING, new)).cells[0].cell.id == first.id
     file.write_text("Another text.", encoding="utf-8")
@@ -72,13 +66,9 @@ workload:
     )
     cells = reader.read(written(folder, text)).cells
     assert {type(entry.cell.data) for entry in cells} == {Library, TextFile, JsonLines}
-    assert {p.skip_reason for p in cells if isinstance(p.cell.data, TextFile)} == {
-        "not interesting"
-    }
-    assert {p.cell.data.name for p in cells if not p.skip_reason} == {
-        "standard library",
-        "chat.jsonl by ./qwen",
-    }
+    reasons = {p.cell.data.name: p.skip_reason for p in cells}
+    assert reasons.pop("prose.txt") == "not interesting"
+    assert reasons == {"standard library": None, "chat.jsonl by ./qwen": None}
 
 
 def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
@@ -107,25 +97,23 @@ def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
     }
 
 
-MISTAKES = {
-    "config.json": ("not JSON", "config: config.json", "config", "is not JSON"),
-    "list.json": ("[]", "config: list.json", "config", "holds no configuration"),
-    "untyped.json": ("{}", "config: untyped.json", "config", "untyped.json says no model_type"),
-    "qwen/pytorch_model.bin": (
-        "pickled",
-        "config: qwen, weights: pretrained",
-        "weights",
-        "there are no *.safetensors in qwen",
-    ),
-    "a": ("", "config: qwen, weights: best", "weights", "'best' is not allowed"),
-    "b": ("", "config: qwen, configuration: {}", "configuration", "unknown key 'configuration'"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_models_name_line_and_key(folder: Path, name: str) -> None:
-    content, model, key, problem = MISTAKES[name]
-    (folder / name).write_text(content, encoding="utf-8")
+@pytest.mark.parametrize(
+    ("model", "key", "problem"),
+    [
+        ("config: prose.txt", "config", "is not JSON"),
+        ("config: list.json", "config", "holds no configuration"),
+        ("config: untyped.json", "config", "untyped.json says no model_type"),
+        ("config: qwen, weights: pretrained", "weights", "there are no *.safetensors in qwen"),
+        ("config: qwen, weights: best", "weights", "'best' is not allowed"),
+        ("config: qwen, configuration: {}", "configuration", "unknown key 'configuration'"),
+    ],
+)
+def test_mistakes_in_models_name_line_and_key(
+    folder: Path, model: str, key: str, problem: str
+) -> None:
+    files = {"list.json": "[]", "untyped.json": "{}", "qwen/pytorch_model.bin": "pickled"}
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="example") as raised:
         read(folder, (LLAMA, f"name: llama-b, {model}"))
     assert str(raised.value).startswith(f"example.yaml:6: models[1].{key}: ")
@@ -152,18 +140,15 @@ def test_mistakes_in_data_name_line_and_key(folder: Path, content: str, problem:
     assert str(raised.value).startswith(f"example.yaml:17: workload.data.jsonl: {problem}")
 
 
-def test_a_folder_is_no_text(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"workload\.data\.text: \. is a folder, not a file"):
-        read(folder, (TUNING, TUNING + "\n  data: {text: .}"))
-
-
-def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_text_and_a_data_set_needs_its_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from experiments.matrix import workloads
 
+    with pytest.raises(ValueError, match=r"workload\.data\.text: \. is a folder, not a file"):
+        read(folder, (TUNING, TUNING + "\n  data: {text: .}"))
     monkeypatch.setattr(workloads.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"17: workload\.data\.dataset: needs the package datasets"
-    ):
+    with pytest.raises(ValueError, match="17: workload.data.dataset: needs the package datasets"):
         read(folder, (TUNING, TUNING + "\n  data: {dataset: squad}"))
 
 

@@ -30,6 +30,7 @@ from tests.experiments.preflight import made_up
 from tests.experiments.preflight.made_up import preflight
 
 SIZES = [4**power for power in range(5, 14)]
+CPU = {"memory_bytes": None}
 
 
 def fitted(samples: list[tuple[int, float]]) -> Link:
@@ -52,9 +53,7 @@ def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> Non
     bucket, rate = 36_000, 1.25e6
     samples = [(size, 1e-4 + max(0, size - bucket) / rate) for size in SIZES[:6]]
     assert fitted(samples).bytes_per_s == pytest.approx(rate, rel=0.02)
-
-
-def test_noise_gives_no_negative_bandwidth() -> None:
+    # Nor does noise make it negative.
     link = fitted([(1024, 0.2), (4096, 0.1)])
     assert link.bytes_per_s == pytest.approx(40960)
     assert link.latency_s >= 0
@@ -73,11 +72,7 @@ def test_the_file_is_read_again(tmp_path: Path) -> None:
     ("part", "change", "problem"),
     [
         ("compute", {"matmul_flops_per_s": {"float32": 1e12}}, "bfloat16 is missing"),
-        (
-            "compute",
-            {"memory_bytes": None, "matmul_flops_per_s": {"bfloat16": 1e12}},
-            "float32 is missing",
-        ),
+        ("compute", CPU | {"matmul_flops_per_s": {"bfloat16": 1e12}}, "float32 is missing"),
         ("host", {"to_device_bytes_per_s": None}, "host.to_device_bytes_per_s: is missing"),
         ("host", {"from_device_bytes_per_s": None}, "host.from_device_bytes_per_s: is missing"),
         ("links", {"inter_node_all_gather": 1}, "links.inter_node_all_gather: Input should be"),
@@ -122,12 +117,9 @@ def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
     assert (found.nodes, found.ranks_per_node) == (measured.nodes, measured.ranks_per_node)
     across = measured.links.inter_node_all_gather
     assert found.inter_bytes_per_s == across.bytes_per_s
+    assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
     with pytest.raises(ValueError, match="gpu: is missing; NVIDIA A40 was measured"):
         hardware_of(measured)
-
-
-def test_a_link_that_was_not_measured_has_no_limit() -> None:
-    assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
 
 
 @pytest.mark.parametrize(("evidence", "nodes_on_host"), [("emulated", 2), ("measured", 1)])

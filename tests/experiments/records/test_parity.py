@@ -66,27 +66,26 @@ def test_a_cell_that_did_not_run_is_a_problem_and_a_skipped_one_is_not() -> None
 
 
 @pytest.mark.parametrize(
-    "reference", [[], [trained("fsdp2", state="failed")], [trained("fsdp2", [math.nan] * 4)]]
+    "references",
+    [
+        [],
+        [trained("fsdp2", state="failed")],
+        [trained("fsdp2", [math.nan] * 4)],
+        [trained("fsdp2", accumulation=4)],
+    ],
+    ids=["none", "failed", "diverged", "of other batches"],
 )
-def test_what_has_no_reference_was_not_compared(reference: list[Record]) -> None:
-    *_, found = compare([*reference, trained("fcdp")])
+def test_what_has_no_reference_was_not_compared(references: list[Record]) -> None:
+    *_, found = compare([*references, trained("fcdp")])
     assert found.problems == ("was not compared: no fsdp2 trained with the same settings",)
     assert found.difference is None
 
 
-def test_only_cells_of_the_same_batches_are_compared() -> None:
-    (found,) = compared(trained("fcdp", accumulation=4))
-    assert found.problems == ("was not compared: no fsdp2 trained with the same settings",)
-
-
-def test_the_steps_that_both_have_trained_are_compared() -> None:
+def test_the_steps_that_both_have_trained_are_compared_with_the_longest_reference() -> None:
     (found,) = compared(trained("fcdp", LOSSES[:3], steps=2))
     assert found.problems == ()
     (found,) = compared(trained("fcdp", [*LOSSES[:2], 5.0], steps=2))
     assert found.problems == ("learns something else",)
-
-
-def test_the_reference_that_trained_longest_is_compared_with() -> None:
     short = trained("fsdp2", LOSSES[:2], steps=1, inter_bandwidth_bits_per_s=None)
     *_, found = compare([trained("fsdp2"), short, trained("fcdp", [5.6, 5.5, 5.0, 5.0])])
     assert found.problems == ("learns something else",)

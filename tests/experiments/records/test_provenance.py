@@ -12,7 +12,6 @@ import pytest
 
 from experiments.records import provenance
 from experiments.records.provenance import ROOT, gather, scrub
-from tests import programs
 
 
 def test_it_names_versions_and_machine() -> None:
@@ -22,16 +21,6 @@ def test_it_names_versions_and_machine() -> None:
     assert set(origin.hardware) - {"gpu", "gpus"} == {"cpu", "cores", "memory_bytes", "kernel"}
     assert origin.hardware["cores"] >= 1
     assert origin.hardware["memory_bytes"] > 2**28
-
-
-@pytest.mark.ranks
-def test_it_imports_no_library_to_ask_its_version() -> None:
-    code = (
-        "import sys; from experiments.records import provenance; "
-        "provenance.gather(); print(*sys.modules)"
-    )
-    imported = programs.printed(sys.executable, "-c", code).split()
-    assert not {"torch", "deepspeed", "transformers", "peft"} & {*imported}
 
 
 def test_it_names_no_path_and_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,13 +68,10 @@ def test_error_texts_lose_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scrub(text) == 'File "experiments/worker.py" on <host>\n~/data <WANDB_API_KEY>'
 
 
-def test_long_error_texts_keep_both_ends() -> None:
+def test_long_error_texts_keep_both_ends_and_half_characters_become_utf_8() -> None:
     text = scrub("rank 3: " + "x" * 10**6 + " the cause")
     assert text.startswith("rank 3: ")
     assert text.endswith(" the cause")
     assert "characters left out" in text
     assert len(text) < 13_000
-
-
-def test_half_characters_become_utf_8() -> None:
     assert scrub("half a character: \udcc3").encode("utf-8")

@@ -25,10 +25,14 @@ from tests.experiments.stand_in import cell, record
 RESULTS = Path(__file__).parents[3] / "results"
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / FILE
+
+
 @given(st.integers(0, 10**6))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_torn_last_line_costs_only_itself(file: Path, cut: int) -> None:
     file.unlink(missing_ok=True)
     first, second = record(cell(seed=1)), record(cell(seed=2), "failed", "an error: ü – ×")
     files.append(first, file)
@@ -43,8 +47,7 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
 
 @given(st.text())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "records.jsonl"
+def test_any_error_text_stays_one_line(file: Path, text: str) -> None:
     file.unlink(missing_ok=True)
     written = record(cell(), "failed", text + "\u2028\x85\x1c\r\n")
     files.append(written, file)
@@ -53,8 +56,7 @@ def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
     assert read_records(file) == [written.model_copy(update={"error": said})]
 
 
-def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_diverged_loss_is_read_back_as_such(file: Path) -> None:
     files.append(record(cell(), losses=[5.5, math.inf, math.nan]), file)
     line = file.read_text()
     # Standard JSON, so that other programs can read the file too.
@@ -64,8 +66,7 @@ def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
     assert math.isnan(again.measurement.losses[2])
 
 
-def test_a_malformed_record_is_said_in_one_short_line(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_malformed_record_is_said_in_one_short_line(file: Path) -> None:
     file.write_text(json.dumps({"cell": ["x" * 10**5] * 3, "error": {}}) + "\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:1: not a record of this") as error:
         read_records(file)
@@ -74,8 +75,7 @@ def test_a_malformed_record_is_said_in_one_short_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [30, 10**5])
-def test_a_record_that_is_nested_without_end_is_named(tmp_path: Path, depth: int) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_record_that_is_nested_without_end_is_named(file: Path, depth: int) -> None:
     files.append(record(cell()), file)
     bomb = "[" * depth + "]" * depth
     with file.open("a") as text:
@@ -85,8 +85,7 @@ def test_a_record_that_is_nested_without_end_is_named(tmp_path: Path, depth: int
 
 
 @pytest.mark.parametrize("wrong", ["../../victim", "/etc", "fcdp"])
-def test_an_id_that_is_not_its_cells_is_refused(tmp_path: Path, wrong: str) -> None:
-    file = tmp_path / "records.jsonl"
+def test_an_id_that_is_not_its_cells_is_refused(file: Path, wrong: str) -> None:
     files.append(record(cell(seed=1)), file)
     files.append(record(cell(seed=2)).model_copy(update={"cell_id": wrong}), file)
     with pytest.raises(ValueError, match=r"records\.jsonl:2: cell_id = ") as error:
@@ -94,8 +93,7 @@ def test_an_id_that_is_not_its_cells_is_refused(tmp_path: Path, wrong: str) -> N
     assert cell(seed=2).id in str(error.value)
 
 
-def test_a_cell_has_one_record_of_a_kind(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_cell_has_one_record_of_a_kind(file: Path) -> None:
     simulated = record(cell()).model_copy(update={"evidence": "simulated"})
     for each in (record(cell()), simulated, record(cell())):
         files.append(each, file)
@@ -103,8 +101,7 @@ def test_a_cell_has_one_record_of_a_kind(tmp_path: Path) -> None:
         read_records(file)
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
+def test_a_full_disk_leaves_the_file_as_it_was(file: Path) -> None:
     files.append(record(cell(seed=1)), file)
     before = file.read_bytes()
     with full_disk(len(before) + 100), pytest.raises(OSError, match="File too large"):
@@ -145,8 +142,8 @@ def test_the_same_records_are_the_same_bytes_whatever_the_day_and_the_folder(
     assert packed[0][3:8] == bytes(5), "neither a name nor a time"
 
 
-def test_records_in_place_of_compressed_ones_leave_one_form(tmp_path: Path) -> None:
-    file, short = tmp_path / FILE, [record(cell())]
+def test_records_in_place_of_compressed_ones_leave_one_form(file: Path) -> None:
+    short = [record(cell())]
     for put in (
         lambda: files.write(short, file),
         lambda: file.write_bytes(short[0].model_dump_json().encode() + b"\n"),  # as cp does
@@ -155,16 +152,16 @@ def test_records_in_place_of_compressed_ones_leave_one_form(tmp_path: Path) -> N
         files.compress(file)
         put()
         assert files.compress(file) == file
-        assert [*tmp_path.iterdir()] == [file]
+        assert [*file.parent.iterdir()] == [file]
         assert read_records(file) == short
 
 
-def test_a_compressed_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    files.write(long_records(), tmp_path / FILE)
-    compressed = files.compress(tmp_path / FILE)
+def test_a_compressed_file_that_is_cut_short_is_named(file: Path) -> None:
+    files.write(long_records(), file)
+    compressed = files.compress(file)
     compressed.write_bytes(compressed.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"records\.jsonl\.gz: cannot be decompressed"):
-        read_records(tmp_path / FILE)
+        read_records(file)
 
 
 def test_committed_records_are_compressed_where_they_are_long() -> None:
@@ -202,34 +199,19 @@ def test_figures_come_from_the_median_step() -> None:
     assert record(cell(), "oom", "no memory").tokens_per_s is None
 
 
-def repetitions(*steps: list[float], **settings: str) -> list[Record]:
-    return [
-        record(cell(**settings, repeat=number), step_seconds=seconds)
-        for number, seconds in enumerate(steps)
+def test_repetitions_are_one_record_with_all_steps_and_the_mean_of_phases() -> None:
+    ours = [
+        record(cell(repeat=number), step_seconds=seconds, phase_seconds={"forward": 1.0 + number})
+        for number, seconds in enumerate(([1.0, 1.1], [3.0]))
     ]
-
-
-def test_a_repetition_is_a_cell_of_its_own_and_says_which() -> None:
-    first, second = repetitions([1.0], [2.0])
-    assert second.cell_id == f"{first.cell_id}-r2"
-
-
-def test_repetitions_are_one_record_with_all_steps() -> None:
-    ours, theirs = repetitions([1.0, 1.1], [3.0]), repetitions([9.0], policy="disk")
-    one, other = pooled([ours[0], theirs[0], ours[1]])
+    assert ours[1].cell_id == f"{ours[0].cell_id}-r2", "each is a cell of its own"
+    theirs = record(cell(policy="disk"))
+    one, other = pooled([ours[0], theirs, ours[1]])
     assert one.measurement.step_seconds == [1.0, 1.1, 3.0]
-    assert (one.cell, one.cell_id, one.seconds) == (ours[0].cell, ours[0].cell_id, 24.0)
-    assert other == theirs[0]
-    assert [kept.cell_id for kept in latest([*ours, *theirs])] == [one.cell_id, other.cell_id]
-
-
-def test_phases_are_the_mean_of_all_repetitions() -> None:
-    ran = [
-        record(cell(repeat=number), phase_seconds={"forward": seconds})
-        for number, seconds in enumerate((1.0, 2.0))
-    ]
-    (one,) = pooled(ran)
     assert one.measurement.phase_seconds == {"forward": 1.5}
+    assert (one.cell, one.cell_id, one.seconds) == (ours[0].cell, ours[0].cell_id, 24.0)
+    assert other == theirs
+    assert [kept.cell_id for kept in latest([*ours, theirs])] == [one.cell_id, other.cell_id]
 
 
 def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
@@ -249,13 +231,10 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
     assert one.measurement.round_seconds == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("load", "steal", "said"),
-    [
-        (0.9, 0.01, None),
-        (1.5, 0.0, "a load of 1.5 on 2 cores"),
-        (0.0, 0.31, "31% of the processors' time taken by its host"),
-    ],
-)
-def test_a_busy_machine_says_so(load: float, steal: float, said: str | None) -> None:
-    assert Machine(load=load, cores=2, steal_share=steal).why_busy == said
+def test_a_busy_machine_says_so() -> None:
+    machines = [
+        Machine(load=load, cores=2, steal_share=steal)
+        for load, steal in ((0.9, 0.01), (1.5, 0.0), (0.0, 0.31))
+    ]
+    stolen = "31% of the processors' time taken by its host"
+    assert [each.why_busy for each in machines] == [None, "a load of 1.5 on 2 cores", stolen]

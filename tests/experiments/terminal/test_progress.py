@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from experiments import terminal
 from experiments.matrix import reader
@@ -18,14 +18,8 @@ from experiments.records.record import Record, read
 from experiments.runner.directory import Step
 from experiments.terminal.progress import Progress, clock, seconds_left
 from experiments.terminal.summary_table import summary
+from tests.experiments.command_line import rendered
 from tests.experiments.stand_in import cell, record
-
-
-def rendered(renderable: RenderableType, width: int = 100) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
-    with console.capture() as capture:
-        console.print(renderable)
-    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def comparison() -> list[Record]:
@@ -183,7 +177,7 @@ def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> 
         assert "about 4:36 left" in lines[1]
 
 
-def test_time_left_goes_by_the_link() -> None:
+def test_time_left_goes_by_the_link_and_by_the_cell_that_runs() -> None:
     slow, fast = 10**7, 10**8
     finished = [
         record(cell(inter_bandwidth_bits_per_s=link)).model_copy(update={"seconds": seconds})
@@ -193,16 +187,11 @@ def test_time_left_goes_by_the_link() -> None:
     assert seconds_left(remaining, finished, elapsed=30.0) == pytest.approx(70 + 10 + 70)
     assert seconds_left(remaining, finished, elapsed=500.0) == pytest.approx(10 + 70)
     assert seconds_left(remaining, [], elapsed=1.0) is None
-
-
-def test_the_cell_that_runs_says_how_long_it_will_take() -> None:
-    slow, fast = 10_000_000, 100_000_000
     remaining = [cell(inter_bandwidth_bits_per_s=link) for link in (slow, slow, fast)]
     step = Step(step=2, of=10, loss=1.0, seconds=5.0, at=0.0)
     # Eight steps are left of it; the others are taken for alike, with what it took to start.
     assert seconds_left(remaining, [], 20.0, step) == pytest.approx(40 + 60 + 60)
-    finished = [record(cell(inter_bandwidth_bits_per_s=fast)).model_copy(update={"seconds": 9.0})]
-    assert seconds_left(remaining, finished, 20.0, step) == pytest.approx(40 + 60 + 9)
+    assert seconds_left(remaining, finished[2:], 20.0, step) == pytest.approx(40 + 60 + 10)
 
 
 def test_a_minimum_above_what_was_sent_has_a_note() -> None:
@@ -219,11 +208,8 @@ def test_a_minimum_above_what_was_sent_has_a_note() -> None:
     assert "*" not in " ".join(rendered(summary([more]), width=120))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (151, "2:31"), (3751, "1:02:31")]
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+def test_clock() -> None:
+    assert [*map(clock, (0, 59.6, 151, 3751))] == ["0:00", "1:00", "2:31", "1:02:31"]
 
 
 def test_a_look_whether_a_file_can_be_written_writes_none(tmp_path: Path) -> None:

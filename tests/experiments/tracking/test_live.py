@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,11 @@ from experiments.tracking import Live, export
 from experiments.worker import PROGRESS
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
+from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
 STARTED_AT = record(cell()).started_at
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_SWEEP_ID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def start(live: Live, of: Cell, directory: Path) -> Path:
@@ -42,12 +36,9 @@ def step(folder: Path, number: int, at: float) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def wait(holds: Callable[[], bool], at_most_s: float = 30) -> None:
-    """Wait until it holds; fail if it does not in time."""
-    until = time.monotonic() + at_most_s
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+def wait_for_steps(directory: Path, number: int) -> None:
+    """Wait until W&B's file of the one run has so many."""
+    wait_until(lambda: [len(run.history) for run in offline.runs(directory)] == [number])
 
 
 def test_steps_are_there_while_the_cell_runs(tmp_path: Path) -> None:
@@ -57,11 +48,7 @@ def test_steps_are_there_while_the_cell_runs(tmp_path: Path) -> None:
         begun, clock = time.time(), time.monotonic()
         for number in (1, 2, 3):
             step(folder, number, begun + 10 * number)
-            wait(
-                lambda number=number: any(
-                    len(run.history) == number for run in offline.runs(tmp_path)
-                )
-            )
+            wait_for_steps(tmp_path, number)
         step(folder, 4, begun + 40)
         live.cell_finished(record(of))
     (run,) = offline.runs(tmp_path)
@@ -80,7 +67,7 @@ def test_a_cell_without_a_record_ends_as_failed_and_is_written_anew(tmp_path: Pa
     of = cell()
     with pytest.raises(KeyboardInterrupt), Live(tmp_path, pytest.fail) as live:
         step(start(live, of, tmp_path), 1, time.time())
-        wait(lambda: any(run.history for run in offline.runs(tmp_path)))
+        wait_for_steps(tmp_path, 1)
         raise KeyboardInterrupt
     assert export([record(of)], tmp_path).runs == 1
     assert len(offline.runs(tmp_path)) == 1

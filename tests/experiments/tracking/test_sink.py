@@ -26,16 +26,6 @@ FIGURE = base64.b64decode(
 KEY = "markermarkermarkermarkermarkermarkermark"
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (
-        *("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT"),
-        *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_DATA_DIR"),
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
 def files(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -153,29 +143,22 @@ def test_the_key_is_nowhere(tmp_path: Path) -> None:
     assert not [path for path, content in files(tmp_path).items() if KEY.encode() in content]
 
 
-def test_online_without_a_key_goes_on_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    result = export([record(cell())], tmp_path)
-    assert (result.mode, result.runs) == ("offline", 1)
-    assert "there is no API key in WANDB_API_KEY or ~/.netrc" in result.warnings[0]
-
-
-def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    assert tracking.asked_mode() == ("online", [])
-
-
-def test_disabled_and_unknown_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online without a key, and in a mode that there is not, W&B's files are written offline."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert export([record(cell())], tmp_path).runs == 0
     assert not (tmp_path / "wandb").exists()
-    monkeypatch.setenv("WANDB_MODE", "somewhere")
-    result = export([record(cell())], tmp_path)
-    assert result.mode == "offline"
-    assert "WANDB_MODE='somewhere' is not allowed: offline," in result.warnings[0]
+    for mode, said in (
+        ("online", "there is no API key in WANDB_API_KEY or ~/.netrc"),
+        ("somewhere", "WANDB_MODE='somewhere' is not allowed: offline,"),
+    ):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        result = export([record(cell(matrix=mode))], tmp_path)
+        assert (result.mode, result.runs) == ("offline", 1)
+        assert said in result.warnings[0]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    assert tracking.asked_mode() == ("online", [])
 
 
 def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import LostNodeError
 from experiments.commands.kinds import PRELOADED
 from experiments.matrix.reader import MatrixCell
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from experiments.worker import CHECKPOINT
-from tests.experiments.cells import DYING_WORKER, NODES, RANKS_PER_NODE, cell
+from tests.experiments.cells import CLUSTER, DYING_WORKER, cell
 from tests.experiments.stand_in import Observer
 
 pytestmark = pytest.mark.cluster
@@ -27,8 +27,7 @@ SETTINGS = {"checkpoint_every": 2, "warmup_steps": 3, "steps": 6, "dtype": "bflo
 
 @pytest.fixture(scope="module")
 def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
+    with EmulatedCluster(CLUSTER, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
         yield built
 
 

@@ -27,6 +27,11 @@ FIXED_BYTES = 16_000
 Runner = Callable[..., CellResult]
 
 
+def links(inside: int, between: int) -> dict[str, int]:
+    """Limits of the links of a group and of those between groups, in bits per second."""
+    return {"inter_bandwidth_bits_per_s": inside, "inter_group_bandwidth_bits_per_s": between}
+
+
 @pytest.fixture(scope="module")
 def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     with EmulatedCluster(CLUSTER, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
@@ -51,9 +56,7 @@ def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
 
 
 def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runner) -> None:
-    finished = run(
-        "co2", **OVER_FCDP, inter_bandwidth_bits_per_s=10**9, inter_group_bandwidth_bits_per_s=10**8
-    )
+    finished = run("co2", **OVER_FCDP, **links(10**9, 10**8))
     measured = finished.measurement
     between = measured.inter_group_bytes_per_step
     inside = finished.sent - between
@@ -105,13 +108,7 @@ def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
 
 def test_each_link_has_its_own_limit(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """FCDP over all nodes crosses both links."""
-    wanted = cell(
-        "fcdp",
-        cluster=CLUSTER,
-        steps=2,
-        inter_bandwidth_bits_per_s=10**9,
-        inter_group_bandwidth_bits_per_s=2 * 10**7,
-    )
+    wanted = cell("fcdp", cluster=CLUSTER, steps=2, **links(10**9, 2 * 10**7))
     result = cells.run(cluster, wanted, tmp_path / "cell")
     measured = result.measurement
     between = measured.inter_group_bytes_per_step

@@ -103,22 +103,13 @@ def test_loss_and_accuracy() -> None:
     assert found.metrics == ("held_out_loss", "held_out_accuracy")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"micro_batch": 7},
-            "micro_batch = 7: 4 ranks take 28 images at a time, and digits has 24 to train on",
-        ),
-        (
-            {"held_out": 11},
-            "held_out = 11: allowed are 0 to 10, the images of digits that are not trained on",
-        ),
-    ],
-)
-def test_more_images_than_there_are(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        workload(of(**settings))
+def test_more_images_than_there_are() -> None:
+    turn = "micro_batch = 7: 4 ranks take 28 images at a time, and digits has 24 to train on"
+    with pytest.raises(ValueError, match=f"^{turn}$"):
+        workload(of(micro_batch=7))
+    kept = "held_out = 11: allowed are 0 to 10, the images of digits that are not trained on"
+    with pytest.raises(ValueError, match=f"^{kept}$"):
+        workload(of(held_out=11))
 
 
 def test_digits_are_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +176,7 @@ def test_images_on_a_disk_come_from_torchvision(
     (tmp_path / "cifar-10-batches-py").mkdir()
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
-    origin = replace_folder(tmp_path.parent)
+    origin = beside(tmp_path)
     for name in ("cifar-10", "imagenet"):
         given = Images(images=name, folder=tmp_path.name)
         training, kept = images.SOURCES[name].read(given, origin)
@@ -199,8 +190,9 @@ def test_images_on_a_disk_come_from_torchvision(
     ]
 
 
-def replace_folder(folder: Path) -> Origin:
-    return ORIGIN.model_copy(update={"folder": str(folder)})
+def beside(data: Path) -> Origin:
+    """A matrix file beside the data."""
+    return ORIGIN.model_copy(update={"folder": str(data.parent)})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +203,7 @@ def test_a_folder_without_them_names_the_key(
 ) -> None:
     Loaders(monkeypatch)
     (tmp_path / "empty").mkdir()
-    read, origin = images.SOURCES[name].read, replace_folder(tmp_path)
+    read, origin = images.SOURCES[name].read, beside(tmp_path / "empty")
     where = "mine.yaml:7: workload.data.folder: "
     with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*{what}"):
         read(Images(images=name, folder="empty"), origin)
@@ -252,10 +244,6 @@ class Shifted:
         return pixels + torch.rand(()) * 0.5, kind
 
 
-def elements(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
-
-
 def test_an_image_does_not_depend_on_its_batch() -> None:
     network = convolutional.small(1, 10, layers=2, width=4)
     images = torch.rand(4, 1, 8, 8)
@@ -282,7 +270,7 @@ def test_resnets_have_their_papers_shape(
             hidden = block(hidden)
         assert hidden.shape[2:] == ((7, 7) if size == 224 else (4, 4))
         assert network(torch.empty(2, 3, size, size)).shape == (2, classes)
-    assert elements(network) == parameters
+    assert sum(param.numel() for param in network.parameters()) == parameters
     assert len(network.blocks) == blocks
 
 

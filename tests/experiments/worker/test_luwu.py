@@ -10,7 +10,7 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
 from tests.experiments import cells
-from tests.experiments.cells import cell, model_spec
+from tests.experiments.cells import cell
 
 #: Headers, encryption and acknowledgements beside the payload, and the measurement's own messages.
 FRAMING = 0.05
@@ -20,13 +20,7 @@ def test_each_link_carries_what_the_table_says_and_losses_are_fsdp2s(
     privileged: None, tmp_path: Path
 ) -> None:
     spec = ClusterSpec(nodes=2, ranks_per_node=1)
-    settings = {
-        "model": model_spec("gpt2", layers=2),
-        "cluster": spec,
-        "dtype": "float32",
-        "chunk_bytes": 65536,
-        "inter_bandwidth_bits_per_s": 100_000_000,
-    }
+    settings = {"cluster": spec, "chunk_bytes": 65536, "inter_bandwidth_bits_per_s": 10**8}
     with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker.worker"]) as cluster:
         found = {
             strategy: cells.run(cluster, cell(strategy, **settings), tmp_path / strategy)

@@ -30,10 +30,6 @@ def build(family: Literal["gpt2", "llama"], **settings: Any) -> tuple[nn.Module,
     return model, list(blocks)
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
 def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
     wide = build("llama", tuning="lora", dtype="bfloat16")[0]
     model = build("llama", tuning="lora", dtype="bfloat16", frozen_dtype="bfloat16")[0]

@@ -233,22 +233,20 @@ def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("reward", "problem"),
     [
-        ({"reward": f"{OWN}:one_reward_for_all"}, r"returned \(1,\) for 8 answers; it must return"),
-        ({"reward": f"{OWN}:not_a_number"}, "a tensor with a finite number for each"),
-        ({"reward": f"{OWN}:nothing"}, "own_model has no function 'nothing'"),
+        ("one_reward_for_all", r"returned \(1,\) for 8 answers; it must return"),
+        ("not_a_number", "a tensor with a finite number for each"),
+        ("nothing", "own_model has no function 'nothing'"),
     ],
 )
-def test_a_users_reward_is_checked(change: dict[str, Any], problem: str) -> None:
+def test_a_users_reward_is_checked(reward: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        prepared(ANSWERS.model_copy(update=change))
+        prepared(ANSWERS.model_copy(update={"reward": f"{OWN}:{reward}"}))
 
 
 def test_a_users_objective_and_a_teacher_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match=r"returned a Model without epochs, rewards, prepare, loss"
-    ):
+    with pytest.raises(ValueError, match="returned a Model without epochs, rewards, prepare, loss"):
         prepared(OwnObjective(function=f"{OWN}:model_alone"))
     other = SMALL.model_copy(update={"vocabulary": 300})
     with pytest.raises(ValueError, match=r"teacher: gpt2-2x32 has a vocabulary of 300 tokens, and"):

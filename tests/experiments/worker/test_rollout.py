@@ -13,12 +13,10 @@ import pytest
 from baselines.description import ExtraProcess
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
-from experiments.records.cell import ClusterSpec
 from experiments.records.objective import GRPO
 from tests.experiments import cells
-from tests.experiments.cells import WORKER, CellResult, cell, model_spec
+from tests.experiments.cells import CLUSTER, WORKER, CellResult, cell, model_spec
 
-CLUSTER = ClusterSpec(nodes=2, ranks_per_node=2)
 HERE = "tests.experiments.worker.test_rollout"
 SMALL = model_spec("gpt2", layers=1, width=32, heads=2)
 
@@ -37,14 +35,10 @@ def run(cluster: EmulatedCluster, tmp_path: Path) -> Runner:
         wanted = cell(
             "fcdp",
             model=SMALL,
-            cluster=CLUSTER,
             objective=GRPO(kind="grpo", new_tokens=6, group=4, rollout=rollout),
             sequence_length=16,
             micro_batch=4,
-            learning_rate=1e-3,
             inter_bandwidth_bits_per_s=5 * 10**6,
-            warmup_steps=1,
-            steps=3,
             **settings,
         )
         return cells.run(cluster, wanted, tmp_path / rollout, entry)

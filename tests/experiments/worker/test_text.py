@@ -61,16 +61,13 @@ def test_the_default_is_the_standard_library() -> None:
     assert torch.equal(workloads.tokens(cell("fcdp"), 256), workloads.corpus())
 
 
-def test_a_text_file_byte_by_byte(folder: Path) -> None:
+def test_files_byte_by_byte(folder: Path) -> None:
     found = workloads.tokens(of(folder, prose(folder)), 256)
     assert bytes(found.tolist()) == PROSE.encode()
     found.zero_()  # its own pages: the file stays as it is
     assert (folder / "prose.txt").read_text(encoding="utf-8") == PROSE
-
-
-def test_json_lines_byte_by_byte(folder: Path) -> None:
-    found = workloads.tokens(of(folder, chat(folder)), None)
-    assert bytes(found.tolist()).decode() == "the word\nwörd"
+    lines = workloads.tokens(of(folder, chat(folder)), None)
+    assert bytes(lines.tolist()).decode() == "the word\nwörd"
 
 
 def test_tokens_of_a_tokenizer(folder: Path) -> None:
@@ -134,15 +131,12 @@ def test_tokenizers_and_data_sets_that_are_not_on_this_node_name_the_key(
     )
 
 
-def test_tokens_are_below_the_vocabulary(folder: Path) -> None:
+def test_tokens_are_below_the_vocabulary_and_a_text_has_a_sequence(folder: Path) -> None:
     said = problem(of(folder, prose(folder)), vocabulary=128)
     assert said == (
         ": prose.txt has token 195, and the vocabulary of model gpt2-2x128 has 128: tokens must be "
         "below that"
     )
-
-
-def test_a_text_has_a_sequence(folder: Path) -> None:
     size = len(PROSE.encode())
     assert len(workloads.tokens(of(folder, prose(folder), sequence_length=size - 2), 256)) == size
     said = problem(of(folder, prose(folder), sequence_length=size - 1))
@@ -152,20 +146,17 @@ def test_a_text_has_a_sequence(folder: Path) -> None:
 
 
 def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
-    found = torch.arange(200, dtype=torch.uint8)
-    training, last = workloads.split(found, cell("fcdp", held_out=3, sequence_length=4))
+    def split(held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        of = cell("fcdp", held_out=held_out, sequence_length=4)
+        return workloads.split(torch.arange(200, dtype=torch.uint8), of)
+
+    training, last = split(3)
     assert training.tolist() == list(range(180))
     assert last.tolist() == [[*range(first, first + 5)] for first in (180, 186, 193)]
     assert last.dtype == torch.int64
-
-
-def test_more_held_out_sequences_than_there_are_is_an_error() -> None:
-    found = torch.arange(200, dtype=torch.uint8)
-    assert len(workloads.split(found, cell("fcdp", held_out=4, sequence_length=4))[1]) == 4
-    with pytest.raises(
-        ValueError, match=r"held_out = 5: the last 10% of standard library have 20 "
-    ):
-        workloads.split(found, cell("fcdp", held_out=5, sequence_length=4))
+    assert len(split(4)[1]) == 4
+    with pytest.raises(ValueError, match=r"held_out = 5: the last 10% of standard library have 20"):
+        split(5)
 
 
 @pytest.mark.parametrize(

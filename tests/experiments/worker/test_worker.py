@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from pyroute2 import netns
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
-from experiments.records.cell import ClusterSpec
 from experiments.records.objective import GRPO
 from experiments.records.workload import OwnModel
 from tests.experiments import cells, operators
@@ -42,10 +42,8 @@ Runner = Callable[..., CellResult]
 @pytest.fixture(scope="module")
 def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     operators.build("current")
-    spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    with EmulatedCluster(
-        spec, preload=[*PRELOADED, "deepspeed", "experiments.worker.worker"]
-    ) as built:
+    preload = [*PRELOADED, "deepspeed", "experiments.worker.worker"]
+    with EmulatedCluster(cells.CLUSTER, preload) as built:
         yield built
 
 
@@ -136,10 +134,8 @@ def test_each_choice_sends_what_its_closed_form_says(
     run: Runner, settings: dict[str, Any], describes: str, off: float
 ) -> None:
     """And learns the same, bit for bit where nothing is rounded or summed otherwise."""
-    finished, plain = (
-        run("fcdp", settings),
-        run("fcdp", LORA if LORA.items() <= settings.items() else {}),
-    )
+    finished = run("fcdp", settings)
+    plain = run("fcdp", LORA if LORA.items() <= settings.items() else {})
     least = finished.measurement.inter_node_bytes_closed_form
     assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
     assert finished.measurement.policy == describes
@@ -178,10 +174,10 @@ def test_all_strategies_learn_the_same(
 @pytest.mark.parametrize("strategy", ["fcdp", "fsdp2"])
 def test_bfloat16_learns_nearly_the_same(run: Runner, strategy: str) -> None:
     half, whole = run(strategy, BFLOAT16), run(strategy)
-    assert half.measurement.losses == pytest.approx(
-        whole.measurement.losses[: len(half.measurement.losses)], rel=1e-3
-    )
-    assert half.measurement.losses != whole.measurement.losses[: len(half.measurement.losses)]
+    losses = half.measurement.losses
+    expected = whole.measurement.losses[: len(losses)]
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses != expected
     assert half.sent < 0.6 * whole.sent
 
 
@@ -200,17 +196,15 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert (measured.host_cache_bytes is None) == (strategy != "fcdp")
     assert measured.phase_seconds is not None
     assert set(measured.phase_seconds) == {"forward", "backward", "optimizer"}
-    mean = sum(measured.step_seconds) / len(measured.step_seconds)
+    mean = fmean(measured.step_seconds)
     assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner, strategy: str) -> None:
-    measured = run(strategy, LORA).measurement
+    measured, fsdp2 = (run(name, LORA).measurement for name in (strategy, "fsdp2"))
     assert run(strategy).measurement.held_out_loss is None
-    assert measured.held_out_loss == pytest.approx(
-        run("fsdp2", LORA).measurement.held_out_loss, rel=1e-5
-    )
+    assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
     # Before it has learnt anything it is log(256), on data alike.
     assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0] + 0.1
 
@@ -253,15 +247,11 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
     generated = {}
     for name, finished in (("fcdp", fcdp), ("fsdp2", fsdp2), ("once", once)):
         found = finished.measurement
-        assert (found.generation_bytes, found.scoring_bytes, found.update_bytes) != (None,) * 3
-        generated[name] = found.generation_bytes or 0.0
-        in_all = sum(
-            getattr(found, f"{phase}_bytes") for phase in ("generation", "scoring", "update")
-        )
+        generated[name] = found.generation_bytes
+        in_all = found.generation_bytes + found.scoring_bytes + found.update_bytes
         assert in_all == pytest.approx(finished.sent, rel=0.02)
-        seconds = (found.generation_seconds, found.scoring_seconds, found.update_seconds)
-        mean = sum(found.step_seconds) / len(found.step_seconds)
-        assert sum(map(float, filter(None, seconds))) == pytest.approx(mean, rel=0.2)
+        seconds = found.generation_seconds + found.scoring_seconds + found.update_seconds
+        assert seconds == pytest.approx(fmean(found.step_seconds), rel=0.2)
         assert found.inter_node_bytes_closed_form is None
         assert len(found.rewards) == finished.cell.warmup_steps + finished.cell.steps
     assert half <= generated["fcdp"] <= 1.05 * half + 2 * FIXED_BYTES

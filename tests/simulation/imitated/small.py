@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from experiments.commands.memory import build
 from simulation.imitated import study
-from simulation.imitated.records import Case, MemoryUse
+from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
 from simulation.transformer import ModelSpec
 
 #: GPT-2 of so wide blocks that parameters weigh, and so small a vocabulary that logits do not.
@@ -31,6 +31,28 @@ def case(strategy: str, layers: int = LAYERS, **settings: Any) -> Case:
             "reserve_bytes": 10**6,
             **settings,
         }
+    )
+
+
+def settled(case: Case, largest: int | None, **figures: Any) -> MemoryRecord:
+    """A made-up record of a case; of one that was not run, where there is no micro-batch."""
+    use = {
+        "parameters": 10**10,
+        "trainable_parameters": 10**10,
+        "resting_device_bytes": 10**9,
+        "peaks": [Peak(micro_batch=8, device_bytes=50 * 10**9, host_bytes=2 * 10**9)],
+        "largest_micro_batch": largest,
+        "host_cache_bytes_per_node": None,
+    }
+    return MemoryRecord(
+        case=case,
+        state="skipped" if largest is None else "ok" if largest else "oom",
+        error="not run" if largest is None else None,
+        finding=None if largest is None else MemoryUse(**(use | figures)),
+        commit="0123456789",
+        versions={"torch": "2.13.0"},
+        started_at="2026-01-02T03:04:05+00:00",
+        seconds=60.0,
     )
 
 

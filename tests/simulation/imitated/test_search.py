@@ -10,45 +10,36 @@ from simulation.imitated.study import PAPER_MICRO_BATCH, largest_fitting
 LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=3)
 
 
+class Peak:
+    """The highest of some lines, each of a base and a slope; and what it was asked for."""
+
+    def __init__(self, *lines: tuple[int, int]) -> None:
+        self.lines = lines
+        self.asked: list[int] = []
+
+    def __call__(self, micro_batch: int) -> int:
+        self.asked.append(micro_batch)
+        return max(base + slope * micro_batch for base, slope in self.lines)
+
+
 @given(LINES, st.integers(0, 10**7), st.integers(0, 10**7))
 def test_it_finds_the_last_that_fits_of_any_convex_peak(
     lines: list[tuple[int, int]], usable: int, about_one: int
 ) -> None:
-    asked = []
-
-    def peak(micro_batch: int) -> int:
-        asked.append(micro_batch)
-        return max(base + slope * micro_batch for base, slope in lines)
-
+    peak = Peak(*lines)
     largest = largest_fitting(peak, usable, about_one)
+    # Both were run, unless none fits; and the paper's own was.
+    assert {largest + 1, PAPER_MICRO_BATCH} <= set(peak.asked)
+    assert min(peak.asked) >= 1
     assert largest == 0 or peak(largest) <= usable
     assert peak(largest + 1) > usable
-    # Both were run, unless none fits; and the paper's own was.
-    assert {largest + 1, PAPER_MICRO_BATCH} <= set(asked)
-    assert min(asked) >= 1
 
 
-def test_on_one_line_it_takes_three_steps() -> None:
-    asked = []
-
-    def peak(micro_batch: int) -> int:
-        asked.append(micro_batch)
-        return 1000 + 10 * micro_batch
-
-    assert largest_fitting(peak, 2005, about_one=1010) == 100
-    assert asked == [8, 100, 101]
-
-
-def test_where_the_line_bends_it_is_still_near_soon() -> None:
-    asked = []
-
-    def peak(micro_batch: int) -> int:  # the optimizer's peak at first, then the activations'
-        asked.append(micro_batch)
-        return max(20_000 + 10 * micro_batch, 16_000 + 670 * micro_batch)
-
-    assert largest_fitting(peak, 44_000, about_one=20_010) == 41
-    assert len(asked) <= 6
-
-
-def test_none_may_fit() -> None:
-    assert largest_fitting(lambda micro_batch: 100 * micro_batch, 99, about_one=100) == 0
+def test_it_takes_few_steps() -> None:
+    line = Peak((1000, 10))
+    assert largest_fitting(line, 2005, about_one=1010) == 100
+    assert line.asked == [8, 100, 101]
+    bent = Peak((20_000, 10), (16_000, 670))  # the optimizer's peak at first, then the activations'
+    assert largest_fitting(bent, 44_000, about_one=20_010) == 41
+    assert len(bent.asked) <= 6
+    assert largest_fitting(Peak((0, 100)), 99, about_one=100) == 0

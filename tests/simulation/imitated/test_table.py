@@ -6,38 +6,20 @@ from pathlib import Path
 
 from simulation import files, models
 from simulation.imitated import study
-from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
+from simulation.imitated.records import MemoryRecord, read
+from tests.simulation.imitated.small import settled
 
 
 def record(
     strategy: str, largest: int | None, *, tuning: str = "full", length: int = 512
 ) -> MemoryRecord:
-    """Of the 30B model without checkpointing; the peak at 8 is 10 GB a sequence that fits."""
+    """Of the 30B model without checkpointing."""
     (case,) = (
         each
         for each in study.cases([models.find("gpt-30b")], [strategy], [length])
         if each.policy == "host" and each.tuning == tuning and not each.checkpointing
     )
-    finding = None
-    if largest is not None:
-        finding = MemoryUse(
-            parameters=10,
-            trainable_parameters=10,
-            resting_device_bytes=1,
-            peaks=[Peak(micro_batch=8, device_bytes=50 * 10**9, host_bytes=2 * 10**9)],
-            largest_micro_batch=largest,
-            host_cache_bytes_per_node=None,
-        )
-    return MemoryRecord(
-        case=case,
-        state="skipped" if finding is None else "ok",
-        error=None,
-        finding=finding,
-        commit=None,
-        versions={},
-        started_at="2026-01-01T00:00:00+00:00",
-        seconds=1.0,
-    )
+    return settled(case, largest)
 
 
 def test_a_row_holds_the_largest_micro_batch_the_papers_peak_and_the_host() -> None:

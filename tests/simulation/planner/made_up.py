@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from simulation.compute import with_rates
+from simulation.hardware import Hardware, cluster, reported
 from simulation.planner.request import Request
 from tests.simulation.workloads import paper_cluster
 
-#: One of each kind.
+#: One of each kind of strategy.
 KINDS = ("fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "ddp", "deepspeed-zero3", "fsdp2-offload", "qwz")
 
 
@@ -18,6 +20,12 @@ def request(model: str = "gpt-30b", nodes: int = 4, gbit_s: float = 100, **more:
     hardware = more.pop("hardware", paper_cluster(nodes, gbit_s * 1e9))
     settings: dict[str, Any] = {"strategies": KINDS, "recomputed": (0.0, 1.0), **more}
     return Request(model=model, hardware=hardware, **settings)
+
+
+def rented(gpu: str, nodes: int = 4, ranks: int = 8, gbit_s: float = 10) -> Hardware:
+    """Cards with what they report of their memory, at the rates that are fitted to runs."""
+    nominal = cluster(gpu, nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=gbit_s * 1e9)
+    return with_rates(reported(nominal))
 
 
 def config_file(directory: Path, **changes: Any) -> Path:

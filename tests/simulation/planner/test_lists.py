@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from simulation.compute import with_rates
-from simulation.hardware import cluster, reported
 from simulation.planner.plan import plan, refusal
 from simulation.planner.request import Request
 from simulation.planner.search import tokens_range
+from tests.simulation.planner.made_up import rented
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen2-7b", "mistral-7b", "mixtral-8x7b", "gpt-30b")
 GPUS = ("a10g", "l4", "rtx4090", "a40", "a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
@@ -34,8 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_it_is_answered(
     model: str, gpu: str, nodes: int, gbit_s: float, tuning: dict[str, Any]
 ) -> None:
-    nominal = cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
-    hardware = with_rates(reported(nominal))
+    hardware = rented(gpu, nodes, gbit_s=gbit_s)
     before = time.process_time()
     request = Request(model=model, hardware=hardware, **tuning)
     made = plan(request)

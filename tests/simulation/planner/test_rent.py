@@ -23,19 +23,14 @@ def instance(name: str, **changes: Any) -> Instance:
     return Instance(instance=name, **(said | {"list_usd_per_hour": 20.0} | changes))
 
 
+def asked(of: Instance, **changes: Any) -> Request:
+    usual = {"model": "llama-3-8b", "lora_rank": 8, "sequence_lengths": (2048,), "tokens": 1e9}
+    usual |= {"strategies": ("ddp", "fsdp2"), "recomputed": (0.0, 1.0)}
+    return Request(hardware=replace(of.cluster(1), ranks_per_node=1), **(usual | changes))
+
+
 def market(*instances: Instance, within: float | None = None, **changes: Any) -> Market:
-    settings: dict[str, Any] = {
-        "model": "llama-3-8b",
-        "lora_rank": 8,
-        "sequence_lengths": (2048,),
-        "strategies": ("ddp", "fsdp2"),
-        "recomputed": (0.0, 1.0),
-        "tokens": 1e9,
-        **changes,
-    }
-    hardware = replace(instances[0].cluster(1), ranks_per_node=1)
-    request = Request(hardware=hardware, **settings)
-    return rent(request, instances, within)
+    return rent(asked(instances[0], **changes), instances, within)
 
 
 def test_cheapest_first_and_costs_follow_from_prices() -> None:
@@ -99,13 +94,8 @@ def test_why_there_is_no_offer(changes: dict[str, Any], within: float | None, sa
     instances = (instance("one"), instance("other"))
     found = market(*instances, within=within, **changes)
     assert not found.offers
-    request = Request(
-        model="llama-3-8b",
-        hardware=replace(instances[0].cluster(1), ranks_per_node=1),
-        sequence_lengths=(2048,),
-        **{"lora_rank": 8, "strategies": ("ddp", "fsdp2"), **changes},
-    )
-    assert re.search(said, refused(found, request, instances)), refused(found, request, instances)
+    text = refused(found, asked(instances[0], **changes), instances)
+    assert re.search(said, text), text
 
 
 SECONDS = st.floats(0, 1e4)
@@ -119,15 +109,12 @@ def test_it_is_a_share_that_failures_lower(save: float, mean: float, restart: fl
     assert goodput(save, mean, restart + 1) <= share
 
 
-def test_young_s_interval_and_its_loss() -> None:
+def test_youngs_interval_and_its_loss() -> None:
     # A save of 60 s, a failure a day: √(2 · 60 · 86,400) = 3,220 s between saves, 3.7 % lost.
     assert goodput(60, 86_400, 0) == pytest.approx(1 - math.sqrt(2 * 60 / 86_400), abs=1e-3)
     assert goodput(60, math.inf, 300) == 1
     assert goodput(3600, 60, 300) == pytest.approx(0)
     assert goodput(0, 1, 709) == 0
-
-
-def test_a_time_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="save_seconds = -1"):
         goodput(-1, 1, 1)
 
@@ -160,11 +147,13 @@ def test_what_the_source_does_not_say_is_not_planned() -> None:
     assert p5.cluster(2).inter_bytes_per_s == pytest.approx(0.8 * 3.2e12 / 8)
 
 
-def test_nodes_of_one_s_own(tmp_path: Path) -> None:
+def test_nodes_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text(YAML)
     (node,) = read(file)
     assert (node.most_nodes, node.cluster(4).world_size) == (4, 32)
+    with pytest.raises(ValueError, match="instances = 'nosuch': allowed are all, and a CSV"):
+        read("nosuch")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +170,3 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         read(file)
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="instances = 'nosuch': allowed are all, and a CSV"):
-        read("nosuch")

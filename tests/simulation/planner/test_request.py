@@ -16,8 +16,13 @@ from tests.simulation.workloads import paper_cluster
 
 def test_a_model_is_a_name_a_file_or_its_folder(tmp_path: Path) -> None:
     assert shape("gpt-30b", 512).width == PAPER_MODELS["gpt-30b"].width
+    with pytest.raises(ValueError, match=r"model = .*: the folder has no config.json"):
+        shape(str(tmp_path), 512)
     file = config_file(tmp_path)
     assert shape(str(file), 512).layers == shape(str(file.parent), 512).layers == 4
+    for model in ("gpt-40b", "no such thing", "none/at/all.json"):
+        with pytest.raises(ValueError, match=rf"model = '{model}': allowed are gpt-10b, gpt-20b"):
+            shape(model, 512)
 
 
 def test_a_name_on_the_hub_is_taken_from_the_cache_only(
@@ -26,25 +31,11 @@ def test_a_name_on_the_hub_is_taken_from_the_cache_only(
     import huggingface_hub
 
     known = {"made/up": str(config_file(tmp_path))}
-    monkeypatch.setattr(
-        huggingface_hub, "try_to_load_from_cache", lambda name, file: known.get(name)
-    )
+    look = "try_to_load_from_cache"
+    monkeypatch.setattr(huggingface_hub, look, lambda name, file: known.get(name))
     assert shape("made/up", 512).layers == 4
-    with pytest.raises(
-        ValueError, match=r"model = 'made/down': allowed are gpt-10b, .*local cache"
-    ):
+    with pytest.raises(ValueError, match="model = 'made/down': allowed are gpt-10b, .*local cache"):
         shape("made/down", 512)
-
-
-@pytest.mark.parametrize("model", ["gpt-40b", "no such thing", "none/at/all.json"])
-def test_an_unknown_model_is_told_what_is_known(model: str) -> None:
-    with pytest.raises(ValueError, match=rf"model = '{model}': allowed are gpt-10b, gpt-20b"):
-        shape(model, 512)
-
-
-def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model = .*: the folder has no config.json"):
-        shape(str(tmp_path), 512)
 
 
 def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from simulation import hardware
-from simulation.compute import with_rates
-from simulation.hardware import cluster, described, reported
+from simulation.hardware import described
 from simulation.planner import rent, report
 from simulation.planner.plan import Plan, plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
+from tests.experiments.command_line import rendered
+from tests.simulation.planner.made_up import rented
 
 
 def screen(shown: RenderableType) -> str:
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(shown)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    return text
+    lines = rendered(shown, 80)
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    return "\n".join(lines)
 
 
 def made(nodes: int = 4, tokens: float = 1e12, gpu: str = "a100-80gb") -> Plan:
-    nominal = cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=1e11)
-    request = Request(
-        model="llama-3-8b",
-        hardware=with_rates(reported(nominal)),
-        tokens=tokens,
-        price_per_gpu_hour=2.0,
+    hardware = rented(gpu, nodes, gbit_s=100)
+    answer = plan(
+        Request(model="llama-3-8b", hardware=hardware, tokens=tokens, price_per_gpu_hour=2.0)
     )
-    answer = plan(request)
     assert answer is not None
     return answer
 
@@ -68,12 +62,8 @@ def test_offers_with_their_chance_to_be_in_time() -> None:
         pods="2 4 8",
     )
     kinds = [*pods.sized()]
-    assert [(one.gpus, one.list_usd_per_hour) for one in kinds] == [
-        (1, 3.49),
-        (2, 6.98),
-        (4, 13.96),
-        (8, 27.92),
-    ]
+    prices = {one.gpus: one.list_usd_per_hour for one in kinds}
+    assert prices == {1: 3.49, 2: 6.98, 4: 13.96, 8: 27.92}
     request = Request(
         model="llama-3-8b",
         hardware=replace(kinds[0].cluster(1), ranks_per_node=1),

@@ -29,17 +29,13 @@ def small(directory: Path) -> Request:
     return request(str(config_file(directory)), strategies=KINDS)
 
 
-def test_without_a_server_it_is_not_offered(tmp_path: Path) -> None:
-    found = plan(small(tmp_path))
-    assert found.in_network is None
-    assert "luwu" not in report.document(found)
-
-
-def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
+def test_it_is_offered_where_there_is_a_server_and_the_rest_of_the_plan_stays(
+    tmp_path: Path,
+) -> None:
     asked = small(tmp_path)
     without, found = plan(asked), plan(with_server(asked))
-    assert without is not None
-    assert found.in_network is not None
+    assert without.in_network is None
+    assert "luwu" not in report.document(without)
     assert report.rows(found) == report.rows(without)
     document = report.document(found)
     offered = document.pop("luwu")
@@ -51,10 +47,12 @@ def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
     assert "a switch that sums and multicasts" in str(found.in_network)
 
 
-def test_it_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    asked = with_server(replace(small(tmp_path), global_batch=64))
-    found = in_network(asked)
-    assert found.workload.micro_batch == 2
+def test_it_has_the_size_that_is_asked_for_and_says_where_that_does_not_fit(tmp_path: Path) -> None:
+    asked = with_server(small(tmp_path))
+    assert in_network(replace(asked, global_batch=64)).workload.micro_batch == 2
+    large = replace(asked, micro_batches=(10**6,))
+    assert in_network(large) is None
+    assert "activations of 1000000 sequences" in lack(large)
 
 
 def test_where_nothing_else_fits_it_is_named() -> None:
@@ -74,12 +72,6 @@ def test_four_bits_are_not_its(tmp_path: Path) -> None:
     found = plan(with_server(asked))
     assert found is not None
     assert report.document(found)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
-
-
-def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    asked = with_server(replace(small(tmp_path), micro_batches=(10**6,)))
-    assert in_network(asked) is None
-    assert "activations of 1000000 sequences" in lack(asked)
 
 
 def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from simulation.calibration import fit
-from simulation.compute import Fitted, with_rates
-from simulation.hardware import Hardware, cluster, reported
+from simulation.compute import Fitted
+from simulation.hardware import Hardware
 from simulation.measured import read_rows, run_of
 from simulation.planner.plan import Plan, plan
 from simulation.planner.rent import STRATEGIES
 from simulation.planner.request import Request
+from tests.simulation.planner.made_up import rented
 
 #: Models, GPUs and tunings of the map in docs/planning.md, each with a link of its own.
 EXAMPLES = list(
@@ -41,20 +42,13 @@ def without() -> dict[str, Fitted]:
 
 
 def asked(model: str, tuning: dict[str, int], hardware: Hardware) -> Plan | None:
-    request = Request(
-        model=model,
-        hardware=hardware,
-        lora_rank=tuning.get("r"),
-        sequence_lengths=(2048,),
-        strategies=STRATEGIES,
-    )
-    return plan(request)
+    usual = {"sequence_lengths": (2048,), "strategies": STRATEGIES}
+    return plan(Request(model=model, hardware=hardware, lora_rank=tuning.get("r"), **usual))
 
 
 def test_a_source_left_out_moves_no_choice_but_a_tie(what: Any, gbit_s: float) -> None:
     model, gpu, tuning = what
-    nominal = cluster(gpu, nodes=4, ranks_per_node=8, inter_bits_per_s=1e9 * gbit_s)
-    hardware = with_rates(reported(nominal))
+    hardware = rented(gpu, gbit_s=gbit_s)
     taken = asked(model, tuning, hardware)
     for name, found in without().items():
         other = asked(model, tuning, replace(hardware, rates=found.rates(hardware.device)))

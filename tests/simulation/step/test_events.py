@@ -29,30 +29,19 @@ def spans(*tasks: Task) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in simulate(tasks).spans]
 
 
-def test_a_stream_is_one_task_after_another() -> None:
-    assert spans(Task("a", "s", {"link": 2}), Task("b", "s", {"disk": 1})) == [(0, 2), (2, 3)]
-
-
-def test_streams_overlap_on_different_resources() -> None:
-    assert spans(Task("a", "s", {"link": 2}), Task("b", "t", {"disk": 1})) == [(0, 2), (0, 1)]
-
-
-def test_a_resource_is_shared_fairly() -> None:
-    found = spans(Task("a", "s", {"link": 2}), Task("b", "t", {"link": 1}))
-    assert found == [(0, 3), (0, 2)]
-
-
-def test_tasks_that_share_one_of_their_resources_are_slowed_alike() -> None:
-    """Alone the exchange takes half of PCIe; with the copy both run at two thirds."""
-    exchange = Task("exchange", "s", {"link": 4, "pcie": 2})
-    copy = Task("copy", "t", {"pcie": 3})
-    timeline = simulate([exchange, copy])
-    assert [span.end for span in timeline.spans] == pytest.approx([5.5, 4.5])
-
-
-def test_latency_takes_no_resource() -> None:
-    found = spans(Task("a", "s", {"link": 1}, latency_seconds=1), Task("b", "t", {"link": 1}))
-    assert found == [(0, 2), (0, 1)]
+def test_a_stream_is_one_task_after_another_and_a_resource_is_shared() -> None:
+    link, disk = {"link": 2}, {"disk": 1}
+    assert spans(Task("a", "s", link), Task("b", "s", disk)) == [(0, 2), (2, 3)]
+    assert spans(Task("a", "s", link), Task("b", "t", disk)) == [(0, 2), (0, 1)]
+    assert spans(Task("a", "s", link), Task("b", "t", {"link": 1})) == [(0, 3), (0, 2)]
+    nothing = Task("a", "s", {}), Task("b", "s", {"link": 0}), Task("c", "t", {}, (1,))
+    assert spans(*nothing) == [(0, 0)] * 3
+    # Latency takes no resource.
+    late = Task("a", "s", {"link": 1}, latency_seconds=1)
+    assert spans(late, Task("b", "t", {"link": 1})) == [(0, 2), (0, 1)]
+    # Alone the exchange takes half of PCIe; with the copy both run at two thirds.
+    exchange, copy = Task("a", "s", {"link": 4, "pcie": 2}), Task("b", "t", {"pcie": 3})
+    assert [end for _, end in spans(exchange, copy)] == pytest.approx([5.5, 4.5])
 
 
 def test_dependencies_and_the_critical_path() -> None:
@@ -66,13 +55,6 @@ def test_dependencies_and_the_critical_path() -> None:
     assert [timeline.tasks[index].name for index in timeline.critical_path] == ["long", "last"]
     assert timeline.seconds == 6
     assert timeline.busy_seconds() == {"link": 2, "disk": 5}
-
-
-def test_a_task_that_takes_no_time() -> None:
-    assert (
-        spans(Task("a", "s", {}), Task("b", "s", {"link": 0}), Task("c", "t", {}, (1,)))
-        == [(0, 0)] * 3
-    )
 
 
 @given(task_lists())

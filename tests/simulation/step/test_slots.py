@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baselines.cyclic import routes
-from experiments.records.modelled import cluster_of, measured_step, workload_of
-from experiments.records.record import Record, read
+from experiments.records.modelled import cluster_of, workload_of
+from experiments.records.record import Record
 from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import Comparison, emulated
 from simulation.hardware import Hardware
@@ -22,9 +21,9 @@ from simulation.step.schedule import StageSeconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
+from tests.simulation import committed
 from tests.simulation.workloads import hardware, paper_cluster, predicted, workload
 
-RESULTS = Path(__file__).parents[3] / "results"
 FORMS = ("cyclic-ring", "cyclic-zero")
 #: Nothing takes time but computation.
 FREE: dict[str, Any] = {
@@ -55,15 +54,13 @@ def own_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
 
 
 def recorded() -> list[Record]:
-    every = [
-        r for name in ("cyclic-slots", "cyclic") for r in read(RESULTS / name / "records.jsonl")
-    ]
+    every = [*committed.records("cyclic-slots"), *committed.records("cyclic")]
     return [r for r in every if r.cell.strategy.startswith("cyclic") and r.measurement]
 
 
 @pytest.mark.parametrize("record", recorded(), ids=lambda record: record.cell_id)
 def test_bytes_are_the_records_within_framing(record: Record) -> None:
-    step = measured_step(record, cluster_of(record.cell))
+    step = committed.step_of(record)
     assert step is not None
     found = Comparison.of(step, predict(step.workload, step.hardware))
     assert found.bytes_agree, found.counted_share

@@ -1,0 +1,29 @@
+"""A made-up claim, as files of claims say one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from analysis.claims.computations import Ratio, Selection
+
+FCDP, FSDP2 = Selection(strategy="fcdp"), Selection(strategy="fsdp2")
+FASTER = Ratio(kind="ratio", quantity="tokens_per_s", of=FCDP, over=FSDP2)
+
+
+def claim(*checks: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    said = {
+        "id": "faster",
+        "paper": "fcdp",
+        "where": "abstract",
+        "claim": "It is faster.",
+        "label": "text",
+        "number": 2,
+        "unit": "×",
+    }
+    return {**said, "checks": [*checks], **changes}
+
+
+def content(*claims: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """What a file of these claims holds."""
+    papers = {"fcdp": {"title": "FCDP", "arxiv": "2602.06499"}}
+    return {"papers": papers, "matrices": {"parity": {}}, "claims": [*claims], **changes}

@@ -1,0 +1,17 @@
+"""A parent for tests that end it: its ranks, on emulated or rented nodes, wait for ever."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # what it forks imports this module again, and needs nothing of it
+    from experiments.clusters.emulated import EmulatedCluster
+    from experiments.records.cell import ClusterSpec
+    from tests.experiments.clusters.launches import ON_RANKS, run
+    from tests.experiments.clusters.test_rented import cluster_of
+
+    kind, directory = sys.argv[1:]
+    emulated = EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS])
+    with emulated if kind == "emulated" else cluster_of("localhost", "localhost") as cluster:
+        run(cluster, Path(directory), "linger", directory, timeout_s=600)
