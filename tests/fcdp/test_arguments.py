@@ -185,13 +185,17 @@ def test_an_optimizer_made_before_sharding_is_refused_at_its_step(how: str) -> N
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
 
 
-def test_a_repr_is_one_readable_line(ranks: Pools) -> None:
-    (first, second) = ranks.run(2, shown)
-    assert first[0] == "Topology(2 nodes × 1 rank, rank 0 = node 0, local rank 0, cpu)"
-    assert second[0] == "Topology(2 nodes × 1 rank, rank 1 = node 1, local rank 0, cpu)"
-    assert first[1].startswith("Ledger(between nodes ")
-    assert first[1].endswith("; 2 hits, 3 misses)")
-    lines = first[2].splitlines()
+@on_ranks(2)
+def test_a_repr_is_one_readable_line() -> None:
+    topology = topology_of(2, 1)
+    place = f"rank {topology.rank} = node {topology.rank}, local rank 0, cpu"
+    assert repr(topology) == f"Topology(2 nodes × 1 rank, {place})"
+    model = make_model(SETTINGS)
+    fcdp.shard(model, topology)
+    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
+    counts = fcdp.ledger(model)
+    assert re.fullmatch(r"Ledger\(between nodes .*; 2 hits, 3 misses\)", repr(counts)), counts
+    lines = counts.table().splitlines()
     assert lines[0].split()[4:] == ["forward", "backward", "reduce", "total"]
     assert [line.partition("  ")[0] for line in lines[1:]] == [
         "between nodes",
@@ -201,15 +205,6 @@ def test_a_repr_is_one_readable_line(ranks: Pools) -> None:
         "cache on the host 12 KiB",
     ]
     assert len({len(line) for line in lines[:4]}) == 1
-
-
-def shown() -> tuple[str, str, str]:
-    topology = topology_of(2, 1)
-    model = make_model(SETTINGS)
-    fcdp.shard(model, topology)
-    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
-    counts = fcdp.ledger(model)
-    return repr(topology), repr(counts), counts.table()
 
 
 @pytest.mark.parametrize(

@@ -238,30 +238,21 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     return taken, -(-size // 512) * 512  # as the allocator gives it
 
 
-def memory(ranks_per_node: int) -> list[tuple[int, int]]:
-    from tests.fcdp import accelerator
-
-    def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
-        results, _ = accelerator.run(
-            reserved_after, 2 * ranks_per_node, passes, engine, ranks_per_node, policy
-        )
-        return max(results)
-
-    return [
-        after(6, "fsdp2"),
-        after(6, "fcdp", fcdp.NoCache()),
-        after(1, "fcdp", fcdp.HostCache()),
-        after(6, "fcdp", fcdp.HostCache()),
-    ]
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     apart: Pools, ranks_per_node: int
 ) -> None:
     """With ``record_stream`` each gather would take new memory until the device has caught up."""
-    (found,) = apart.run(1, memory, ranks_per_node)
-    (theirs, _), (uncached, _), (one, _), (many, size) = found
+    streams = OnStreams(apart, schedules=0)
+
+    def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
+        given = (passes, engine, ranks_per_node, policy)
+        return max(streams.run(2 * ranks_per_node, reserved_after, *given))
+
+    theirs, _ = after(6, "fsdp2")
+    uncached, _ = after(6, "fcdp", fcdp.NoCache())
+    one, _ = after(1, "fcdp", fcdp.HostCache())
+    many, size = after(6, "fcdp", fcdp.HostCache())
     # The cache's: what is fetched ahead, and what is read beside it. The exchanges': slices
     # across nodes, and sums of the node's gradients.
     assert many <= uncached + 4 * size

@@ -119,9 +119,13 @@ def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
     assert changed == results[0][0][1].changed > 0
 
 
-def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
-    run = Run(LORA, place, {"trainable_only": trainable_only, "anchor_every": 2}, rate=1e-3)
-    reader = fcdp.Subscriber(place)
+@pytest.mark.parametrize("trainable_only", [False, True])
+@on_ranks(4)
+def test_frozen_parameters_are_written_once_or_when_they_change(
+    tmp_path: Path, trainable_only: bool
+) -> None:
+    run = Run(LORA, tmp_path, {"trainable_only": trainable_only, "anchor_every": 2}, rate=1e-3)
+    reader = fcdp.Subscriber(tmp_path)
     published = []
     for step in range(4):
         published.append(run.publish())
@@ -133,7 +137,7 @@ def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
         if run.topology.rank == 0:
             reader.update()
             equal(reader.state, now)
-            late = fcdp.Subscriber(place)
+            late = fcdp.Subscriber(tmp_path)
             late.update()
             equal(late.state, now)
         run.step()
@@ -143,14 +147,7 @@ def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
                 assert isinstance(param, DTensor)
                 param.detach().to_local().add_(1)
             fcdp.invalidate(run.model)
-    return published
-
-
-@pytest.mark.parametrize("trainable_only", [False, True])
-def test_frozen_parameters_are_written_once_or_when_they_change(
-    ranks: Pools, tmp_path: Path, trainable_only: bool
-) -> None:
-    first, _, third, last = ranks.run(4, train_adapters, tmp_path, trainable_only)[0]
+    first, _, third, last = published
     if trainable_only:
         assert not (tmp_path / "frozen").exists()
         assert last.changed < last.words
