@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of experiments": Budget(most=12_400, aim=8_500),
     "lines of analysis": Budget(most=7_000, aim=5_000),
     "lines of scripts": Budget(most=3_000, aim=3_000),
-    "lines of tests": Budget(most=46_500, aim=32_000),
+    "lines of tests": Budget(most=46_550, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=41, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),
