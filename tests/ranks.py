@@ -6,6 +6,8 @@ ranks that already exist. A pool whose ranks failed or hung is ended and made an
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import os
 import tempfile
@@ -13,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -208,3 +211,27 @@ class Pools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each of so many ranks does.
+
+    What it asks for, parameters and fixtures, is sent to them.
+    """
+
+    def decorate(act: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(act)
+        def test(ranks: Pools, **given: Any) -> None:
+            ranks.run(world_size, _act, act.__module__, act.__name__, given)
+
+        own = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        asked = inspect.signature(act).parameters.values()
+        test.__signature__ = inspect.Signature([own, *asked])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _act(module: str, name: str, given: dict[str, Any]) -> None:
+    """Do what a test does on each rank, found by its name."""
+    getattr(import_module(module), name).__wrapped__(**given)

@@ -35,6 +35,12 @@ def apart() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.fixture
+def streams(apart: Pools) -> OnStreams:
+    """Threads with accelerators, in a few schedules."""
+    return OnStreams(apart, schedules=8)
+
+
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
     """Processes with CPUs, or threads with accelerators."""

@@ -11,23 +11,27 @@ from tests.ranks import Pools
 class OnStreams(Pools):
     """Ranks are threads of one process, on streams; what nothing orders is a failure."""
 
-    def __init__(self, apart: Pools, *, samples: bool) -> None:
+    def __init__(self, apart: Pools, *, samples: bool = False, schedules: int = 1) -> None:
         self._apart = apart
         self.samples = samples
+        self._schedules = schedules
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
     ) -> list[Any]:
-        (results,) = self._apart.run(1, on_streams, function, world_size, args, timeout_s=timeout_s)
+        given = (function, world_size, args, self._schedules)
+        (results,) = self._apart.run(1, on_streams, *given, timeout_s=timeout_s)
         return results
 
     def close(self) -> None: ...
 
 
-def on_streams(function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Any]:
+def on_streams(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], schedules: int
+) -> list[Any]:
     from tests.fcdp import accelerator
 
     results, tape = accelerator.run(function, world_size, *args)
-    wrong = accelerator.check(tape, range(1))
+    wrong = accelerator.check(tape, range(schedules))
     assert wrong is None, wrong
     return results

@@ -13,8 +13,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
-from tests.fcdp.training import Settings, batches, loss_of, make_model, shard_with_fcdp, topology_of
-from tests.ranks import Pools
+from tests.fcdp.training import Run, Settings, loss_of, topology_of
+from tests.ranks import on_ranks
 
 SETTINGS = Settings(2, 1)
 
@@ -28,11 +28,10 @@ def after_giving_up(how: str, ahead: bool) -> float:
 
     ``ahead``: gradients that have crossed nodes already were there when the micro-batches began.
     """
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
+    run = Run(SETTINGS)
+    model = run.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach="foreach" in how)
-    data = batches(SETTINGS, topology.rank)
-    tokens, other = next(data), next(data)
+    tokens, other = next(run.data), next(run.data)
 
     def step() -> list[torch.Tensor]:
         for last in (False, True):
@@ -67,10 +66,6 @@ def after_giving_up(how: str, ahead: bool) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def after_giving_up_both(how: str) -> list[float]:
-    return [after_giving_up(how, ahead) for ahead in (False, True)]
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -83,24 +78,21 @@ def after_giving_up_both(how: str) -> list[float]:
         "foreach, zero, plain backward",
     ],
 )
-def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(ranks: Pools, how: str) -> None:
-    for differences in ranks.run(2, after_giving_up_both, how):
-        assert max(differences) < 1e-6
+@on_ranks(2)
+def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(how: str) -> None:
+    for ahead in (False, True):
+        assert after_giving_up(how, ahead) < 1e-6, ahead
 
 
-def reads_of_a_gradient_that_waits(ahead: bool) -> float:
-    """The worst difference of the step's gradients from FSDP2's, with reads between its parts."""
-    topology = topology_of(2, 1)
-    data = batches(SETTINGS, topology.rank)
-    micro_batches = [next(data) for _ in range(3)]
+@pytest.mark.parametrize("ahead", [False, True])
+@on_ranks(2)
+def test_a_gradient_that_waits_cannot_be_read(ahead: bool) -> None:
+    """Nor do attempts change the step's gradients."""
     found = []
-    for cached in (True, False):
-        model = make_model(SETTINGS)
-        if cached:
-            shard_with_fcdp(model, topology, SETTINGS)
-        else:
-            for module in [*model.blocks, model]:
-                fully_shard(module, mesh=topology.mesh)
+    for engine in ("fcdp", "fsdp2"):
+        run, cached = Run(SETTINGS, engine), engine == "fcdp"
+        model = run.model
+        micro_batches = [next(run.data) for _ in range(3)]
         if ahead:
             loss_of(model, micro_batches[0]).backward()
         for tokens in micro_batches:
@@ -110,8 +102,8 @@ def reads_of_a_gradient_that_waits(ahead: bool) -> float:
             if cached and not last:
                 _refuse_reads([*model.parameters()])
         found.append(gradients(model))
-    ours, plain = found
-    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+    for mine, other in zip(*found, strict=True):
+        assert float((mine - other).abs().max()) < 1e-6  # another order of sums
 
 
 def _refuse_reads(params: list[Any]) -> None:
@@ -128,12 +120,6 @@ def _refuse_reads(params: list[Any]) -> None:
         with pytest.raises(RuntimeError, match="not known before it has crossed nodes"):
             read()
     assert "Waiting" in repr(params[0].grad)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_gradient_that_waits_cannot_be_read(ranks: Pools, ahead: bool) -> None:
-    differences = ranks.run(2, reads_of_a_gradient_that_waits, ahead)
-    assert max(differences) < 1e-6  # another order of sums
 
 
 class Branches(nn.Module):
@@ -184,22 +170,20 @@ def some_layers_per_micro_batch(steps: Sequence[Sequence[str]], own_units: bool)
 USED = ([["0", "0"]], [["01", "0"]], [["01", "0", "1", "01"]], [["01", "1"], ["0", "0"], ["01"]])
 
 
-def whatever_is_used() -> dict[str, float]:
-    """By the layers used, with units of their own and without."""
-    cases = [*product(USED, (True, False)), ([["0", "1"]], True)]
-    return {str(case): some_layers_per_micro_batch(*case) for case in cases}
-
-
-def test_what_only_some_micro_batches_use_is_reduced_with_the_last(ranks: Pools) -> None:
+@on_ranks(2)
+def test_what_only_some_micro_batches_use_is_reduced_with_the_last() -> None:
     """And what none of them uses has no gradient, as with FSDP2: no optimizer moves it."""
-    for differences in ranks.run(2, whatever_is_used):
-        assert max(differences.values()) < 1e-5
-        # Sums of more than two micro-batches alone have another order.
-        assert sum(found > 1e-30 for found in differences.values()) <= 2
+    cases = [*product(USED, (True, False)), ([["0", "1"]], True)]
+    differences = [some_layers_per_micro_batch(*case) for case in cases]
+    assert max(differences) < 1e-5, differences
+    # Sums of more than two micro-batches alone have another order.
+    assert sum(found > 1e-30 for found in differences) <= 2, differences
 
 
-def given_up_within_a_micro_batch(own_units: bool) -> list[bool]:
-    """Whether each parameter has a gradient, where only a micro-batch before used the second."""
+@pytest.mark.parametrize("own_units", [True, False])
+@on_ranks(2)
+def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(own_units: bool) -> None:
+    """As with FSDP2, what only the step before used has no gradient, which momentum would move."""
     topology = topology_of(2, 1)
     x, model = torch.full((1, 4), 1.0), Branches()
     for module in [*(model.layers if own_units else []), model]:
@@ -212,13 +196,4 @@ def given_up_within_a_micro_batch(own_units: bool) -> list[bool]:
             if not last:
                 model.zero_grad()
             model(x, "0").backward()
-    return [param.grad is not None for param in model.parameters()]
-
-
-@pytest.mark.parametrize("own_units", [True, False])
-def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(
-    ranks: Pools, own_units: bool
-) -> None:
-    """As with FSDP2, what only the step before used has no gradient, which momentum would move."""
-    found = ranks.run(2, given_up_within_a_micro_batch, own_units)
-    assert found == [[True, True, False, False]] * 2
+    assert [param.grad is not None for param in model.parameters()] == [True, True, False, False]

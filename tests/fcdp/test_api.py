@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,123 +26,95 @@ from tests.fcdp.training import (
     shard_with_fsdp2,
     topology_of,
 )
-from tests.ranks import Pools
+from tests.ranks import on_ranks
 
 PLAIN = Settings(2, 1)
 
 
-def refusals() -> dict[str, str]:
-    """Error messages by case."""
+@on_ranks(4)
+def test_bad_input_is_refused() -> None:
     topology = topology_of(4, 1)
-    messages: dict[str, str] = {}
 
-    def refused(case: str, call: object, *args: object, **kwargs: object) -> None:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-            call(*args, **kwargs)  # type: ignore[operator]
-        messages[case] = str(error.value)
+    def refused(words: str, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(*args, **kwargs)
 
-    refused("not_sharded", fcdp.cache_parameters, make_model(PLAIN), topology)
-    refused("no_engine", fcdp.ledger, make_model(PLAIN))
-    refused("foreign_unit", fcdp.shard, make_model(PLAIN), topology, units=[nn.Linear(2, 2)])
+    cache = fcdp.cache_parameters
+    refused("no module is sharded by FSDP2", cache, make_model(PLAIN), topology)
+    refused("FCDP is not set up", fcdp.ledger, make_model(PLAIN))
+    foreign = [nn.Linear(2, 2)]
+    refused("units[0]: Linear is not a", fcdp.shard, make_model(PLAIN), topology, units=foreign)
     model = make_model(PLAIN)
-    refused("model_as_unit", fcdp.shard, model, topology, units=[model])
+    refused("units[0]: is the model itself", fcdp.shard, model, topology, units=[model])
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
-    refused("twice", fcdp.cache_parameters, model, topology, fcdp.NoCache())
+    twice = "set up on it already, with policy = HostCache() (now NoCache()); must be equal"
+    refused(twice, cache, model, topology, fcdp.NoCache())
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
-    refused("sharded_already", fcdp.shard, plain, topology, units=plain.blocks)
+    refused("is a DTensor", fcdp.shard, plain, topology, units=plain.blocks)
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
-    refused("hybrid", fcdp.cache_parameters, hybrid, topology)
+    refused("2 dimensions ('a', 'b')", cache, hybrid, topology)
     elsewhere = nn.Linear(4, 4)
     fully_shard(elsewhere, mesh=topology.mesh, reshard_after_forward=2)
-    refused("reshard_integer", fcdp.cache_parameters, elsewhere, topology)
+    refused("reshard_after_forward is an integer", cache, elsewhere, topology)
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(
         distribute_tensor(parallel.weight.detach(), topology.mesh, [Shard(0)])
     )
-    refused("tensor_parallel", fcdp.shard, nn.Sequential(parallel), topology, units=[])
-    return messages
+    refused("0.weight: is a DTensor", fcdp.shard, nn.Sequential(parallel), topology, units=[])
 
 
-def test_bad_input_is_refused(ranks: Pools) -> None:
-    messages = ranks.run(4, refusals)[0]
-    for case, words in {
-        "not_sharded": "no module is sharded by FSDP2",
-        "no_engine": "FCDP is not set up",
-        "foreign_unit": "units[0]: Linear is not a submodule",
-        "model_as_unit": "units[0]: is the model itself",
-        "twice": "set up on it already, with policy = HostCache() (now NoCache()); must be equal",
-        "sharded_already": "is a DTensor",
-        "hybrid": "2 dimensions ('a', 'b')",
-        "reshard_integer": "reshard_after_forward is an integer",
-        "tensor_parallel": "0.weight: is a DTensor",
-    }.items():
-        assert words in messages[case], (case, messages[case])
-
-
-def step_too_early() -> str:
+@on_ranks(2)
+def test_a_step_without_the_last_micro_batch_is_an_error() -> None:
     run = Run(PLAIN)
     with fcdp.accumulate(run.model, last=False):
         run.loss().backward()
     # Another model's optimizer is none of our business, whatever its parameters look like.
     like_one = torch.ones(next(run.model.parameters()).shape)
     torch.optim.SGD([nn.Parameter(like_one)], lr=1.0).step()
-    with pytest.raises(RuntimeError, match="last=True") as error:
+    with pytest.raises(RuntimeError, match="wait to be reduced across nodes.*last=True"):
         run.optimizer.step()
-    return str(error.value)
 
 
-def test_a_step_without_the_last_micro_batch_is_an_error(ranks: Pools) -> None:
-    assert "wait to be reduced across nodes" in ranks.run(2, step_too_early)[0]
-
-
-def fail_in_mid_accumulation() -> int:
+@on_ranks(2)
+def test_an_exception_drops_the_sums_that_wait() -> None:
     run = Run(PLAIN)
     with pytest.raises(ZeroDivisionError), fcdp.accumulate(run.model, last=False):
         run.loss().backward()
         raise ZeroDivisionError
     run.optimizer.step()
-    return fcdp.ledger(run.model).pending_bytes
+    assert fcdp.ledger(run.model).pending_bytes == 0
 
 
-def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
-    assert ranks.run(2, fail_in_mid_accumulation) == [0, 0]
-
-
-def collected() -> bool:
+@on_ranks(2)
+def test_the_engine_dies_with_its_model() -> None:
     run = Run(PLAIN)
     run.loss().backward()
     engine = weakref.ref(engine_of(run.model))
     del run
     gc.collect()
-    return engine() is None
+    assert engine() is None
 
 
-def test_the_engine_dies_with_its_model(ranks: Pools) -> None:
-    assert all(ranks.run(2, collected))
-
-
-def set_up_again() -> tuple[bool, bool, bool]:
-    """Whether FCDP is on a model before, after, and as it was after the same call again."""
+@on_ranks(2)
+def test_setting_up_again_with_equal_arguments_changes_nothing() -> None:
     topology = topology_of(2, 1)
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
-    before = fcdp.is_cached(plain)
+    assert not fcdp.is_cached(plain)
     for _ in range(2):
         fcdp.cache_parameters(plain, topology)
+    assert fcdp.is_cached(plain)
     model = make_model(PLAIN)
     fcdp.shard(model, topology, units=model.blocks)
     engine = engine_of(model)
     fcdp.shard(model, topology, units=model.blocks)
     fcdp.cache_parameters(model, topology)  # a trainer's callback, say
-    return before, fcdp.is_cached(plain), engine_of(model) is engine
+    assert engine_of(model) is engine
 
 
-def test_setting_up_again_with_equal_arguments_changes_nothing(ranks: Pools) -> None:
-    assert ranks.run(2, set_up_again) == [(False, True, True)] * 2
-
-
-def foreign_collectives() -> tuple[str, str]:
-    """What is said of a custom collective before FCDP, and of one after it."""
+@on_ranks(2)
+def test_other_collectives_are_refused() -> None:
+    """Of the user's own: those from before FCDP, and those after it."""
     topology = topology_of(2, 1)
     model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
 
@@ -148,16 +122,9 @@ def foreign_collectives() -> tuple[str, str]:
         pass
 
     model.blocks[0].set_custom_all_gather(Custom())
-    with pytest.raises(ValueError) as early:  # noqa: PT011 - the message is the test
+    with pytest.raises(ValueError, match="blocks.0: has a custom collective, Custom"):
         fcdp.cache_parameters(model, topology)
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
     model.blocks[0].set_custom_all_gather(Custom())
-    with pytest.raises(RuntimeError) as late:
+    with pytest.raises(RuntimeError, match="blocks.0: set_custom_all_gather"):
         loss_of(model, next(batches(PLAIN, topology.rank)))
-    return str(early.value), str(late.value)
-
-
-def test_other_collectives_are_refused(ranks: Pools) -> None:
-    for early, late in ranks.run(2, foreign_collectives):
-        assert "blocks.0: has a custom collective, Custom" in early
-        assert "blocks.0: set_custom_all_gather" in late

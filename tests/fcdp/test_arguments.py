@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,8 @@ from fcdp.cache.cache import Safety
 from fcdp.codec import Codecs
 from fcdp.engine import engine_of
 from fcdp.setup import Options, Setup
-from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
-from tests.ranks import Pools
+from tests.fcdp.training import Settings, batches, loss_of, make_model, said, topology_of
+from tests.ranks import Pools, on_ranks
 
 SETTINGS = Settings(2, 1)
 
@@ -68,7 +65,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_mistakes_are_refused_and_leave_the_model_as_it_was() -> None:
     model, topology = make_model(SETTINGS), topology_of(2, 1)
     twice = {"units": [*model.blocks, model.blocks[0]]}
     mistakes = [*MISTAKES, (twice, "units[2]: is units[0] again; each counts once")]
@@ -77,10 +75,6 @@ def refused() -> None:
             fcdp.shard(**{"model": model, "topology": topology, "units": model.blocks, **wrong})
         assert not fcdp.is_cached(model)
     fcdp.shard(model, topology, units=model.blocks)
-
-
-def test_mistakes_are_refused_and_leave_the_model_as_it_was(ranks: Pools) -> None:
-    ranks.run(2, refused)
 
 
 def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> None:
@@ -111,15 +105,8 @@ def test_a_directory_may_be_a_text() -> None:
 
 def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
     """What set-up prints, and what it warns of."""
-    printed, warned = io.StringIO(), io.StringIO()
-    handler = logging.StreamHandler(warned)
-    logger = logging.getLogger("fcdp")
-    logger.addHandler(handler)
-    try:
-        with contextlib.redirect_stderr(printed):
-            fcdp.shard(make_model(SETTINGS), topology_of(nodes, ranks_per_node), **arguments)
-    finally:
-        logger.removeHandler(handler)
+    with said() as (printed, warned):
+        fcdp.shard(make_model(SETTINGS), topology_of(nodes, ranks_per_node), **arguments)
     return printed.getvalue(), warned.getvalue()
 
 
@@ -165,21 +152,20 @@ def test_gigabytes_in_the_place_of_bytes_are_said_to_hold_nothing(ranks: Pools) 
     assert second == ("", "")
 
 
-def left_out() -> tuple[list[str], bool]:
+@on_ranks(2)
+def test_units_left_out_are_the_blocks() -> None:
     model = make_model(SETTINGS)
     topology = topology_of(2, 1)
     fcdp.shard(model, topology, policy="host")
     engine = engine_of(model)
     fcdp.shard(model, topology)  # the same again
-    return [unit.name for unit in engine.units], engine_of(model) is engine
+    assert [unit.name for unit in engine.units] == ["root", "blocks.0", "blocks.1"]
+    assert engine_of(model) is engine
 
 
-def test_units_left_out_are_the_blocks(ranks: Pools) -> None:
-    assert ranks.run(2, left_out)[0] == (["root", "blocks.0", "blocks.1"], True)
-
-
-def stray_step(how: str) -> str:
-    """The error at the step of an optimizer that was made before the model was sharded."""
+@pytest.mark.parametrize("how", ["shard", "fully_shard"])
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_is_refused_at_its_step(how: str) -> None:
     topology = topology_of(2, 1)
     model = make_model(SETTINGS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -190,26 +176,26 @@ def stray_step(how: str) -> str:
             fully_shard(module, mesh=topology.mesh)
         fcdp.cache_parameters(model, topology)
     loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
-    with pytest.raises(RuntimeError) as error:
+    message = (
+        "^AdamW: 15 of its 15 parameters are the model's no longer.*"
+        "Make the optimizer after fcdp.shard or fully_shard$"
+    )
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    return str(error.value)
 
 
-@pytest.mark.parametrize("how", ["shard", "fully_shard"])
-def test_an_optimizer_made_before_sharding_is_refused_at_its_step(ranks: Pools, how: str) -> None:
-    message = ranks.run(2, stray_step, how)[0]
-    assert message.startswith("AdamW: 15 of its 15 parameters are the model's no longer")
-    assert message.endswith("Make the optimizer after fcdp.shard or fully_shard")
-
-
-def test_a_repr_is_one_readable_line(ranks: Pools) -> None:
-    (first, second) = ranks.run(2, shown)
-    assert first[0] == "Topology(2 nodes × 1 rank, rank 0 = node 0, local rank 0, cpu)"
-    assert second[0] == "Topology(2 nodes × 1 rank, rank 1 = node 1, local rank 0, cpu)"
-    assert first[1].startswith("Ledger(between nodes ")
-    assert first[1].endswith("; 2 hits, 3 misses)")
-    lines = first[2].splitlines()
+@on_ranks(2)
+def test_a_repr_is_one_readable_line() -> None:
+    topology = topology_of(2, 1)
+    place = f"rank {topology.rank} = node {topology.rank}, local rank 0, cpu"
+    assert repr(topology) == f"Topology(2 nodes × 1 rank, {place})"
+    model = make_model(SETTINGS)
+    fcdp.shard(model, topology)
+    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
+    counts = fcdp.ledger(model)
+    assert re.fullmatch(r"Ledger\(between nodes .*; 2 hits, 3 misses\)", repr(counts)), counts
+    lines = counts.table().splitlines()
     assert lines[0].split()[4:] == ["forward", "backward", "reduce", "total"]
     assert [line.partition("  ")[0] for line in lines[1:]] == [
         "between nodes",
@@ -219,15 +205,6 @@ def test_a_repr_is_one_readable_line(ranks: Pools) -> None:
         "cache on the host 12 KiB",
     ]
     assert len({len(line) for line in lines[:4]}) == 1
-
-
-def shown() -> tuple[str, str, str]:
-    topology = topology_of(2, 1)
-    model = make_model(SETTINGS)
-    fcdp.shard(model, topology)
-    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
-    counts = fcdp.ledger(model)
-    return repr(topology), repr(counts), counts.table()
 
 
 @pytest.mark.parametrize(

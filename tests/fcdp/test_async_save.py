@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.running import Run, adam
-from tests.ranks import Pools
+from tests.ranks import on_ranks
 
 
 def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
@@ -34,14 +34,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, helpers: boo
     return {"model": model.state_dict()}
 
 
-def save_beside_training(directory: str, cached: bool, helpers: bool) -> list[float]:
+def save_beside_training(path: Path, cached: bool, helpers: bool) -> list[float]:
     """Two steps, a save that goes on beside two more, then the saved state and the two again."""
     run = Run(topology_of(2, 1), cached=cached)
     model = mlps(2, 6)
     run.shard([*model, model])
     run.cache(model)
     optimizer = adam(model) if helpers else torch.optim.SGD(model.parameters(), lr=0.05)
-    path = Path(directory) / f"{cached}-{helpers}"
     group = dist.new_group(backend="gloo")  # the saving thread must not meet FSDP2's collectives
     losses = [step(run, model, optimizer, number) for number in range(2)]
     saving = checkpoint.async_save(
@@ -64,7 +63,8 @@ def save_beside_training(directory: str, cached: bool, helpers: bool) -> list[fl
 
 
 @pytest.mark.parametrize("helpers", [True, False], ids=["helpers", "by hand"])
-def test_steps_beside_an_asynchronous_save(ranks: Pools, tmp_path: Path, helpers: bool) -> None:
-    plain = ranks.run(2, save_beside_training, str(tmp_path), False, helpers)
-    assert ranks.run(2, save_beside_training, str(tmp_path), True, helpers) == plain
-    assert len(set(plain[0])) == 4
+@on_ranks(2)
+def test_steps_beside_an_asynchronous_save(tmp_path: Path, helpers: bool) -> None:
+    plain = save_beside_training(tmp_path / "plain", False, helpers)
+    assert save_beside_training(tmp_path / "cached", True, helpers) == plain
+    assert len(set(plain)) == 4

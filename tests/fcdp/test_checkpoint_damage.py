@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fcdp.checkpoint import commit, files
 from tests.fcdp.checkpoints import Run, assert_equal, moments
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 FILES = ("state.pt", ".metadata", "__0_0.distcp", "__1_0.distcp")
 
@@ -154,70 +154,53 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def load_replaced(directory: Path, name: str) -> dict[str, str]:
-    run = trained(directory)
-    path = path_of(directory, name)
-    before = contents(run)
-    kinds = {kind: change for kind, (change, _) in DAMAGE.items()}
-    if name != ".metadata":
-        kinds["padding"] = fill_padding
-    if name == "__1_0.distcp":
-        kinds["swapped"] = swap_shards
-    messages = {}
-    for kind, change in kinds.items():
-        with changed(path, run.topology.rank, change):
-            messages[kind] = refusal_of(run, directory)
-    assert_equal(contents(run), before)
-    return messages
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_lost_or_replaced_is_refused(
-    ranks: Pools, tmp_path: Path, name: str
-) -> None:
-    for messages in ranks.run(2, load_replaced, tmp_path, name):
-        for kind, message in messages.items():
-            assert name in message, (kind, message)
-            assert str(tmp_path) in message
-            words = DAMAGE[kind][1] if kind in DAMAGE else ""
-            assert words in message, (kind, message)
+@on_ranks(2)
+def test_a_file_that_is_lost_or_replaced_is_refused(name: str, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    path = path_of(tmp_path, name)
+    before = contents(run)
+    kinds = dict(DAMAGE)
+    if name != ".metadata":
+        kinds["padding"] = fill_padding, ""
+    if name == "__1_0.distcp":
+        kinds["swapped"] = swap_shards, ""
+    for kind, (change, words) in kinds.items():
+        with changed(path, run.topology.rank, change):
+            message = refusal_of(run, tmp_path)
+        for expected in (name, str(tmp_path), words):
+            assert expected in message, (kind, message)
+    assert_equal(contents(run), before)
 
 
-def load_without_shards(directory: Path) -> str:
-    run = trained(directory)
+@on_ranks(2)
+def test_a_lost_folder_of_shards_is_refused(tmp_path: Path) -> None:
+    run = trained(tmp_path)
     if run.topology.rank == 0:
-        (shards,) = directory.glob("shards-*")
+        (shards,) = tmp_path.glob("shards-*")
         shutil.rmtree(shards)
     dist.barrier()
-    return refusal_of(run, directory)
+    message = refusal_of(run, tmp_path)
+    assert ".distcp: is missing; must be on a file system that all nodes share" in message, message
 
 
-def test_a_lost_folder_of_shards_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    for message in ranks.run(2, load_without_shards, tmp_path):
-        assert ".distcp: is missing; must be on a file system that all nodes share" in message
-
-
-def load_elsewhere(directory: Path) -> str:
+@on_ranks(2)
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
     """Rank 1 is on a node that has another checkpoint, of another step, in this place."""
-    run = trained(directory / "rank 0")
-    run.save(directory / "rank 1")
+    run = trained(tmp_path / "rank 0")
+    run.save(tmp_path / "rank 1")
     before = contents(run)
-    message = refusal_of(run, directory / f"rank {run.topology.rank}")
+    message = refusal_of(run, tmp_path / f"rank {run.topology.rank}")
     assert_equal(contents(run), before)
-    return message
-
-
-def test_ranks_that_see_different_checkpoints_load_none(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks.run(2, load_elsewhere, tmp_path)
-    assert first == f"rank 1: {second}"
-    assert "rank 1/shards-" in second
-    assert "is missing" in second
+    assert message.startswith("rank 1: ") == (run.topology.rank == 0), message
+    assert "rank 1/shards-" in message, message
+    assert "is missing" in message, message
 
 
 # --- Forged: the checksums are right
 
 
-def forge(directory: Path, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+def forge(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     """Change what ``state.pt`` says, and its checksum to match."""
 
     def write(path: Path) -> None:
@@ -265,40 +248,35 @@ def shift_chunks(layout: dict[str, Any]) -> None:
         tensor["chunks"][:, 1] += 1
 
 
-def load_forged(directory: Path) -> dict[str, str]:
-    run = trained(directory / "checkpoint")
-    where = directory / "checkpoint"
+@on_ranks(2)
+def test_a_forged_description_is_refused(tmp_path: Path) -> None:
+    run = trained(tmp_path / "checkpoint")
+    where = tmp_path / "checkpoint"
     path = where / "state.pt"
     if run.topology.rank == 0:
         (shards,) = where.glob("shards-*")
-        shutil.copytree(shards, directory / "other")
-    messages = {}
-    for case, (change, _) in FORGED.items():
-        with changed(path, run.topology.rank, forge(where, change)):
-            messages[case] = refusal_of(run, where)
-    return messages
+        shutil.copytree(shards, tmp_path / "other")
+    for case, (change, words) in FORGED.items():
+        with changed(path, run.topology.rank, forge(change)):
+            message = refusal_of(run, where)
+        assert words in message, (case, message)
 
 
-def test_a_forged_description_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    for messages in ranks.run(2, load_forged, tmp_path):
-        for case, (_, words) in FORGED.items():
-            assert words in messages[case], (case, messages[case])
-
-
-def load_bombs(directory: Path) -> list[str]:
-    """A pickle that runs code in place of either file, with all checksums right."""
-    run = trained(directory / "checkpoint")
-    where = directory / "checkpoint"
+@on_ranks(2)
+def test_no_pickle_from_disk_is_run(tmp_path: Path) -> None:
+    """One that runs code, in place of either file, with all checksums right."""
+    run = trained(tmp_path / "checkpoint")
+    where, exploded = tmp_path / "checkpoint", tmp_path / "exploded"
     state, metadata = path_of(where, "state.pt"), path_of(where, ".metadata")
-    messages = []
 
     def seal_bomb(path: Path) -> None:
         with open(path, "wb") as file:
-            torch.save({"shards": Bomb(directory / "exploded")}, file)
+            torch.save({"shards": Bomb(exploded)}, file)
         path.write_bytes(commit._sealed(path.read_bytes()))
 
     with changed(state, run.topology.rank, seal_bomb):
-        messages.append(refusal_of(run, where))
+        message = refusal_of(run, where)
+    assert "state.pt: is not what fcdp.save writes: UnpicklingError" in message, message
 
     def describe_bomb(saved: dict[str, Any]) -> None:
         data = metadata.read_bytes()
@@ -307,56 +285,44 @@ def load_bombs(directory: Path) -> list[str]:
         (file,) = (file for file in saved["layout"]["files"] if file["name"] == ".metadata")
         file.update(size=len(data), crc32=torch.tensor(checksum.crcs))
 
-    write_bomb = pickle.dumps(Bomb(directory / "exploded"))
+    write_bomb = pickle.dumps(Bomb(exploded))
     with (
         changed(metadata, run.topology.rank, lambda path: path.write_bytes(write_bomb)),
-        changed(state, run.topology.rank, forge(where, describe_bomb)),
+        changed(state, run.topology.rank, forge(describe_bomb)),
     ):
         run.load(where)
-    return messages
+    assert not exploded.exists()
 
 
-def test_no_pickle_from_disk_is_run(ranks: Pools, tmp_path: Path) -> None:
-    for (message,) in ranks.run(2, load_bombs, tmp_path):
-        assert "state.pt: is not what fcdp.save writes: UnpicklingError" in message
-    assert not (tmp_path / "exploded").exists()
-
-
-def load_without_checksum(directory: Path) -> str:
-    run = trained(directory)
+@on_ranks(2)
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    run = trained(tmp_path)
 
     def strip(path: Path) -> None:
         state = torch.load(path, weights_only=True)
         torch.save(state, path)
 
-    with changed(directory / "state.pt", run.topology.rank, strip):
-        return refusal_of(run, directory)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    for message in ranks.run(2, load_without_checksum, tmp_path):
-        assert "state.pt: damaged" in message
-        assert "by a version of FCDP without checksums" in message
+    with changed(tmp_path / "state.pt", run.topology.rank, strip):
+        message = refusal_of(run, tmp_path)
+    assert "state.pt: damaged" in message, message
+    assert "by a version of FCDP without checksums" in message, message
 
 
 # --- Other programs
 
 
-def read_as_any_checkpoint(directory: Path) -> None:
-    """PyTorch's own reader takes the folder of shards."""
-    run = trained(directory)
-    run.load(directory)
-    (shards,) = directory.glob("shards-*")
+@on_ranks(2)
+def test_the_shards_are_a_checkpoint_of_pytorch(tmp_path: Path) -> None:
+    """Its own reader takes the folder of shards."""
+    run = trained(tmp_path)
+    run.load(tmp_path)
+    (shards,) = tmp_path.glob("shards-*")
     state = {f"model.{name}": value for name, value in run.model.state_dict().items()}
     del state["model.head.weight"]  # tied to the embedding
     empty = {name: torch.zeros_like(value) for name, value in state.items()}
     torch.distributed.checkpoint.load(empty, storage_reader=FileSystemReader(shards))
     for name, value in state.items():
         assert torch.equal(empty[name].full_tensor(), value.full_tensor()), name
-
-
-def test_the_shards_are_a_checkpoint_of_pytorch(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(2, read_as_any_checkpoint, tmp_path)
 
 
 # --- Blocks

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -21,54 +24,52 @@ from fcdp.checkpoint import saving
 from tests.disks import full_disk
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
 from tests.fcdp.training import WIDTH, Settings, make_model, make_optimizer, shard_with_fcdp
-from tests.ranks import Pools
+from tests.ranks import on_ranks
 
 
 def fail_on_one_rank(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def fail_to_save(directory: Path, step: str, asynchronous: bool) -> str:
-    """A good save and a bad one over it. Returns the error."""
-    run = Run()
+@pytest.mark.parametrize(
+    ("step", "asynchronous"),
+    [("prepare_local_plan", False), ("write_data", True), ("commit", False), ("commit", True)],
+)
+@on_ranks(2)
+def test_a_failed_save_leaves_the_checkpoint_before_it(
+    tmp_path: Path, step: str, asynchronous: bool
+) -> None:
+    run, notes = Run(), tmp_path / "notes"
+    notes.write_text("the user's")
     run.train(1)
-    run.save(directory)
+    run.save(tmp_path)
     expected = run.train(2)
     with pytest.MonkeyPatch.context() as patch:
         if step == "commit":
             patch.setattr(os, "replace", fail_on_one_rank)
         elif run.topology.rank == 1:
             patch.setattr(FileSystemWriter, step, fail_on_one_rank)
-        with pytest.raises(RuntimeError) as error:
-            run.save(directory, asynchronous=asynchronous).result()
+        with pytest.raises(RuntimeError, match=r"cannot be written: rank.*No space left"):
+            run.save(tmp_path, asynchronous=asynchronous).result()
     resumed = Run(seed=1)
-    resumed.load(directory)
+    resumed.load(tmp_path)
     assert resumed.train(2) == expected
-    return str(error.value)
+    assert len(list(tmp_path.glob("shards-*"))) == 1
+    assert notes.exists()
 
 
 @pytest.mark.parametrize(
-    ("step", "asynchronous"),
-    [("prepare_local_plan", False), ("write_data", True), ("commit", False), ("commit", True)],
+    ("part", "culprit", "name"), [("shards", 1, "__1_0.distcp"), ("state.pt", 0, "state.pt")]
 )
-def test_a_failed_save_leaves_the_checkpoint_before_it(
-    ranks: Pools, tmp_path: Path, step: str, asynchronous: bool
+@on_ranks(2)
+def test_a_full_disk_leaves_the_checkpoint_before_it(
+    tmp_path: Path, part: str, culprit: int, name: str
 ) -> None:
-    (tmp_path / "notes").write_text("the user's")
-    for message in ranks.run(2, fail_to_save, tmp_path, step, asynchronous):
-        assert "cannot be written: rank" in message
-        assert "No space left" in message
-    assert len(list(tmp_path.glob("shards-*"))) == 1
-    assert (tmp_path / "notes").exists()
-
-
-def save_on_a_full_disk(directory: Path, part: str) -> str:
-    """A good save and one over it that the disk has no room for. Returns the error."""
     run = Run()
     run.train(1)
-    run.save(directory)
+    run.save(tmp_path)
     expected = run.train(2)
-    biggest = max(path.stat().st_size for path in directory.glob("shards-*/*"))
+    biggest = max(path.stat().st_size for path in tmp_path.glob("shards-*/*"))
     full, extra = {
         # Of one rank's shards half finds room; of state.pt all but what the user adds to it.
         "shards": (run.topology.rank == 1, None),
@@ -76,45 +77,23 @@ def save_on_a_full_disk(directory: Path, part: str) -> str:
     }[part]
     size = biggest // 2 if part == "shards" else biggest
     with full_disk(size) if full else nullcontext(), pytest.raises(RuntimeError) as error:
-        fcdp.save(run.model, run.optimizer, directory, extra=extra)
+        fcdp.save(run.model, run.optimizer, tmp_path, extra=extra)
+    message = str(error.value)
+    for words in (f"{tmp_path}: cannot be written: rank {culprit}: ", "File too large", name):
+        assert words in message, message
     resumed = Run(seed=1)
-    resumed.load(directory)
+    resumed.load(tmp_path)
     assert resumed.train(2) == expected
-    assert len(list(directory.glob("shards-*"))) == 1
-    return str(error.value)
+    assert len(list(tmp_path.glob("shards-*"))) == 1
 
 
-@pytest.mark.parametrize("part", ["shards", "state.pt"])
-def test_a_full_disk_leaves_the_checkpoint_before_it(
-    ranks: Pools, tmp_path: Path, part: str
-) -> None:
-    culprit, name = {"shards": (1, "__1_0.distcp"), "state.pt": (0, "state.pt")}[part]
-    for message in ranks.run(2, save_on_a_full_disk, tmp_path, part):
-        assert f"directory = {tmp_path}: cannot be written: rank {culprit}: " in message
-        assert "File too large" in message
-        assert name in message
-
-
-def save_where_nothing_can_be(directory: Path) -> dict[str, str]:
-    run = Run()
-    places = {"file": directory / "file", "below a file": directory / "file" / "below"}
-    return {case: errors_of(run.save, place) for case, place in places.items()}
-
-
-def save_where_others_do_not_look(directory: Path) -> str:
-    """A save, by each rank into a folder of its own. Returns the error."""
-    run = Run()
-    with pytest.raises(RuntimeError) as error:
-        run.save(directory / f"node{run.topology.rank}")
-    return str(error.value)
-
-
-def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(
-    ranks: Pools, tmp_path: Path
-) -> None:
+@on_ranks(2)
+def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(tmp_path: Path) -> None:
     """Not from the load that could not find the others' files, when the run is lost."""
-    for message in ranks.run(2, save_where_others_do_not_look, tmp_path):
-        assert "is not there for rank 0; must be on a file system that all nodes share" in message
+    run = Run()
+    lost = "is not there for rank 0; must be on a file system that all nodes share"
+    with pytest.raises(RuntimeError, match=lost):
+        run.save(tmp_path / f"node{run.topology.rank}")
     assert not (tmp_path / "node0/state.pt").exists()
 
 
@@ -124,31 +103,32 @@ HOLDS = (
 )
 
 
-def saves_before_another_program(directory: Path, lock_s: float) -> bool:
+@pytest.mark.parametrize(("lock_s", "first"), [(30.0, False), (0.2, True)])
+@on_ranks(1)
+def test_two_programs_save_in_turn_but_wait_for_no_lost_node(
+    tmp_path: Path, lock_s: float, first: bool
+) -> None:
     run = Run(Settings(1, 1))
-    with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=directory, stdout=-1) as other:
+    with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=tmp_path, stdout=-1) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"\n"
         with mock.patch.object(saving, "_LOCK_S", lock_s):
-            run.save(directory)
-        return other.poll() is None
-
-
-@pytest.mark.parametrize(("lock_s", "first"), [(30.0, False), (0.2, True)])
-def test_two_programs_save_in_turn_but_wait_for_no_lost_node(
-    ranks: Pools, tmp_path: Path, lock_s: float, first: bool
-) -> None:
-    assert ranks.run(1, saves_before_another_program, tmp_path, lock_s) == [first]
+            run.save(tmp_path)
+        assert (other.poll() is None) == first
     assert (tmp_path / "state.pt").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_named(ranks: Pools, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for messages in ranks.run(2, save_where_nothing_can_be, tmp_path):
-        for message in messages.values():
-            assert message.startswith(f"RuntimeError: directory = {tmp_path}/file")
-            assert "cannot be written: rank 0: [Errno" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+@on_ranks(2)
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run, file = Run(), tmp_path / "file"
+    if run.topology.rank == 0:
+        file.write_text("in the way")
+    dist.barrier()
+    for place in (file, file / "below"):
+        named = rf"^directory = {place}: cannot be written: rank 0: \[Errno"
+        with pytest.raises(RuntimeError, match=named):
+            run.save(place)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -173,92 +153,68 @@ class Main(torch.optim.AdamW):
 Main.__module__ = "__main__"
 
 
-def load_into_another_class(directory: Path) -> dict[str, str]:
+@on_ranks(2)
+def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
     run = Run()
     run.train(1)
-    run.save(directory)
+    run.save(tmp_path)
     run.train(1)
     params = list(run.model.parameters())
     before = run.params()
-    messages = {}
-    for case, other in {
-        "sgd": torch.optim.SGD(params, lr=0.3),
-        "wrapped": Wrapper(torch.optim.SGD(params, lr=0.3)),
-        "adam": torch.optim.Adam(params, lr=0.3),
-    }.items():
-        messages[case] = errors_of(fcdp.load, run.model, other, directory)
+    for other, kind in (
+        (torch.optim.SGD(params, lr=0.3), "sgd.SGD"),
+        (Wrapper(torch.optim.SGD(params, lr=0.3)), "sgd.SGD"),
+        (torch.optim.Adam(params, lr=0.3), "adam.Adam"),
+    ):
+        message = errors_of(fcdp.load, run.model, other, tmp_path)
+        assert message == (
+            "ValueError: optimizer: the checkpoint has the state of one of class "
+            f"torch.optim.adamw.AdamW; must be torch.optim.{kind}, as the one to load into"
+        ), message
         assert not other.state
         assert other.param_groups[0]["lr"] == 0.3
     assert_equal(run.params(), before)
     for same in (torch.optim.AdamW(params, fused=True), Wrapper(torch.optim.AdamW(params))):
-        fcdp.load(run.model, same, directory)
+        fcdp.load(run.model, same, tmp_path)
         assert len(same.state) == len(params)
-    fcdp.save(run.model, Main(params), directory)
+    fcdp.save(run.model, Main(params), tmp_path)
     main = type("Main", (torch.optim.AdamW,), {})  # the same class, imported by another script
-    fcdp.load(run.model, main(params), directory)
-    return messages
+    fcdp.load(run.model, main(params), tmp_path)
 
 
-def test_an_optimizer_of_another_class_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    for messages in ranks.run(2, load_into_another_class, tmp_path):
-        for case, kind in {
-            "sgd": "torch.optim.sgd.SGD",
-            "wrapped": "torch.optim.sgd.SGD",
-            "adam": "torch.optim.adam.Adam",
-        }.items():
-            assert messages[case] == (
-                "ValueError: optimizer: the checkpoint has the state of one of class "
-                f"torch.optim.adamw.AdamW; must be {kind}, as the one to load into"
-            )
-
-
-def refusals(directory: Path) -> dict[str, str]:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = Run()
+    model, first = run.model, run.topology.rank == 0
+
+    def refused(words: str, call: Callable[..., object], *args: object, **options: object) -> None:
+        with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
+            call(*args, **options)
+
     before = run.params()
-    messages = {"missing": errors_of(run.load, directory / "missing")}
-    run.save(directory)
+    refused("missing: holds no complete checkpoint", run.load, tmp_path / "missing")
+    run.save(tmp_path)
     other = Run(replace(PLAIN, adapter_rank=3))
-    messages["keys"] = errors_of(other.load, directory)
+    refused("lacks blocks.0.first.down.weight", other.load, tmp_path)
     wider = make_model(PLAIN)
     wider.blocks[1].up = nn.Linear(WIDTH, 14)
     wider.blocks[1].down = nn.Linear(14, WIDTH)
     shard_with_fcdp(wider, run.topology, PLAIN)
-    messages["shapes"] = errors_of(fcdp.load, wider, make_optimizer(wider, PLAIN), directory)
-    grouped = torch.optim.AdamW(
-        [{"params": list(block.parameters())} for block in run.model.blocks]
-    )
-    messages["groups"] = errors_of(fcdp.load, run.model, grouped, directory)
-    fewer = torch.optim.AdamW(run.model.blocks.parameters())
-    messages["params"] = errors_of(fcdp.load, run.model, fewer, directory)
+    shapes = "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)"
+    refused(shapes, fcdp.load, wider, make_optimizer(wider, PLAIN), tmp_path)
+    grouped = torch.optim.AdamW([{"params": list(block.parameters())} for block in model.blocks])
+    refused("has 1 parameter groups; must be 2", fcdp.load, model, grouped, tmp_path)
+    fewer = torch.optim.AdamW(model.blocks.parameters())
+    besides = "has embedding.weight, norm.bias, norm.weight besides"
+    refused(besides, fcdp.load, model, fewer, tmp_path)
     foreign = torch.optim.AdamW(make_model(PLAIN).parameters())
-    messages["foreign"] = errors_of(fcdp.save, run.model, foreign, directory)
-    extra = make_model if run.topology.rank == 0 else None
-    messages["extra"] = errors_of(fcdp.save, run.model, run.optimizer, directory, extra=extra)
-    odd = make_optimizer(run.model, PLAIN)
-    odd.state[next(run.model.parameters())] = {"rows": torch.zeros(5)}
-    messages["odd"] = errors_of(fcdp.save, run.model, odd, directory)
+    refused("not the model's", fcdp.save, model, foreign, tmp_path)
+    extra, of_rank_0 = (make_model, "extra") if first else (None, "rank 0: extra")
+    refused(of_rank_0, fcdp.save, model, run.optimizer, tmp_path, extra=extra)
+    odd = make_optimizer(model, PLAIN)
+    odd.state[next(model.parameters())] = {"rows": torch.zeros(5)}
+    refused("state 'rows' of embedding.weight", fcdp.save, model, odd, tmp_path)
     assert_equal(run.params(), before)
-    if run.topology.rank == 0:
-        next(directory.glob("shards-*/__1_0.distcp")).unlink()
-    messages["unreadable"] = errors_of(run.load, directory)
-    return messages
-
-
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks.run(2, refusals, tmp_path)
-    for case, words in {
-        "missing": "missing: holds no complete checkpoint",
-        "keys": "lacks blocks.0.first.down.weight",
-        "shapes": "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)",
-        "groups": "has 1 parameter groups; must be 2",
-        "params": "has embedding.weight, norm.bias, norm.weight besides",
-        "foreign": "not the model's",
-        "extra": "extra",
-        "odd": "state 'rows' of embedding.weight",
-        "unreadable": "__1_0.distcp: is missing",
-    }.items():
-        assert words in first[case], (case, first[case])
-        if case == "extra":
-            assert "rank 0: extra" in second[case]
-        else:
-            assert words in second[case], (case, second[case])
+    if first:
+        next(tmp_path.glob("shards-*/__1_0.distcp")).unlink()
+    refused("__1_0.distcp: is missing", run.load, tmp_path)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import Run, Settings, TinyLM, batches, loss_of, topology_of, train
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 STEPS = 10
 POLICIES = {"none": fcdp.NoCache(), "host": fcdp.HostCache()}
@@ -122,17 +123,13 @@ def test_the_ledger_counts_encoded_bytes(
     assert across.get("backward", 0) == (again if policy == "none" else 0)
 
 
-def sharded_weights_stay(settings: Settings) -> bool:
-    run = Run(settings)
+@on_ranks(2)
+def test_the_sharded_parameters_stay_exact() -> None:
+    run = Run(Settings(2, 1, gather_codec=fcdp.BlockInt4(16)))
     before = [param.to_local().clone() for param in run.model.parameters()]
     run.loss().backward()
     after = [param.to_local() for param in run.model.parameters()]
-    return all(map(torch.equal, before, after))
-
-
-def test_the_sharded_parameters_stay_exact(ranks: Pools) -> None:
-    settings = Settings(2, 1, gather_codec=fcdp.BlockInt4(16))
-    assert all(ranks.run(2, sharded_weights_stay, settings))
+    assert all(map(torch.equal, before, after))
 
 
 def test_on_one_node_nothing_is_rounded(ranks: Pools) -> None:
@@ -156,33 +153,25 @@ def test_error_feedback_ends_closer_to_the_exact_result(ranks: Pools) -> None:
     assert fed < 0.5 * plain
 
 
-def mixed_dtypes() -> str:
+@on_ranks(2)
+def test_a_unit_of_several_dtypes_is_refused() -> None:
     topology = topology_of(2, 1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
     torch.distributed.fsdp.fully_shard(block, mesh=topology.mesh)
-    with pytest.raises(ValueError, match="gather_codec = BlockInt8") as error:
+    dtypes = "gathers parameters of torch.bfloat16, torch.float32; each unit must"
+    with pytest.raises(ValueError, match=f"gather_codec = BlockInt8.*{dtypes}"):
         fcdp.cache_parameters(block, topology, gather_codec=fcdp.BlockInt8())
-    return str(error.value)
 
 
-def test_a_unit_of_several_dtypes_is_refused(ranks: Pools) -> None:
-    for message in ranks.run(2, mixed_dtypes):
-        assert "gathers parameters of torch.bfloat16, torch.float32; each unit must" in message
-
-
-@dataclass(frozen=True)
-class Scaled:
-    losses: list[float]
-    scales: list[float]
-    finite: bool
-
-
-def train_with_a_scaler(settings: Settings) -> Scaled:
-    """fp16 under a gradient scaler that begins too high, so that the first steps overflow."""
-    run = Run(settings)
+@on_ranks(2)
+def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
+    """In fp16, by a scaler that begins too high, so that the first steps overflow."""
+    codec = fcdp.BlockInt8(32)
+    codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec, "error_feedback": True}
+    run = Run(Settings(2, 1, param_dtype=torch.float16, **codecs))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
     losses, scales = [], []
-    for _ in range(settings.steps):
+    for _ in range(10):
         loss = run.loss()
         scaler.scale(loss).backward()
         scaler.step(run.optimizer)
@@ -190,25 +179,11 @@ def train_with_a_scaler(settings: Settings) -> Scaled:
         run.optimizer.zero_grad()
         losses.append(loss.item())
         scales.append(scaler.get_scale())
-    finite = all(bool(param.to_local().isfinite().all()) for param in run.model.parameters())
-    return Scaled(losses, scales, finite)
-
-
-def test_a_gradient_scaler_sees_overflows_through_codecs(ranks: Pools) -> None:
-    codec = fcdp.BlockInt8(32)
-    settings = Settings(
-        ranks_per_node=1,
-        steps=10,
-        param_dtype=torch.float16,
-        gather_codec=codec,
-        reduce_codec=codec,
-        error_feedback=True,
-    )
-    results = ranks.run(settings.world_size, train_with_a_scaler, settings)
-    for result in results:
-        assert result.finite
-        assert result.scales == results[0].scales
-        assert min(result.scales) < 2.0**18, "no overflow was seen"
-        assert result.losses[-1] < result.losses[0], "every step was skipped"
-        # The scale has found its place: it would fall for ever if an overflow stayed.
-        assert min(result.scales) >= 2.0**12
+    assert all(bool(param.to_local().isfinite().all()) for param in run.model.parameters())
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, scales)
+    assert of_ranks == [scales, scales]
+    assert min(scales) < 2.0**18, "no overflow was seen"
+    assert losses[-1] < losses[0], "every step was skipped"
+    # The scale has found its place: it would fall for ever if an overflow stayed.
+    assert min(scales) >= 2.0**12

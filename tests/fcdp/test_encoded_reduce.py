@@ -11,7 +11,7 @@ from fcdp.counts import Ledger
 from fcdp.encoded_reduce import EncodedReduce
 from fcdp.exchange import wait_all
 from tests.fcdp.training import topology_of
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 CODEC = fcdp.BlockInt4(4)
 NUMEL = 10
@@ -71,32 +71,27 @@ def lost_over_time(error_feedback: bool) -> float:
     return (total / 50 - mine).abs().max().item()
 
 
-def test_feedback_loses_nothing_in_the_long_run(ranks: Pools) -> None:
-    with_feedback = ranks.run(2, lost_over_time, True)
-    without = ranks.run(2, lost_over_time, False)
-    for fed, plain in zip(with_feedback, without, strict=True):
-        assert fed < plain / 10
+@on_ranks(2)
+def test_feedback_loses_nothing_in_the_long_run() -> None:
+    assert lost_over_time(error_feedback=True) < lost_over_time(error_feedback=False) / 10
 
 
-def after_an_overflow() -> tuple[bool, bool]:
-    """Whether the overflow is seen, and whether it is gone from the next reduction."""
+@on_ranks(2)
+def test_an_overflow_is_seen_once_and_does_not_stay_in_the_residual() -> None:
     reduce = reducer(2, error_feedback=True)
     partial = partial_of(topology_of(2, 1).rank, 2, torch.float32)
     output = torch.empty(NUMEL)
     overflowed = partial.clone()
     overflowed[3::NUMEL] = torch.inf
     wait_all(reduce.start(output, overflowed))
-    seen = not output.isfinite().all()
+    assert not output.isfinite().all()
     wait_all(reduce.start(output, partial))
-    return bool(seen), bool(output.isfinite().all())
+    assert output.isfinite().all()
 
 
-def test_an_overflow_is_seen_once_and_does_not_stay_in_the_residual(ranks: Pools) -> None:
-    assert ranks.run(2, after_an_overflow) == [(True, True)] * 2
-
-
-def after_a_layout_change() -> bool:
-    """Whether the first reduction of a new layout is as if nothing had been reduced before."""
+@on_ranks(2)
+def test_the_residual_is_dropped_when_the_layout_changes() -> None:
+    """The first reduction of a new layout is as if nothing had been reduced before."""
     rank = topology_of(2, 1).rank
     used, fresh = reducer(2, error_feedback=True), reducer(2, error_feedback=True)
     wait_all(used.start(torch.empty(NUMEL), partial_of(rank, 2, torch.float32)))
@@ -104,8 +99,4 @@ def after_a_layout_change() -> bool:
     outputs = torch.empty(2, 1)
     for output, reduce in zip(outputs, (used, fresh), strict=True):
         wait_all(reduce.start(output, other))
-    return torch.equal(outputs[0], outputs[1])
-
-
-def test_the_residual_is_dropped_when_the_layout_changes(ranks: Pools) -> None:
-    assert all(ranks.run(2, after_a_layout_change))
+    assert torch.equal(outputs[0], outputs[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +14,7 @@ from fcdp.delta import message
 from fcdp.delta.economy import Economy
 from fcdp.encoded_reduce import ExactParts, check_exact
 from fcdp.exchange import reduce_scatter, wait_all
-from fcdp.in_flight import MOST_IN_FLIGHT
-from tests.fcdp.training import Result, Settings, topology_of, train
+from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
 NUMEL = 30_001
@@ -105,37 +103,3 @@ def test_sizes_that_the_host_does_not_know_are_refused_on_accelerators() -> None
 def test_another_rule_is_refused(when: Any) -> None:
     with pytest.raises(ValueError, match="when = .*: must be 'pays' or 'always'"):
         fcdp.Exact(when)
-
-
-CASES = {
-    "bf16": Settings(steps=4, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-    "fp16, micro-batches": Settings(
-        steps=3, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
-    ),
-    "fp32, differences, on the host": Settings(
-        steps=3, accumulation=2, clip=0.5, gather_codec=fcdp.Delta("smallest"),
-        partial_gradients="host", nodes=3, ranks_per_node=1,
-    ),
-}  # fmt: skip
-
-
-def equal(actual: Result, expected: Result) -> None:
-    assert actual.losses == expected.losses
-    assert actual.norms == expected.norms
-    for name, param in expected.params.items():
-        assert torch.equal(actual.params[name], param), name
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_bit_for_bit_as_without(ranks: Pools, name: str) -> None:
-    assert MOST_IN_FLIGHT > 1  # messages of several units are under way at once
-    plain = CASES[name]
-    coded = replace(plain, reduce_codec=fcdp.Exact("always"))
-    expected = ranks.run(plain.world_size, train, plain, "fcdp")
-    actual = ranks.run(plain.world_size, train, coded, "fcdp")
-    for one, other in zip(actual, expected, strict=True):
-        equal(one, other)
-        assert one.ledger is not None
-        assert other.ledger is not None
-        sent, whole = (each["inter_node"]["reduce"] for each in (one.ledger, other.ledger))
-        assert 0 < sent != whole  # of parts of a few hundred bytes what is around them is more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 import fcdp
 from tests.fcdp.checkpoints import assert_equal
 from tests.fcdp.training import (
+    Run,
     Settings,
     TinyLM,
     batches,
@@ -25,7 +25,7 @@ from tests.fcdp.training import (
     shard_with_fcdp,
     topology_of,
 )
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 ADAPTERS = Settings(2, 2, adapter_rank=3)
 
@@ -107,8 +107,7 @@ def test_peft_loads_adapters_over_an_export(ranks: Pools, tmp_path: Path, name: 
 
 
 def save_plain(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
-    topology = topology_of(2, 2)
-    model = shard_with_fcdp(make_model(ADAPTERS), topology, ADAPTERS)
+    model = Run(ADAPTERS).model
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.5 if param.requires_grad else 1.0)
@@ -139,10 +138,7 @@ def test_a_model_of_ones_own_is_written_by_its_names(ranks: Pools, tmp_path: Pat
 
 def save_again_on_a_full_disk(directory: Path) -> list[str]:
     """What both functions raise when the disk fills up in the middle of a file."""
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1, adapter_rank=3)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    messages = []
+    model, messages = Run(Settings(2, 1, adapter_rank=3)).model, []
 
     def half(tensors: dict[str, torch.Tensor], path: Path, **others: Any) -> None:
         path.write_bytes(b"half a file")
@@ -172,53 +168,33 @@ class SavesItself(TinyLM):
         self.given = state_dict
 
 
-def export_what_saves_itself(directory: Path) -> bool:
-    """Whether rank 0, and no other, gave the model the state that its ``state_dict`` has."""
+@on_ranks(4)
+def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) -> None:
+    """From rank 0, and no other: what its ``state_dict`` has."""
     torch.manual_seed(0)
     plain = SavesItself(0, checkpointing=False)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
-    model: Any = shard_with_fcdp(plain, topology_of(2, 2), Settings(2, 2))
-    fcdp.export(model, directory)
-    if not hasattr(model, "given"):
-        return False
-    assert_equal(model.given, state)
-    assert model.given["head.weight"] is model.given["embedding.weight"]
-    return True
+    topology = topology_of(2, 2)
+    model: Any = shard_with_fcdp(plain, topology, Settings(2, 2))
+    fcdp.export(model, tmp_path)
+    assert hasattr(model, "given") == (topology.rank == 0)
+    if topology.rank == 0:
+        assert_equal(model.given, state)
+        assert model.given["head.weight"] is model.given["embedding.weight"]
 
 
-def test_a_model_that_saves_itself_gets_tied_parameters_as_such(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    assert ranks.run(4, export_what_saves_itself, tmp_path) == [True, False, False, False]
-
-
-def refusals(directory: Path) -> dict[str, str]:
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    (directory / "file").write_text("in the way")
-    messages: dict[str, str] = {}
-
-    def refused(case: str, call: Callable[..., None]) -> None:
-        with pytest.raises((ValueError, RuntimeError, OSError, ImportError)) as error:
-            call(model, directory / "file")
-        messages[case] = f"{type(error.value).__name__}: {error.value}"
-
-    refused("unwritable", fcdp.export)
+@on_ranks(2)
+def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run, file = Run(Settings(2, 1)), tmp_path / "file"
+    model = run.model
+    file.write_text("in the way")
+    with pytest.raises((RuntimeError, OSError), match="rank 0: " if run.topology.rank else "file"):
+        fcdp.export(model, file)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "safetensors.torch", None)
-        refused("export_uninstalled", fcdp.export)
-        refused("adapters_uninstalled", fcdp.save_adapters)
+        for write in (fcdp.export, fcdp.save_adapters):
+            with pytest.raises(ImportError, match="pip install safetensors"):
+                write(model, file)
     model.requires_grad_(False)
-    refused("frozen", fcdp.save_adapters)
-    return messages
-
-
-def test_what_cannot_be_written_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks.run(2, refusals, tmp_path)
-    assert "file" in first["unwritable"]
-    assert "rank 0: " in second["unwritable"]
-    for messages in (first, second):
-        assert "pip install safetensors" in messages["export_uninstalled"]
-        assert "pip install safetensors" in messages["adapters_uninstalled"]
-        assert "no parameter has requires_grad" in messages["frozen"]
+    with pytest.raises(ValueError, match="no parameter has requires_grad"):
+        fcdp.save_adapters(model, file)

@@ -12,15 +12,19 @@ from fcdp.counts import Ledger
 from fcdp.partial_gradients import OnDevice, OnHost
 
 
-def partials(place: str, ledger: Ledger) -> Any:
-    if place == "device":
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture(params=["device", "host"])
+def waiting(request: pytest.FixtureRequest, ledger: Ledger) -> Any:
+    if request.param == "device":
         return OnDevice(ledger)
     return OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(place: str) -> None:
-    waiting = partials(place, Ledger())
+def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(waiting: Any) -> None:
     partial = torch.ones(4)
     waiting.add(partial, owned=False)
     partial.fill_(100.0)
@@ -28,18 +32,14 @@ def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(place: str) -> None:
     assert waiting.numel == 0
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_a_sum_that_was_taken_is_nobody_elses(place: str) -> None:
-    waiting = partials(place, Ledger())
+def test_a_sum_that_was_taken_is_nobody_elses(waiting: Any) -> None:
     waiting.add(torch.ones(4), owned=True)
     taken = waiting.take(torch.ones(4))
     waiting.add(torch.full((4,), 9.0), owned=True)
     assert taken.tolist() == [2.0] * 4
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_narrow_gradients_are_added_in_single_precision(place: str) -> None:
-    waiting = partials(place, Ledger())
+def test_narrow_gradients_are_added_in_single_precision(waiting: Any) -> None:
     for value in (1.0, 2**-9, 2**-9):
         waiting.add(torch.tensor([value], dtype=torch.bfloat16), owned=True)
     assert waiting.count == 3
@@ -50,10 +50,7 @@ def test_narrow_gradients_are_added_in_single_precision(place: str) -> None:
     assert waiting.count == 0
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_what_is_discarded_waits_no_more(place: str) -> None:
-    ledger = Ledger()
-    waiting = partials(place, ledger)
+def test_what_is_discarded_waits_no_more(waiting: Any, ledger: Ledger) -> None:
     waiting.add(torch.ones(4), owned=True)
     assert waiting.numel == 4
     waiting.discard()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import take_step, topology_of
-from tests.ranks import Pools
+from tests.fcdp.training import said, take_step, topology_of
+from tests.ranks import Pools, on_ranks
 
 STEPS = 4
 
@@ -58,36 +55,46 @@ def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
     return model, blocks
 
 
-def losses_of(kind: str, engine: str, ranks_per_node: int) -> tuple[list[float], list[str]]:
+def set_up(model: nn.Module, blocks: list[nn.Module], topology: fcdp.Topology, how: str) -> None:
+    """By ``fcdp.shard``, or by ``fully_shard``, with ``fcdp.cache_parameters`` after it if so."""
+    if how == "shard":
+        fcdp.shard(model, topology, units=blocks)
+        return
+    # FSDP2 wants one dtype among the trainable parameters of a group: adapters of their own.
+    own = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    if len({each.weight.dtype for each in own}) > 1:
+        for module in own:
+            if module.weight.dtype == torch.float32:
+                fully_shard(module, mesh=topology.mesh)
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=topology.mesh)
+    if how == "cache_parameters":
+        fcdp.cache_parameters(model, topology)
+
+
+def optimizer_of(model: nn.Module, rate: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def losses_of(kind: str, how: str, ranks_per_node: int) -> tuple[list[float], list[str]]:
     """Losses of four steps, and the units that were gathered across nodes in the last."""
     topology = topology_of(2, ranks_per_node)
     model, blocks = make_model(kind)
-    if engine == "fcdp":
-        fcdp.shard(model, topology, units=blocks)
-    else:
-        # FSDP2 wants one dtype among the trainable parameters of a group: adapters of their own.
-        if kind == "mixed_dtypes":
-            for module in model.modules():
-                if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
-                    fully_shard(module, mesh=topology.mesh)
-        for module in [*blocks, model]:
-            fully_shard(module, mesh=topology.mesh)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    set_up(model, blocks, topology, how)
+    entries = engine_of(model).entries if how == "shard" else {}
+    optimizer = optimizer_of(model)
     generator = torch.Generator().manual_seed(topology.rank)
-    losses = []
-    crossed: list[str] = []
+    losses, before = [], {}
     for _ in range(STEPS):
-        before: dict[Any, int] = {}
-        if engine == "fcdp":
-            before = {u: entry.generation for u, entry in engine_of(model).entries.items()}
+        before = {unit: entry.generation for unit, entry in entries.items()}
         tokens = torch.randint(64, (2, 9), generator=generator)
-        losses.append(
-            take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
-        )
-        if engine == "fcdp":
-            entries = engine_of(model).entries
-            crossed = [u.name for u, entry in entries.items() if entry.generation > before[u]]
-    return losses, crossed
+        losses.append(take_step(loss_of(model, tokens), optimizer))
+    return losses, [u.name for u, entry in entries.items() if entry.generation > before[u]]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
 ) -> None:
     world_size = 2 * ranks_per_node
     expected = ranks.run(world_size, losses_of, kind, "fsdp2", ranks_per_node)
-    actual = ranks.run(world_size, losses_of, kind, "fcdp", ranks_per_node)
+    actual = ranks.run(world_size, losses_of, kind, "shard", ranks_per_node)
     tolerance = 0.0 if world_size == 2 else 1e-6  # two summands have one order
     for (wanted, _), (got, crossed) in zip(expected, actual, strict=True):
         assert got == pytest.approx(wanted, rel=tolerance, abs=0.0)
@@ -114,10 +121,7 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
         assert len(crossed) == crossing, crossed
 
 
-MERGES = ("merge_adapter", "merge_and_unload")
-
-
-def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
+def evaluated(how: str, compares: bool, merge: str) -> list[float]:
     """Losses of an evaluation before and after adapters were merged, and of two after that.
 
     Between these another step is taken where there are adapters.
@@ -126,84 +130,65 @@ def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
     """
     topology = topology_of(2, 1)
     model, blocks = make_model("lora")
-    if engine != "fsdp2":
-        fcdp.shard(model, topology, units=blocks)
+    set_up(model, blocks, topology, how)
+    if how == "shard":
         engine_of(model).staleness._compares = compares
-    else:
-        for module in [*blocks, model]:
-            fully_shard(module, mesh=topology.mesh)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=8.0)
+    optimizer = optimizer_of(model, rate=8.0)
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(topology.rank))
 
+    @torch.no_grad()
     def evaluate(model: Any) -> float:
-        with torch.no_grad():
-            return float(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        return float(loss_of(model, tokens))
 
     whole: Any = model
     for _ in range(2):
-        take_step(whole(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+        take_step(loss_of(whole, tokens), optimizer)
     found = [evaluate(whole)]
     if merge == "merge_adapter":
         whole.merge_adapter()
         found.append(evaluate(whole))
         whole.unmerge_adapter()
-        if engine != "fsdp2" and not compares:
+        if how == "shard" and not compares:
             fcdp.invalidate(model)  # what follows computes gradients
-        take_step(whole(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+        take_step(loss_of(whole, tokens), optimizer)
     else:
         whole = whole.merge_and_unload()
     return [*found, evaluate(whole), evaluate(whole)]
 
 
-def evaluated_in_every_way() -> dict[tuple[str, bool, str], list[float]]:
-    plain = [("fsdp2", True, merge) for merge in MERGES]
-    cases = [*plain, *product(("fcdp",), (True, False), MERGES)]
-    return {case: evaluated(*case) for case in cases}
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+@on_ranks(2)
+def test_an_evaluation_after_adapters_were_merged(merge: str) -> None:
+    expected = evaluated("fsdp2", True, merge)
+    for compares in (True, False):
+        assert evaluated("shard", compares, merge) == expected, compares
 
 
-def test_an_evaluation_after_adapters_were_merged(ranks: Pools) -> None:
-    for found in ranks.run(2, evaluated_in_every_way):
-        for (engine, compares, merge), got in found.items():
-            assert got == found["fsdp2", True, merge], (engine, compares, merge)
-
-
-def warned_of(engine: str) -> tuple[str, int]:
+def warned_of(how: str) -> tuple[str, int]:
     """What set-up warns of, and what this rank's gathers send in the second step."""
-    topology = topology_of(2, 1)
     model, blocks = make_model("lora")
-    warned = io.StringIO()
-    handler = logging.StreamHandler(warned)
-    logging.getLogger("fcdp").addHandler(handler)
-    try:
-        if engine == "shard":
-            fcdp.shard(model, topology, units=blocks)
-        else:
-            for module in [*blocks, model]:
-                fully_shard(module, mesh=topology.mesh)
-            fcdp.cache_parameters(model, topology)
-    finally:
-        logging.getLogger("fcdp").removeHandler(handler)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    tokens = torch.randint(64, (2, 9))
+    with said() as (_, warned):
+        set_up(model, blocks, topology_of(2, 1), how)
+    optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))
     for _ in range(2):
         fcdp.ledger(model).reset()
-        take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+        take_step(loss_of(model, tokens), optimizer)
     sent = fcdp.ledger(model).snapshot()["inter_node"]
     return warned.getvalue(), sent["forward"] + sent.get("backward", 0)
 
 
 def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
-    (said, mixed), (nothing, _) = ranks.run(2, warned_of, "cache_parameters")
+    (warning, mixed), (nothing, _) = ranks.run(2, warned_of, "cache_parameters")
     (silent, split), _ = ranks.run(2, warned_of, "shard")
-    assert f": {mixed:,} bytes per rank" in said
-    assert f" {split:,} would; in other" in said
-    assert said.count("\n") == 1
+    assert f": {mixed:,} bytes per rank" in warning
+    assert f" {split:,} would; in other" in warning
+    assert warning.count("\n") == 1
     assert nothing == silent == ""
     assert mixed > 10 * split > 0
 
 
-def ignored_in_a_block() -> tuple[bool, bool, bool]:
-    """Whether an ignored parameter stays whole and the others do not, and set-up is known again."""
+@on_ranks(2)
+def test_ignored_parameters_stay_whole() -> None:
     topology = topology_of(2, 1)
     model, blocks = make_model("lora")
     kept = next(blocks[0].parameters())
@@ -212,34 +197,24 @@ def ignored_in_a_block() -> tuple[bool, bool, bool]:
     held = [*model.parameters()]
     whole = [param for param in held if not isinstance(param, DTensor)]
     fcdp.shard(model, topology, units=blocks, ignored_params=[kept])  # changes nothing
-    tokens = torch.randint(64, (2, 9))
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    units = fcdp.ledger(model).misses
-    return len(whole) == 1 and whole[0] is kept, kept.shape == shape, units > 0
+    loss_of(model, torch.randint(64, (2, 9))).backward()
+    assert [param is kept for param in whole] == [True]
+    assert kept.shape == shape
+    assert fcdp.ledger(model).misses > 0
 
 
-def test_ignored_parameters_stay_whole(ranks: Pools) -> None:
-    assert ranks.run(2, ignored_in_a_block) == [(True, True, True)] * 2
-
-
-def misses_with_references() -> list[int]:
-    """Gathers in each step whose backward follows a reference's pass, as DPO's does."""
-    topology = topology_of(2, 1)
+@on_ranks(2)
+def test_adapters_cross_once_per_step_beside_a_reference() -> None:
+    """Whose pass lies between a forward and its backward, as DPO's does."""
     model, blocks = make_model("lora")
-    fcdp.shard(model, topology, units=blocks)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    tokens = torch.randint(64, (2, 9))
+    set_up(model, blocks, topology_of(2, 1), "shard")
+    optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))
     misses = []
     for _ in range(3):
         fcdp.ledger(model).reset()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = loss_of(model, tokens)
         with torch.no_grad():
-            model(input_ids=tokens, labels=tokens, use_cache=False)
+            loss_of(model, tokens)
         take_step(loss, optimizer)
         misses.append(fcdp.ledger(model).misses)
-    return misses
-
-
-def test_adapters_cross_once_per_step_beside_a_reference(ranks: Pools) -> None:
-    for _, *more in ranks.run(2, misses_with_references):
-        assert more == [1, 1]
+    assert misses[1:] == [1, 1], misses

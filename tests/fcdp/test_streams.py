@@ -18,6 +18,7 @@ import torch
 import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp import training
+from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
 
@@ -177,9 +178,7 @@ def test_each_tier_copies_on_its_streams(apart: Pools, tmp_path: Path) -> None:
 
 def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
     """Drop the device's entries as soon as a pass that reads them is queued, and use the memory."""
-    settings = replace(SMALL, nodes=nodes, ranks_per_node=ranks_per_node, policy=fcdp.DeviceCache())
-    topology = training.topology_of(nodes, ranks_per_node)
-    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
+    model = training.Run(Settings(nodes, ranks_per_node, policy=fcdp.DeviceCache())).model
     cache = engine_of(model).cache
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     with torch.no_grad():
@@ -194,16 +193,8 @@ def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
             torch.zeros(size, dtype=torch.uint8, device="taped")
 
 
-def dropped() -> str | None:
-    from tests.fcdp import accelerator
-
-    _, tape = accelerator.run(drop_what_is_read, 4, 2, 2)
-    return accelerator.check(tape, range(SCHEDULES))
-
-
-def test_memory_of_the_device_tier_is_let_go_behind_its_readers(apart: Pools) -> None:
-    (wrong,) = apart.run(1, dropped)
-    assert wrong is None, wrong
+def test_memory_of_the_device_tier_is_let_go_behind_its_readers(streams: OnStreams) -> None:
+    streams.run(4, drop_what_is_read, 2, 2)
 
 
 def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
@@ -225,16 +216,8 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def test_blocks_that_are_asked_for_early_arrive_in_every_schedule(apart: Pools) -> None:
-    (wrong,) = apart.run(1, early, range(SCHEDULES))
-    assert wrong is None, wrong
-
-
-def early(seeds: range) -> str | None:
-    from tests.fcdp import accelerator
-
-    _, tape = accelerator.run(unshard_early, 4, 2, 2)
-    return accelerator.check(tape, seeds)
+def test_blocks_that_are_asked_for_early_arrive_in_every_schedule(streams: OnStreams) -> None:
+    streams.run(4, unshard_early, 2, 2)
 
 
 def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -> tuple[int, int]:
@@ -255,30 +238,21 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     return taken, -(-size // 512) * 512  # as the allocator gives it
 
 
-def memory(ranks_per_node: int) -> list[tuple[int, int]]:
-    from tests.fcdp import accelerator
-
-    def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
-        results, _ = accelerator.run(
-            reserved_after, 2 * ranks_per_node, passes, engine, ranks_per_node, policy
-        )
-        return max(results)
-
-    return [
-        after(6, "fsdp2"),
-        after(6, "fcdp", fcdp.NoCache()),
-        after(1, "fcdp", fcdp.HostCache()),
-        after(6, "fcdp", fcdp.HostCache()),
-    ]
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     apart: Pools, ranks_per_node: int
 ) -> None:
     """With ``record_stream`` each gather would take new memory until the device has caught up."""
-    (found,) = apart.run(1, memory, ranks_per_node)
-    (theirs, _), (uncached, _), (one, _), (many, size) = found
+    streams = OnStreams(apart, schedules=0)
+
+    def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
+        given = (passes, engine, ranks_per_node, policy)
+        return max(streams.run(2 * ranks_per_node, reserved_after, *given))
+
+    theirs, _ = after(6, "fsdp2")
+    uncached, _ = after(6, "fcdp", fcdp.NoCache())
+    one, _ = after(1, "fcdp", fcdp.HostCache())
+    many, size = after(6, "fcdp", fcdp.HostCache())
     # The cache's: what is fetched ahead, and what is read beside it. The exchanges': slices
     # across nodes, and sums of the node's gradients.
     assert many <= uncached + 4 * size
@@ -288,9 +262,7 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
 
 def skip_what_was_fetched(nodes: int, ranks_per_node: int) -> tuple[bool, bool]:
     """Whether a block is staged after a pass that it was left out of; and after the next began."""
-    settings = replace(SMALL, nodes=nodes, ranks_per_node=ranks_per_node)
-    topology = training.topology_of(nodes, ranks_per_node)
-    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
+    model = training.Run(Settings(nodes, ranks_per_node)).model
     cache = engine_of(model).cache
     first, second = model.blocks
     tokens = torch.zeros(2, 5, dtype=torch.int64)
@@ -306,17 +278,8 @@ def skip_what_was_fetched(nodes: int, ranks_per_node: int) -> tuple[bool, bool]:
     return any(staged), any(after)
 
 
-def fetched(shape: tuple[int, int]) -> tuple[list[Any], str | None]:
-    from tests.fcdp import accelerator
-
-    results, tape = accelerator.run(skip_what_was_fetched, shape[0] * shape[1], *shape)
-    return results, accelerator.check(tape, range(SCHEDULES))
-
-
 def test_what_was_fetched_ahead_for_another_path_is_let_go_when_the_next_pass_begins(
-    apart: Pools,
+    streams: OnStreams,
 ) -> None:
     """It would keep device memory, and others from being fetched ahead, until it is read."""
-    ((results, wrong),) = apart.run(1, fetched, (2, 2))
-    assert results == [(True, False)] * 4
-    assert wrong is None, wrong
+    assert streams.run(4, skip_what_was_fetched, 2, 2) == [(True, False)] * 4

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -22,11 +22,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fcdp
-from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import whole
-from tests.ranks import Pools
+from tests.fcdp.training import said, whole
+from tests.ranks import Pools, on_ranks
 
 VOCABULARY, WIDTH, INNER, LENGTH, STEPS = 24, 12, 20, 7, 3
 TENSOR = 2
@@ -87,7 +86,7 @@ def topology_of(layout: Layout) -> fcdp.Topology:
     if not layout.launched:
         return fcdp.Topology.of_mesh(mesh, layout.ranks_per_node)
     local_world_size = layout.ranks_per_node * TENSOR
-    with launched(torch.distributed.get_rank() % local_world_size, local_world_size):
+    with launched(dist.get_rank() % local_world_size, local_world_size):
         return fcdp.Topology.of_mesh(mesh)
 
 
@@ -180,55 +179,24 @@ def test_a_model_that_fully_shard_has_sharded_can_be_cached(ranks: Pools) -> Non
     compare(ranks, Layout(2, 1), "cached")
 
 
-def announced(layout: Layout) -> tuple[int, str]:
-    """What a node's host memory is planned for, as the launcher tells."""
-    topology = topology_of(layout)
-    local = layout.ranks_per_node * TENSOR
-    said = io.StringIO()
-    with launched(torch.distributed.get_rank() % local, local), contextlib.redirect_stderr(said):
-        model = parallel_model(layout)
-        fcdp.shard(model, topology, units=model.blocks)
-        return topology.processes_per_node, said.getvalue()
+@on_ranks(4)
+def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
+    """As the launcher tells."""
+    layout = Layout(2, 1, launched=True)
+    with launched(dist.get_rank() % TENSOR, TENSOR), said() as (printed, _):
+        shard(layout, "fcdp")
+        assert topology_of(layout).processes_per_node == TENSOR
+    assert dist.get_rank() or "of host memory per node, 2 × (cache" in printed.getvalue()
 
 
-def test_host_memory_is_planned_for_all_ranks_of_a_node(ranks: Pools) -> None:
-    (processes, said), *_ = ranks.run(4, announced, Layout(2, 1, launched=True))
-    assert processes == 2
-    assert "of host memory per node, 2 × (cache" in said
-
-
-def bytes_between_nodes(layout: Layout) -> tuple[dict[str, int], int, int]:
-    """What this rank has sent, what its units take on one data-parallel rank, and how many."""
-    model = shard(layout, "fcdp")
-    steps(model, make_optimizer(model), batches(layout))
-    units = engine_of(model).units
-    sent = fcdp.ledger(model).snapshot()["inter_node"]
-    return sent, sum(unit.shard_bytes for unit in units), len(units)
-
-
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(2, 2)], ids=str)
-def test_each_tensor_parallel_shard_crosses_once_per_step(ranks: Pools, layout: Layout) -> None:
-    answers = ranks.run(layout.world_size, bytes_between_nodes, layout)
-    for sent, shard_bytes, units in answers:
-        assert units == 3
-        across = (layout.nodes - 1) * shard_bytes * STEPS
-        assert {phase: sent.get(phase, 0) for phase in ("forward", "backward", "reduce")} == {
-            "forward": across,
-            "backward": 0,
-            "reduce": across,
-        }
-    whole_model = sum(param.numel() * param.itemsize for param in Model(False).parameters())
-    # Biases that tensor parallelism leaves whole are on both halves.
-    twice = 2 * WIDTH * 4
-    assert sum(shard_bytes for _, shard_bytes, _ in answers) >= whole_model + twice
-
-
-def resume(layout: Layout, directory: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     """Steps after a load are those that would have come without."""
+    layout = Layout(2, 1)
     kept = shard(layout, "fcdp")
     optimizer, data = make_optimizer(kept), batches(layout)
     steps(kept, optimizer, data)
-    fcdp.save(kept, optimizer, directory, extra={"step": STEPS})
+    fcdp.save(kept, optimizer, tmp_path, extra={"step": STEPS})
     expected = steps(kept, optimizer, data)
     data = batches(layout)
     for _ in range(STEPS):
@@ -238,69 +206,42 @@ def resume(layout: Layout, directory: str) -> None:
         for param in other.parameters():
             param.zero_()
     second = make_optimizer(other)
-    assert fcdp.load(other, second, directory) == {"step": STEPS}
+    assert fcdp.load(other, second, tmp_path) == {"step": STEPS}
     assert steps(other, second, data) == expected
     torch.testing.assert_close(params_of(other), params_of(kept), rtol=0, atol=0)
 
 
-def test_a_checkpoint_holds_all_tensor_parallel_shards(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(4, resume, Layout(2, 1), str(tmp_path))
-
-
-def export(layout: Layout, directory: str) -> tuple[bool, dict[str, torch.Tensor]]:
-    """Whether this rank wrote, and what is to be written."""
-    model = shard(layout, "fcdp")
-    with mock.patch("fcdp.exporting._put_in_place", wraps=_put_in_place) as put:
-        fcdp.export(model, directory)
-    return put.called, params_of(model)
-
-
-def test_one_rank_exports_whole_parameters(ranks: Pools, tmp_path: Path) -> None:
+@on_ranks(4)
+def test_one_rank_exports_whole_parameters(tmp_path: Path) -> None:
     """Two ranks are the first of their topologies."""
-    answers = ranks.run(4, export, Layout(2, 1), str(tmp_path))
-    assert [wrote for wrote, _ in answers] == [True, False, False, False]
+    model = shard(Layout(2, 1), "fcdp")
+    with mock.patch("fcdp.exporting._put_in_place", wraps=_put_in_place) as put:
+        fcdp.export(model, tmp_path)
+    assert put.called == (dist.get_rank() == 0)
+    params = params_of(model)
+    dist.barrier()
     written = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(written, answers[0][1], rtol=0, atol=0)
+    torch.testing.assert_close(written, params, rtol=0, atol=0)
 
 
-MESHES = {
-    "another mesh": "head.weight: is a DTensor on mesh",
-    "hybrid": "2 dimensions ('r', 's') that replicates",
-    "other ranks": "sharded over ranks [0, 1]; must be those of the topology, [0, 2]",
-}
-
-
-def refusals() -> dict[str, str]:
-    return {case: refused(case) for case in MESHES}
-
-
-def refused(case: str) -> str:
+@on_ranks(4)
+def test_other_meshes_are_refused() -> None:
     layout = Layout(2, 1)
     topology, model = topology_of(layout), parallel_model(layout)
-    arguments: dict[str, Any] = {"units": model.blocks}
-    if case == "another mesh":
-        other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        model.head.weight = nn.Parameter(
-            distribute_tensor(torch.zeros(VOCABULARY, WIDTH), other, [Shard(1)])
-        )
-    elif case == "hybrid":
-        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("r", "s", "tp"))["r", "s"]
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model.head.weight = nn.Parameter(
+        distribute_tensor(torch.zeros(VOCABULARY, WIDTH), other, [Shard(1)])
+    )
+    with pytest.raises(ValueError, match=r"^head\.weight: is a DTensor on mesh"):
+        fcdp.shard(model, topology, units=model.blocks)
+    hybrid = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("r", "s", "tp"))["r", "s"]
+    data, tensor = divmod(dist.get_rank(), TENSOR)
+    beside, ours = [TENSOR * data, TENSOR * data + 1], [tensor, tensor + TENSOR]
+    for mesh, message in (
+        (hybrid, "2 dimensions ('r', 's') that replicates"),
+        (mesh_of(2)["tp"], f"over ranks {beside}; must be those of the topology, {ours}"),
+    ):
         plain = nn.Linear(4, 4)
         fully_shard(plain, mesh=mesh)
-        with pytest.raises(ValueError, match="replicates") as error:
+        with pytest.raises(ValueError, match=re.escape(message)):
             fcdp.cache_parameters(plain, topology)
-        return str(error.value)
-    elif case == "other ranks":
-        plain = nn.Linear(4, 4)
-        fully_shard(plain, mesh=mesh_of(2)["tp"])
-        with pytest.raises(ValueError, match="sharded over ranks") as error:
-            fcdp.cache_parameters(plain, topology)
-        return str(error.value)
-    with pytest.raises(ValueError, match="DTensor") as error:
-        fcdp.shard(model, topology, **arguments)
-    return str(error.value)
-
-
-def test_other_meshes_are_refused(ranks: Pools) -> None:
-    said = ranks.run(4, refusals)[0]
-    assert {case: text for case, text in MESHES.items() if text not in said[case]} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,28 +17,11 @@ import fcdp
 from fcdp.exchange import any_rank
 from fcdp.topology import connecting_lazily
 from tests.fcdp.training import topology_of
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 
-def place(nodes: int, ranks_per_node: int) -> tuple[int, int, list[int], list[int]]:
-    topology = topology_of(nodes, ranks_per_node)
-    return (
-        topology.node,
-        topology.local_rank,
-        dist.get_process_group_ranks(topology.intra),
-        dist.get_process_group_ranks(topology.inter),
-    )
-
-
-def test_ranks_are_numbered_node_by_node(ranks: Pools) -> None:
-    places = ranks.run(6, place, 2, 3)
-    assert [(node, local) for node, local, _, _ in places] == [
-        (node, local) for node in range(2) for local in range(3)
-    ]
-    assert places[4][2:] == ([3, 4, 5], [1, 4])
-
-
-def build() -> None:
+@on_ranks(2)
+def test_a_shape_that_is_not_the_world_is_refused() -> None:
     shapes: list[tuple[Any, int]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1)]
     for nodes, ranks_per_node in shapes:
         with pytest.raises(ValueError, match="nodes × ranks_per_node.*world size, 2") as error:
@@ -45,23 +29,19 @@ def build() -> None:
         assert f"{nodes!r} × {ranks_per_node}" in str(error.value)
 
 
-def test_a_shape_that_is_not_the_world_is_refused(ranks: Pools) -> None:
-    ranks.run(2, build)
-
-
 def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
     names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
     return {name: getattr(topology, name) for name in names}
 
 
-def groups_on_the_cpu() -> None:
+@on_ranks(4)
+def test_on_the_cpu_no_group_is_made_twice_and_all_wait_as_long_as_that_of_the_world() -> None:
     topology = topology_of(2, 2)
     assert topology.reduce_intra is topology.control_intra is topology.intra
     assert topology.reduce_inter is topology.control_inter is topology.inter
-
-
-def test_on_the_cpu_no_group_is_made_twice(ranks: Pools) -> None:
-    ranks.run(4, groups_on_the_cpu)
+    for group in (topology.intra, topology.inter):
+        waits: Any = group._get_backend(torch.device("cpu")).options._timeout
+        assert waits.total_seconds() == 200, "as the pool's world, not torch's half an hour"
 
 
 def world_as(device_type: str) -> DeviceMesh:
@@ -71,8 +51,9 @@ def world_as(device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(world, device_type)
 
 
-def groups_on_an_accelerator() -> tuple[list[bool], set[int]]:
-    """Gloo stands for NCCL: it calls itself a backend of CUDA too."""
+@on_ranks(4)
+def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() -> None:
+    """And none of them is over all ranks. Gloo stands for NCCL: it says that it serves CUDA too."""
     before = len(dist.distributed_c10d._world.pg_names)
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
@@ -83,33 +64,16 @@ def groups_on_an_accelerator() -> tuple[list[bool], set[int]]:
         expected = {"intra": topology.intra, "inter": topology.inter}[name.split("_")[-1]]
         assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(expected)
     assert dist.get_backend(topology.control_intra) == "gloo"
-    flags = any_rank([topology.rank == 3, False], topology)
-    return flags, {group.size() for group in groups.values()}
+    assert any_rank([topology.rank == 3, False], topology) == [True, False]
+    assert {group.size() for group in groups.values()} == {2}
 
 
-def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own(ranks: Pools) -> None:
-    """And none of them is over all ranks."""
-    assert ranks.run(4, groups_on_an_accelerator) == [([True, False], {2})] * 4
-
-
-def time_outs() -> set[float]:
-    groups = groups_of(topology_of(2, 2)).values()
-    backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    return {backend.options._timeout.total_seconds() for backend in backends}
-
-
-def test_all_groups_wait_as_long_as_that_of_the_world(ranks: Pools) -> None:
-    assert ranks.run(4, time_outs)[0] == {200.0}, "those of the pool, not torch's half an hour"
-
-
-def groups_of_one_node() -> bool:
+@on_ranks(2)
+def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> None:
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
-    return topology.intra is mesh.get_group() and topology.reduce_intra is not topology.intra
-
-
-def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks(ranks: Pools) -> None:
-    assert ranks.run(2, groups_of_one_node) == [True, True]
+    assert topology.intra is mesh.get_group()
+    assert topology.reduce_intra is not topology.intra
 
 
 def initialise(device_type: str) -> tuple[str, str | None]:
@@ -197,27 +161,20 @@ def grid(data: int, tensor: int) -> DeviceMesh:
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
-def sub_mesh_places(ranks_per_node: int) -> tuple[tuple[int, int, int, int], list[int], list[int]]:
-    mesh = grid(dist.get_world_size() // 2, 2)["dp"]
-    topology = fcdp.Topology.of_mesh(mesh, ranks_per_node)
-    assert topology.mesh is mesh
-    assert any_rank([topology.rank == 0], topology) == [True]
-    return (
-        (topology.nodes, topology.node, topology.local_rank, topology.rank),
-        dist.get_process_group_ranks(topology.intra),
-        dist.get_process_group_ranks(topology.inter),
-    )
-
-
-def test_a_dimension_of_a_mesh_has_a_topology_of_its_own(ranks: Pools) -> None:
+@on_ranks(8)
+def test_a_dimension_of_a_mesh_has_a_topology_of_its_own() -> None:
     """Ranks 0, 2 | 4, 6 hold one tensor-parallel half, ranks 1, 3 | 5, 7 the other."""
-    places = ranks.run(8, sub_mesh_places, 2)
-    for rank, (place_of_rank, intra, inter) in enumerate(places):
-        data, half = rank // 2, rank % 2
-        node, local_rank = data // 2, data % 2
-        assert place_of_rank == (2, node, local_rank, data)
-        assert intra == [4 * node + half, 4 * node + 2 + half]
-        assert inter == [2 * local_rank + half, 4 + 2 * local_rank + half]
+    mesh = grid(4, 2)["dp"]
+    topology = fcdp.Topology.of_mesh(mesh, 2)
+    data, half = divmod(dist.get_rank(), 2)
+    node, local_rank = divmod(data, 2)
+    assert topology.mesh is mesh
+    assert (topology.nodes, topology.rank) == (2, data)
+    assert (topology.node, topology.local_rank) == (node, local_rank)
+    intra, inter = map(dist.get_process_group_ranks, (topology.intra, topology.inter))
+    assert intra == [4 * node + half, 4 * node + 2 + half], intra
+    assert inter == [2 * local_rank + half, 4 + 2 * local_rank + half], inter
+    assert any_rank([topology.rank == 0], topology) == [True]
 
 
 def sub_mesh_by_env(*local_world_sizes: int) -> list[tuple[int, int] | str]:
@@ -239,17 +196,14 @@ def test_a_mesh_that_lies_unevenly_on_nodes_is_refused_on_every_rank(ranks: Pool
     assert all("ranks [0, 2, 4]" in str(answer) for answer in answers[::2])
 
 
-def flattened() -> tuple[tuple[int, int] | str, int]:
+@on_ranks(4)
+def test_a_flattened_dimension_has_a_topology() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]._flatten("dp")
-    return shape_or_error(lambda: fcdp.Topology.of_mesh(data, 2)), data.ndim
+    assert shape_or_error(lambda: fcdp.Topology.of_mesh(data, 2)) == (2, 2)
 
 
-def test_a_flattened_dimension_has_a_topology(ranks: Pools) -> None:
-    assert ranks.run(4, flattened) == [((2, 2), 1)] * 4
-
-
-def refused(case: str) -> str:
+def refuse(case: str, why: str) -> None:
     rank = dist.get_rank()
     mesh, told = DeviceMesh("cpu", [0, 1]), 1
     extra: dist.ProcessGroup | None = None
@@ -268,12 +222,11 @@ def refused(case: str) -> str:
     elif case == "uneven groups":
         extra = dist.new_group([0])
     try:
-        with pytest.raises(ValueError, match=r"mesh|ranks_per_node") as error:
+        with pytest.raises(ValueError, match=re.escape(why)):
             fcdp.Topology.of_mesh(mesh, told)
     finally:
         if isinstance(extra, dist.ProcessGroup):
             dist.destroy_process_group(extra)
-    return str(error.value)
 
 
 UNUSABLE = {
@@ -287,21 +240,17 @@ UNUSABLE = {
 }
 
 
-def all_refused() -> dict[str, str]:
-    return {case: refused(case) for case in UNUSABLE}
+@on_ranks(2)
+def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
+    for case, why in UNUSABLE.items():
+        refuse(case, why)
 
 
-def test_an_unusable_mesh_is_refused_on_every_rank(ranks: Pools) -> None:
-    for answers in ranks.run(2, all_refused):
-        assert {case: text for case, text in UNUSABLE.items() if text not in answers[case]} == {}
-
-
-def without_launcher() -> tuple[int, int] | str:
+@on_ranks(2)
+def test_nodes_that_nobody_tells_are_asked_for_on_every_rank() -> None:
+    """Rank 0 knows."""
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     with mock.patch.dict(os.environ, {} if dist.get_rank() else dict.fromkeys(names, "1")):
-        return shape_or_error(lambda: fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1])))
-
-
-def test_nodes_that_nobody_tells_are_asked_for_on_every_rank(ranks: Pools) -> None:
-    """Rank 0 knows."""
-    assert all("ranks_per_node" in str(answer) for answer in ranks.run(2, without_launcher))
+        assert "ranks_per_node" in str(
+            shape_or_error(lambda: fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1])))
+        )

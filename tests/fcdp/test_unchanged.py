@@ -11,7 +11,7 @@ import torch
 import fcdp
 from fcdp import staleness
 from tests.fcdp.training import Run, Settings, loss_of
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 SETTINGS = Settings(2, 1)
 
@@ -38,9 +38,10 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
     return found, times
 
 
-def test_the_ranks_agree_once_and_a_step_is_seen(ranks: Pools) -> None:
-    ours, times = ranks.run(2, generated, "fcdp")[0]
-    theirs, _ = ranks.run(2, generated, "fsdp2")[0]
+@on_ranks(2)
+def test_the_ranks_agree_once_and_a_step_is_seen() -> None:
+    ours, times = generated("fcdp")
+    theirs, _ = generated("fsdp2")
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert ours[0] != ours[4]
     assert times == [1, 2, 6], "once, again after the step, and then before each forward"

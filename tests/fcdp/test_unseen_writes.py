@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import fcdp
+from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Run, Settings, loss_of
 from tests.ranks import Pools
 
@@ -53,14 +54,6 @@ def evaluate_after(name: str, engine: str, policy: fcdp.CachePolicy, method: str
     return losses
 
 
-def evaluations(name: str, policy: fcdp.CachePolicy, method: str) -> tuple[Any, Any, Any]:
-    from tests.fcdp import accelerator
-
-    theirs, _ = accelerator.run(evaluate_after, 4, name, "fsdp2", policy, method)
-    ours, tape = accelerator.run(evaluate_after, 4, name, "fcdp", policy, method)
-    return ours, theirs, accelerator.check(tape, range(4))
-
-
 @pytest.mark.parametrize(
     ("name", "policy", "method"),
     [
@@ -71,12 +64,13 @@ def evaluations(name: str, policy: fcdp.CachePolicy, method: str) -> tuple[Any, 
     ids=str,
 )
 def test_an_evaluation_sees_what_was_written(
-    apart: Pools, name: str, policy: fcdp.CachePolicy, method: str
+    streams: OnStreams, name: str, policy: fcdp.CachePolicy, method: str
 ) -> None:
-    ((ours, theirs, wrong),) = apart.run(1, evaluations, name, policy, method)
+    theirs, ours = (
+        streams.run(4, evaluate_after, name, engine, policy, method) for engine in ("fsdp2", "fcdp")
+    )
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-    assert wrong is None, wrong
 
 
 def train_after(name: str) -> tuple[int, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -286,6 +288,19 @@ def train(settings: Settings, engine: str) -> Result:
         return Result(found, found_norms, params, None)
     counts = fcdp.ledger(model)
     return Result(found, found_norms, params, counts.snapshot(), counts.hits, counts.misses)
+
+
+@contextmanager
+def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """What the library prints within, and what it warns of."""
+    printed, warned = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(warned)
+    logging.getLogger("fcdp").addHandler(handler)
+    try:
+        with redirect_stderr(printed):
+            yield printed, warned
+    finally:
+        logging.getLogger("fcdp").removeHandler(handler)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

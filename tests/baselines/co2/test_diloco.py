@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from pydantic import ValidationError
 
 from baselines import registry
 from baselines.settings import DiLoCoSettings, StreamingSettings
-from tests.baselines.co2.workers import (
-    LEARNING_RATE,
-    Training,
-    batches,
-    flat,
-    loss,
-    made,
-    model,
-    starts,
-)
-from tests.ranks import Pools
+from tests.baselines.co2.workers import Training, apart, batches, flat, made, model, starts
+from tests.ranks import Pools, on_ranks
 
 DILOCO = DiLoCoSettings(interval=3)
 STREAMING = StreamingSettings(interval=4, overlap=1)
@@ -38,25 +30,16 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
     if isinstance(settings, StreamingSettings):
         count, overlap, kept = settings.fragments, settings.overlap, settings.kept
     rate, momentum = settings.outer_learning_rate, settings.outer_momentum
-    shared = model()
-    parts = [list(shared.parameters())] if count == 1 else [list(m.parameters()) for m in shared]
+
+    def fragments(of: nn.Sequential) -> list[list[nn.Parameter]]:
+        return [list(part.parameters()) for part in ([of] if count == 1 else of)]
+
+    parts = fragments(model())
     outer = [torch.optim.SGD(part, rate, momentum, nesterov=True) for part in parts]
-    ranks = training.nodes * training.ranks_per_node // training.workers
-    models = [model() for _ in range(training.workers)]
-    inner = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
-    data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
-    owned = [
-        [list(each.parameters())] if count == 1 else [list(m.parameters()) for m in each]
-        for each in models
-    ]
     under_way: dict[int, list[torch.Tensor]] = {}
     found = []
-    for step in range(1, training.steps + 1):
-        for each, optimizer, own in zip(models, inner, data, strict=True):
-            for source in own:
-                (loss(each, next(source)) / len(own)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for step, models in enumerate(apart(training), 1):
+        owned = [fragments(each) for each in models]
         with torch.no_grad():
             for at in range(count):
                 due = (at + 1) * interval // count % interval
@@ -77,9 +60,9 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
 
 def _arrive(
     outer: torch.optim.Optimizer,
-    starts: list[torch.nn.Parameter],
+    starts: list[nn.Parameter],
     means: list[torch.Tensor],
-    owned: list[list[list[torch.nn.Parameter]]],
+    owned: list[list[list[nn.Parameter]]],
     at: int,
     kept: float,
 ) -> None:
@@ -178,11 +161,8 @@ def test_what_does_not_fit_the_round_is_refused(
 
 
 @pytest.mark.ranks
-def test_more_fragments_than_blocks_are_refused(ranks: Pools) -> None:
-    ranks.run(1, _refused)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_more_fragments_than_blocks_are_refused() -> None:
     training = Training(StreamingSettings(interval=4, fragments=3))
     with pytest.raises(ValueError, match="fragments = 3: allowed are 1 to 2"):
         made(training)

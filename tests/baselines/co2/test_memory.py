@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from baselines.co2.train import Memory
 from tests.baselines.co2.workers import ALL, Training, batches, flat, made
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 CPU = torch.device("cpu")
 ON_HOST = ALL.model_copy(update={"outer_on": "host"})
@@ -64,11 +64,8 @@ class Lazy(TorchDispatchMode):
         return None
 
 
-def test_the_host_reads_nothing_before_it_has_landed(ranks: Pools) -> None:
-    ranks.run(1, _waits)
-
-
-def _waits() -> None:
+@on_ranks(1)
+def test_the_host_reads_nothing_before_it_has_landed() -> None:
     plain = _trained(ALL, None)
     lazy = Lazy()
     assert all(map(torch.equal, plain, _trained(ON_HOST, lazy)))

@@ -11,7 +11,7 @@ import torch
 
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 from tests.baselines.co2.workers import ALL, PLAIN, Training, batches, listing, made, starts
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -48,18 +48,8 @@ def test_all_ranks_start_alike_and_as_the_listing_says(ranks: Pools, training: T
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange(ranks: Pools) -> None:
-    found = ranks.run(4, _bytes_over_fcdp)
-    # 78 parameters in two units, which cross the two nodes of a worker once as parameters and once
-    # as gradients; and the displacement, of which a node has half, crosses once in three steps.
-    inside, between = 2 * (1 / 2) * 78 * 4, 2 * (1 / 2) * 78 / 2 * 4
-    for closed_form, ledger, policy, hits in found:
-        assert closed_form == pytest.approx(inside + between / 3)
-        assert sum(ledger["inter_node"].values()) == pytest.approx(3 * inside, rel=0.1)
-        assert (policy, hits) == ("host", 3)
-
-
-def _bytes_over_fcdp() -> tuple[float, dict[str, dict[str, float]], str | None, int]:
+@on_ranks(4)
+def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange() -> None:
     _, workers = made(Training(OVER_FCDP, nodes=4))
     own = batches(workers.job.topology.rank)
     workers.step([next(own)])
@@ -68,15 +58,17 @@ def _bytes_over_fcdp() -> tuple[float, dict[str, dict[str, float]], str | None, 
         workers.step([next(own)])
     workers.settle()
     cache, ledger = workers.cache, workers.take_ledger()
+    # 78 parameters in two units, which cross the two nodes of a worker once as parameters and once
+    # as gradients; and the displacement, of which a node has half, crosses once in three steps.
+    inside, between = 2 * (1 / 2) * 78 * 4, 2 * (1 / 2) * 78 / 2 * 4
+    assert workers.closed_form_bytes == pytest.approx(inside + between / 3)
     assert ledger is not None
-    return workers.closed_form_bytes, ledger, workers.policy, cache.hits
+    assert sum(ledger["inter_node"].values()) == pytest.approx(3 * inside, rel=0.1)
+    assert (workers.policy, cache.hits) == ("host", 3)
 
 
-def test_what_is_sent_is_not_what_is_trained(ranks: Pools) -> None:
-    ranks.run(1, _sent_apart)
-
-
-def _sent_apart() -> None:
+@on_ranks(1)
+def test_what_is_sent_is_not_what_is_trained() -> None:
     _, workers = made(Training(CO2Settings(interval=2, **PLAIN)))
     own = batches(0)
     for _ in range(2):
@@ -88,31 +80,26 @@ def _sent_apart() -> None:
     assert sent.any()
 
 
-def test_metrics_are_of_the_updates_since_they_were_taken(ranks: Pools) -> None:
-    for found in ranks.run(2, _metrics):
-        assert found[0] == {}
-        assert found[1]["staleness_gap"] > 1
-        assert 0 < found[1]["worker_drift"] <= 1
-        assert 0 < found[1]["clipped_fraction"] < 1
-        assert found[2] == {}
-
-
-def _metrics() -> list[dict[str, float]]:
+@on_ranks(2)
+def test_metrics_are_of_the_updates_since_they_were_taken() -> None:
     _, workers = made(Training(ALL, nodes=2))
     own = batches(workers.job.topology.rank)
-    found = []
     for _ in range(3):
         workers.step([next(own)])
-    found.append(workers.take_metrics())
+    assert workers.take_metrics() == {}
     for _ in range(9):
         workers.step([next(own)])
-    found += [workers.take_metrics(), workers.take_metrics()]
+    found = workers.take_metrics()
+    assert found["staleness_gap"] > 1
+    assert 0 < found["worker_drift"] <= 1
+    assert 0 < found["clipped_fraction"] < 1
+    assert workers.take_metrics() == {}
     workers.settle()
-    return found
 
 
-def _outlived() -> bool:
-    """Whether the thread of exchanges over nodes is there once its worker is gone."""
+@on_ranks(4)
+def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
+    """The one over nodes."""
     _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
     for fragment in workers._fragments:
         fragment._average.start()
@@ -121,8 +108,4 @@ def _outlived() -> bool:
     del workers, fragment
     gc.collect()
     thread.join(20)
-    return thread.is_alive()
-
-
-def test_the_thread_of_exchanges_ends_with_its_worker(ranks: Pools) -> None:
-    assert ranks.run(4, _outlived) == [False] * 4
+    assert not thread.is_alive()

@@ -89,8 +89,23 @@ def flat(of: nn.Module) -> torch.Tensor:
     return torch.cat([param.detach().flatten() for param in whole])
 
 
+def apart(training: Training) -> Iterator[list[nn.Sequential]]:
+    """All workers in this one process, by their own steps; whoever asks may change them between."""
+    ranks = training.nodes * training.ranks_per_node // training.workers
+    models = [model() for _ in range(training.workers)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
+    data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
+    for _ in range(training.steps):
+        for each, optimizer, own in zip(models, optimizers, data, strict=True):
+            for source in own * training.accumulation:
+                (loss(each, next(source)) / ranks / training.accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield models
+
+
 def listing(training: Training) -> list[torch.Tensor]:
-    """The starts of all rounds by the paper's listing: every worker in this one process.
+    """The starts of all rounds by the paper's listing.
 
     No scalar of it is formed as the strategy forms it.
     """
@@ -100,25 +115,15 @@ def listing(training: Training) -> list[torch.Tensor]:
     penalty = getattr(settings, "penalty", "none")
     scale = LEARNING_RATE if getattr(settings, "by_learning_rate", False) else 1.0
     rate = getattr(settings, "outer_learning_rate", 1.0)
-    ranks = training.nodes * training.ranks_per_node // training.workers
-    models = [model() for _ in range(training.workers)]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
-    data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
-    starts = [flat(models[0])]
+    starts = [flat(model())]
     momentum = torch.zeros_like(starts[0])
+    firsts: list[torch.Tensor] = []
     before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for _ in range(training.steps // settings.interval):
-        firsts = []
-        for each, optimizer, own in zip(models, optimizers, data, strict=True):
-            for step in range(settings.interval):
-                for _ in range(training.accumulation):
-                    for source in own:
-                        share = len(own) * training.accumulation
-                        (loss(each, next(source)) / share).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 0:
-                    firsts.append((flat(each) - starts[-1]).norm())
+    for step, models in enumerate(apart(training)):
+        if step % settings.interval == 0:
+            firsts = [(flat(each) - starts[-1]).norm() for each in models]
+        if (step + 1) % settings.interval:
+            continue
         ends = torch.stack([flat(each) for each in models]).mean(0)
         now = (starts[-1], ends, torch.stack(firsts).square().mean().sqrt())
         start = starts[-1]

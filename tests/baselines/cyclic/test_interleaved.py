@@ -22,7 +22,7 @@ from tests.baselines.cyclic.training import (
     made,
     trained,
 )
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -61,14 +61,8 @@ def _losses(ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_activations_are_constant_and_about_half_of_all_at_once(ranks: Pools, count: int) -> None:
-    ((told, unit, at_once),) = ranks.run(1, _kept, count)
-    assert told["activation_bytes_together"] == at_once == count**2 * unit
-    assert told["activation_bytes_by_slot"] == [count * (count + 1) / 2 * unit] * (2 * count)
-
-
-def _kept(count: int) -> tuple[Any, int, int]:
-    """What the strategy tells; bytes of one stage, and of all micro-batches at once as counted."""
+@on_ranks(1)
+def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(count)))
     job = job_of(model, 1, 1, CyclicSettings(), _homogeneous, count)
@@ -85,11 +79,13 @@ def _kept(count: int) -> tuple[Any, int, int]:
     trainable = build(model, job)
     for _ in range(3):
         trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
-    told = trainable.take_metrics()
+    told: Any = trainable.take_metrics()
     trainable.settle()
     assert trainable._saved.now == 0
     # A block keeps its input and what its second matrix multiplies.
-    return told, 3 * WIDTH * ROWS * 4, at_once
+    unit = 3 * WIDTH * ROWS * 4
+    assert told["activation_bytes_together"] == at_once == count**2 * unit
+    assert told["activation_bytes_by_slot"] == [count * (count + 1) / 2 * unit] * (2 * count)
 
 
 def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -97,21 +93,15 @@ def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows).mean()
 
 
-def test_more_stages_than_micro_batches_are_refused(ranks: Pools) -> None:
-    ranks.run(1, _refused)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_more_stages_than_micro_batches_are_refused() -> None:
     expected = r"stages = 3: allowed are 1 to 2, as there are 2 micro-batches per step \(accum"
     with pytest.raises(ValueError, match=expected):
         load("cyclic-interleaved")(*made(1, 1, CyclicSettings(stages=3), k=2))
 
 
-def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting(ranks: Pools) -> None:
-    ranks.run(1, _failing)
-
-
-def _failing() -> None:
+@on_ranks(1)
+def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting() -> None:
     model, job = made(1, 1, CyclicSettings(), k=3)
     trainable = build(model, job)
     trainable.step([batch(number, 0) for number in range(3)])

@@ -17,7 +17,7 @@ from baselines.cyclic.routes import KINDS, Cycle, Kind, Rule
 from baselines.settings import CyclicSettings
 from baselines.strategy import load
 from tests.baselines.cyclic.training import Told, alike, batch, made, trained
-from tests.ranks import Pools, RankFailure, RankPool
+from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -72,24 +72,21 @@ def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
 
 @pytest.mark.parametrize(("form", "stages_at_once"), [("cyclic-ring", 1), ("cyclic-zero", 2)])
 @pytest.mark.parametrize("rule", ["v1", "v2"])
-def test_a_slot_sends_one_stage(ranks: Pools, form: str, stages_at_once: int, rule: Rule) -> None:
+@on_ranks(4)
+def test_a_slot_sends_one_stage(form: str, stages_at_once: int, rule: Rule) -> None:
     """In backward ``zero`` sends the blocks' parameters on beside the gradients."""
-    for told, largest in ranks.run(4, _slots, form, rule):
-        assert len(told) == 8
-        assert min(told) > 0
-        assert max(told[:4]) == largest
-        assert max(told[4:]) == stages_at_once * largest
-
-
-def _slots(form: str, rule: Rule) -> tuple[list[float], int]:
     model, job = made(4, 1, CyclicSettings(rule=rule))
     trainable = load(form)(model, job)
     for step in range(3):
         trainable.step([batch(job.topology.rank, step)])
-    told: Any = trainable.take_metrics()
-    sizes = [sum(p.numel() for p in stage.params) * 4 for stage in trainable._stages]
+    metrics: Any = trainable.take_metrics()
+    told = metrics["bytes_by_slot"]
+    largest = max(sum(p.numel() for p in stage.params) * 4 for stage in trainable._stages)
     assert trainable.take_metrics() == {}
-    return told["bytes_by_slot"], max(sizes)
+    assert len(told) == 8
+    assert min(told) > 0, told
+    assert max(told[:4]) == largest, told
+    assert max(told[4:]) == stages_at_once * largest, told
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -122,18 +119,8 @@ def _crossing(form: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parameters_of_blocks_lie_where_they_are_computed_with(ranks: Pools, form: str) -> None:
-    for largest, own, every in ranks.run(4, _held, form):
-        if form == "cyclic-ring":
-            assert largest == every
-        else:
-            # Of five blocks in four stages: its own, and those of one other.
-            assert 0 < own < largest < every
-            assert largest - own <= every * 2 / 5
-
-
-def _held(form: str) -> tuple[int, int, int]:
-    """Bytes of blocks' parameters that this rank has at most, between steps, and all of them."""
+@on_ranks(4)
+def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> None:
     model, job = made(4, 1, CyclicSettings())
     params = [param for block in job.blocks for param in block.parameters()]
     every = sum(param.nbytes for param in params)
@@ -150,15 +137,18 @@ def _held(form: str) -> tuple[int, int, int]:
     for step in range(3):
         trainable.step([batch(job.topology.rank, step)])
     trainable.settle()
-    return max(held), there(), every
+    largest, own = max(held), there()
+    if form == "cyclic-ring":
+        assert largest == every
+    else:
+        # Of five blocks in four stages: its own, and those of one other.
+        assert 0 < own < largest < every
+        assert largest - own <= every * 2 / 5
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_may_wait_for_one_another_before_the_first_step(ranks: Pools, form: str) -> None:
-    ranks.run(4, _met, form)
-
-
-def _met(form: str) -> None:
+@on_ranks(4)
+def test_ranks_may_wait_for_one_another_before_the_first_step(form: str) -> None:
     model, job = made(4, 1, CyclicSettings())
     trainable = load(form)(model, job)
     dist.barrier()
@@ -166,11 +156,8 @@ def _met(form: str) -> None:
     trainable.settle()
 
 
-def test_what_is_no_cycle_is_refused(ranks: Pools) -> None:
-    ranks.run(2, _refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_is_no_cycle_is_refused() -> None:
     for form in FORMS:
         with pytest.raises(ValueError, match="stages = 3: allowed are 1 to 2, as there are 2 rank"):
             load(form)(*made(2, 1, CyclicSettings(stages=3)))
@@ -199,11 +186,8 @@ def _ended() -> None:
         trainable.step([batch(job.topology.rank, step)])
 
 
-def test_messages_without_elements_are_not_sent(ranks: Pools) -> None:
-    ranks.run(2, _empty)
-
-
-def _empty() -> None:
+@on_ranks(2)
+def test_messages_without_elements_are_not_sent() -> None:
     rank = dist.get_rank()
     cycle = Cycle("v2", 2, 2, twice=True)
     sizes: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}

@@ -23,7 +23,7 @@ from tests.baselines.cyclic.training import (
     made,
     trained,
 )
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -101,11 +101,8 @@ def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
     check(ranks, CyclicSettings(rule=rule), 2, 1, optimizer)
 
 
-def test_losses_are_those_of_the_mean_parameters_and_training_goes_on(ranks: Pools) -> None:
-    assert ranks.run(2, _evaluated) == [(True, True, True)] * 2
-
-
-def _evaluated() -> tuple[bool, bool, bool]:
+@on_ranks(2)
+def test_losses_are_those_of_the_mean_parameters_and_training_goes_on() -> None:
     model, job = made(2, 1, CyclicSettings())
     cyclic = build(model, job)
     for step in range(3):
@@ -116,6 +113,6 @@ def _evaluated() -> tuple[bool, bool, bool]:
     dist.all_gather(every, before)
     mean = Tied()
     vector_to_parameters((every[0] + every[1]) / 2, mean.parameters())
-    same = torch.allclose(told, loss(mean, batch(99, 0)), rtol=1e-5)
-    after = parameters_to_vector(model.parameters()).detach()
-    return same, after.equal(before), not every[0].equal(every[1])
+    torch.testing.assert_close(told, loss(mean, batch(99, 0)), rtol=1e-5, atol=0.0)
+    assert parameters_to_vector(model.parameters()).equal(before)
+    assert not every[0].equal(every[1])

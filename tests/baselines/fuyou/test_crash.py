@@ -24,7 +24,7 @@ from fcdp.generations import RECORD
 from tests import programs
 from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, state, steps
 from tests.programs import ROOT
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 
 def test_a_run_that_is_killed_goes_on_from_its_last_step(
@@ -124,14 +124,11 @@ def ends(folder: str, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("update", ["after", "delayed"])
+@on_ranks(1)
 def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
-    ranks: Pools, tmp_path: Path, update: str
+    tmp_path: Path, update: str
 ) -> None:
-    ranks.run(1, _fails, tmp_path, update)
-
-
-def _fails(folder: Path, update: str) -> None:
-    trainer = Fuyou(*made(settings(update=update)), folder)
+    trainer = Fuyou(*made(settings(update=update)), tmp_path)
     given = batches()
     steps(trainer, 2, given)
     trainer.settle()
@@ -149,24 +146,19 @@ def _fails(folder: Path, update: str) -> None:
         trainer.settle()
     with suppress(OSError):
         trainer.close()
-    again = Fuyou(*made(settings(update=update)), folder)
+    again = Fuyou(*made(settings(update=update)), tmp_path)
     assert again.steps_done == 2
     same(state(again), in_memory(2)[1])
-    record = folder / RECORD
+    record = tmp_path / RECORD
     record.write_text(record.read_text().replace('"step": 2', '"step": 1'))
     again.close()
     with pytest.raises(ValueError, match="step.json: damaged"):
-        Fuyou(*made(settings()), folder)
+        Fuyou(*made(settings()), tmp_path)
 
 
-def test_after_a_step_that_failed_the_one_before_is_waited_for(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    ranks.run(1, _fails_after, tmp_path)
-
-
-def _fails_after(folder: Path) -> None:
-    trainer = Fuyou(*made(settings(update="delayed")), folder)
+@on_ranks(1)
+def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -> None:
+    trainer = Fuyou(*made(settings(update="delayed")), tmp_path)
     given = batches()
     steps(trainer, 3, given)
     write = os.pwritev
@@ -183,7 +175,7 @@ def _fails_after(folder: Path) -> None:
             steps(trainer, 1, given)
     trainer.close()
     trainer.close()
-    again = Fuyou(*made(settings(update="after")), folder)
+    again = Fuyou(*made(settings(update="after")), tmp_path)
     same(state(again), in_memory(4)[1])
     again.close()
 
@@ -196,23 +188,17 @@ def small_disk(privileged: None, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(ranks: Pools, small_disk: Path) -> None:
-    ranks.run(1, _full, small_disk)
-
-
-def _full(folder: Path) -> None:
+@on_ranks(1)
+def test_a_full_disk_is_refused_before_anything_is_written(small_disk: Path) -> None:
     with pytest.raises(ValueError, match=r"ssd = .*: .* are needed \(No space left on device\)"):
-        Fuyou(*made(settings()), folder)
-    assert not any(folder.iterdir())
+        Fuyou(*made(settings()), small_disk)
+    assert not any(small_disk.iterdir())
 
 
-def test_a_run_whose_step_fails_leaves_no_state(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(1, _failing, tmp_path)
-
-
-def _failing(parent: Path) -> None:
-    trainer = build(*made(settings(ssd=str(parent))))
-    assert any(parent.iterdir())
+@on_ranks(1)
+def test_a_run_whose_step_fails_leaves_no_state(tmp_path: Path) -> None:
+    trainer = build(*made(settings(ssd=str(tmp_path))))
+    assert any(tmp_path.iterdir())
     with pytest.raises(RuntimeError):  # the model's own
         trainer.step([next(batches()).to(torch.float32)])
-    assert not any(parent.iterdir())
+    assert not any(tmp_path.iterdir())

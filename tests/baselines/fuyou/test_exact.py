@@ -15,7 +15,7 @@ from baselines.strategy import load
 from fcdp.direct_io import open_alone
 from fcdp.generations import STATE
 from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, steps, trained
-from tests.ranks import Pools, RankFailure
+from tests.ranks import Pools, RankFailure, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
@@ -57,54 +57,40 @@ def _compared(case: int, folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_folders_of_runs_that_were_killed_go_with_the_next_run(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    ranks.run(1, _swept, tmp_path)
-
-
-def _swept(parent: Path) -> None:
+@on_ranks(1)
+def test_folders_of_runs_that_were_killed_go_with_the_next_run(tmp_path: Path) -> None:
     names = ("fuyou-run-killed", "fuyou-run-going-on", "my-own")
     for name in names:
-        (parent / name).mkdir()
-        (parent / name / STATE).touch()
-    going_on = open_alone(parent / "fuyou-run-going-on" / STATE, "ssd")
-    trainer = build(*made(settings(ssd=str(parent))))
-    there = {folder.name for folder in parent.iterdir()}
-    assert not (parent / "fuyou-run-killed").exists()
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATE).touch()
+    going_on = open_alone(tmp_path / "fuyou-run-going-on" / STATE, "ssd")
+    trainer = build(*made(settings(ssd=str(tmp_path))))
+    there = {folder.name for folder in tmp_path.iterdir()}
+    assert not (tmp_path / "fuyou-run-killed").exists()
     assert {*names[1:]} < there
     trainer.close()
     del going_on
 
 
-def test_a_model_four_times_its_host_memory_trains_within_its_budgets(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    parameters, told = ranks.run(1, _large, tmp_path)[0]
-    assert parameters * 4 > 4 * LARGE_DRAM
-    assert told["dram_peak_bytes"] <= LARGE_DRAM
-    assert told["peak_device_bytes"] <= LARGE_DEVICE
-
-
 LARGE_DRAM, LARGE_DEVICE = 3_000_000, 45_000_000
 
 
-def _large(folder: Path) -> tuple[int, dict[str, Any]]:
+@on_ranks(1)
+def test_a_model_four_times_its_host_memory_trains_within_its_budgets(tmp_path: Path) -> None:
     chosen = settings(
         dram_budget=f"{LARGE_DRAM}B", device_budget=f"{LARGE_DEVICE}B", update="overlapped"
     )
     model, job = made(chosen, layers=64, width=64)
-    parameters = sum(param.numel() for param in model.parameters())
-    trainer = Fuyou(model, job, folder)
+    assert sum(param.nbytes for param in model.parameters()) > 4 * LARGE_DRAM
+    trainer = Fuyou(model, job, tmp_path)
     steps(trainer, 2, batches())
-    return parameters, dict(trainer.take_metrics())
+    told: dict[str, Any] = trainer.take_metrics()
+    assert told["dram_peak_bytes"] <= LARGE_DRAM
+    assert told["peak_device_bytes"] <= LARGE_DEVICE
 
 
-def test_what_does_not_fit_is_refused_with_what_would(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(1, _refused, tmp_path)
-
-
-def _refused(folder: Path) -> None:
+@on_ranks(1)
+def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     for number, (chosen, expected) in enumerate(
         (
             ({"dram_budget": "100 kB"}, r"dram = 10\dkB|dram = .*takes .* allowed is at least"),
@@ -112,7 +98,7 @@ def _refused(folder: Path) -> None:
             ({"ssd_limit": 10**6}, "ssd_limit"),
         )
     ):
-        path = folder / str(number)
+        path = tmp_path / str(number)
         path.mkdir()
         if "ssd_limit" in chosen:
             path = Path("/dev/shm")  # on no block device
@@ -120,7 +106,7 @@ def _refused(folder: Path) -> None:
             Fuyou(*made(settings(**chosen)), path)
     with pytest.raises(ValueError, match="ssd = '/nowhere': must be a folder that can be written"):
         build(*made(settings(ssd="/nowhere")))
-    trainer = Fuyou(*made(settings(device_budget="1 MB")), folder)
+    trainer = Fuyou(*made(settings(device_budget="1 MB")), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match="device_budget = 1 MB: a step took"):
         steps(trainer, 1, batches())
     with pytest.raises(RuntimeError, match="a step failed; open the folder anew"):

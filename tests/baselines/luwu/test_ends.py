@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from baselines.luwu import server, switch
-from baselines.luwu.files import masters
 from baselines.luwu.train import LuWu
 from baselines.luwu.wire import SWITCH, Connection, Listener, Lost
 from tests.baselines.cyclic.training import batch
 from tests.baselines.luwu.training import (
     KEYS,
     SMALL,
+    check_masters,
     connect,
     job_of,
     model_of,
-    reference,
+    plan_of,
     step_in,
     trained,
 )
@@ -138,9 +138,8 @@ def _goes_on(folder: Path) -> None:
     """The files have a whole step, from which training gives what it had given at once."""
     step = step_in(folder)
     assert step >= 2
-    found = trained(2, 1, folder, then=lambda worker: worker._port._plan)
-    mine, expected = masters(folder, found[0]), reference(2, step + 1)
-    assert all(torch.equal(mine[name], values) for name, values in expected.items())
+    plan, _ = trained(2, 1, folder, then=plan_of)
+    check_masters(folder, plan, 2, step + 1)
 
 
 def test_a_worker_that_leaves_before_the_others_ends_the_run(tmp_path: Path) -> None:

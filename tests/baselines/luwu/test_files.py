@@ -11,11 +11,11 @@ import torch
 from baselines.luwu.files import Files, masters
 from baselines.luwu.plan import Plan
 from baselines.luwu.wire import Lost
-from tests.baselines.luwu.training import SMALL, reference, step_in, trained
+from tests.baselines.luwu.training import SMALL, check_masters, plan_of, step_in, trained
 
 
 def _plan(folder: Path, steps: int = 1) -> Plan:
-    return trained(1, steps, folder, then=lambda worker: worker._port._plan)[0]
+    return trained(1, steps, folder, then=plan_of)[0]
 
 
 def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: Path) -> None:
@@ -50,5 +50,4 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_step(
     monkeypatch.undo()
     assert step_in(tmp_path) == 2
     trained(1, 1, tmp_path)
-    mine, expected = masters(tmp_path, plan), reference(1, 3)
-    assert all(torch.equal(mine[name], values) for name, values in expected.items())
+    check_masters(tmp_path, plan, 1, 3)

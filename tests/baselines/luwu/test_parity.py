@@ -1,22 +1,25 @@
 """LuWu beside single-process Adam, bit for bit, and what workers hold meanwhile."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from baselines.luwu.files import masters
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
 from baselines.settings import LuWuSettings
 from tests.baselines.cyclic.training import batch, loss
-from tests.baselines.luwu.training import SMALL, model_of, reference, trained
+from tests.baselines.luwu.training import (
+    SMALL,
+    check_masters,
+    model_of,
+    plan_of,
+    reference,
+    trained,
+)
 
 STEPS = 6
-
-
-def _plan(worker: LuWu):
-    return worker._port._plan
 
 
 @pytest.mark.parametrize(
@@ -34,27 +37,22 @@ def _plan(worker: LuWu):
 def test_parameters_are_those_of_single_process_adam(
     workers: int, dtype: torch.dtype, frozen: bool, settings: LuWuSettings, tmp_path: Path
 ) -> None:
-    found = trained(
-        workers, STEPS, tmp_path, settings=settings, dtype=dtype, frozen=frozen, then=_plan
-    )
-    mine = masters(tmp_path, found[0])
-    expected = reference(workers, STEPS, dtype=dtype, frozen=frozen)
-    assert mine.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(mine[name], values), name
+    model: Any = {"dtype": dtype, "frozen": frozen}
+    plan, *_ = trained(workers, STEPS, tmp_path, settings=settings, then=plan_of, **model)
+    check_masters(tmp_path, plan, workers, STEPS, **model)
 
 
 def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
     tmp_path: Path,
 ) -> None:
     expected = model_of(False)
-    from_folder = []
+    plans = []
 
     def evaluate(worker: LuWu) -> torch.Tensor:
         first, second = (worker.evaluate(batch(9, 0)) for _ in range(2))
         assert torch.equal(first, second)
         worker.step([batch(worker._rank, worker.steps_done)])
-        from_folder.append(_plan(worker))
+        plans.append(plan_of(worker))
         return first
 
     found = trained(2, 3, tmp_path, then=evaluate)
@@ -62,8 +60,7 @@ def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
     expected.head.weight = expected.embedding.weight
     with torch.no_grad():
         assert torch.equal(found[0], loss(expected, batch(9, 0)))
-    mine, after = masters(tmp_path, from_folder[0]), reference(2, 4)
-    assert all(torch.equal(mine[name], values) for name, values in after.items())
+    check_masters(tmp_path, plans[0], 2, 4)
 
 
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from baselines import optimizers
 from baselines.luwu import server, switch
+from baselines.luwu.files import masters
 from baselines.luwu.plan import Plan
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
@@ -166,6 +167,27 @@ def _reference(
             param.grad = total.to(dtype).float() / workers
         optimizer.step()
     return {name: p.detach() for name, p in masters.named_parameters() if p.requires_grad}
+
+
+def plan_of(worker: LuWu) -> Plan:
+    return worker._port._plan
+
+
+def check_masters(
+    folder: Path,
+    plan: Plan,
+    workers: int,
+    steps: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
+) -> None:
+    """Compare a server's parameters with those of single-process Adam, bit for bit."""
+    mine = masters(folder, plan)
+    expected = reference(workers, steps, dtype=dtype, frozen=frozen)
+    assert mine.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(mine[name], values), name
 
 
 def step_in(folder: Path) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
-import logging
 import os
 import tempfile
 from contextlib import ExitStack
@@ -24,8 +21,8 @@ from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
-from tests.fcdp.training import Run, Settings, make_model, topology_of
-from tests.ranks import Pools
+from tests.fcdp.training import Run, Settings, make_model, said, topology_of
+from tests.ranks import Pools, on_ranks
 
 
 def tiers(run: Run) -> dict[str, str | None]:
@@ -38,18 +35,6 @@ def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None
     fcdp.shard(model, topology_of(nodes, ranks_per_node), units=model.blocks, **options)
 
 
-def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
-    """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
-    free = 100 if topology_of(2, 1).rank == 1 else 2**40
-    with (
-        mock.patch("fcdp.cache.memory.available_host_memory", return_value=free),
-        mock.patch.object(Arena, "__init__", autospec=True) as arena,
-        pytest.raises((ValueError, RuntimeError)) as error,
-    ):
-        shard_tiny(2, 1, options)
-    return str(error.value), arena.call_count
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -58,40 +43,39 @@ def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
         ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
     ],
 )
-def test_too_little_host_memory_is_refused_on_all_ranks(
-    ranks: Pools, options: dict[str, Any], part: str
-) -> None:
-    (healthy, _), (short, _) = answers = ranks.run(2, refuse_on_one_rank, options)
-    assert "host memory are free" in short
-    assert part in short
-    assert "host memory: rank 1: fcdp: " in healthy
-    assert "host memory are free" in healthy
-    assert [arenas for _, arenas in answers] == [0, 0]
+@on_ranks(2)
+def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any], part: str) -> None:
+    """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
+    short = topology_of(2, 1).rank == 1
+    free = 100 if short else 2**40
+    with (
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=free),
+        mock.patch.object(Arena, "__init__", autospec=True) as arena,
+        pytest.raises((ValueError, RuntimeError), match="host memory are free") as error,
+    ):
+        shard_tiny(2, 1, options)
+    assert (part if short else "host memory: rank 1: fcdp: ") in str(error.value), error.value
+    assert arena.call_count == 0
 
 
 def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    with said() as (printed, _):
         shard_tiny(nodes, ranks_per_node, options)
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
-    said = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
-    (line,) = said[0].splitlines()
+    first, *others = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
+    (line,) = first.splitlines()
     assert line == (
         "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
         "2 × (cache 12 KiB, partial gradients 12 KiB)"
     )
-    assert said[1:] == ["", "", ""]
+    assert others == ["", "", ""]
 
 
 def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
     """The device takes one entry and no more."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fcdp").addHandler(handler)
     allocate = DeviceTier._allocate
 
     def once(tier: DeviceTier, unit: Any) -> torch.Tensor:
@@ -101,16 +85,15 @@ def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
         return allocate(tier, unit)
 
     run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
-    with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad():
+    with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad(), said() as (_, warned):
         run.loss()
-    logging.getLogger("fcdp").removeHandler(handler)
-    return tiers(run), said
+    return tiers(run), warned.getvalue().splitlines()
 
 
 def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Pools) -> None:
-    where, said = ranks.run(2, fill_the_device)[0]
+    where, warned = ranks.run(2, fill_the_device)[0]
     assert where == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
-    assert [line for line in said if "device cache" in line] == [
+    assert [line for line in warned if "device cache" in line] == [
         "device cache: the device has no 0.0 MiB free for blocks.0; "
         "using the next tier for what does not fit"
     ]
@@ -139,8 +122,8 @@ def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
     assert short[0][1] == 0
 
 
-def count_questions() -> list[int]:
-    """How often the ranks ask each other whether all hold an entry, step by step."""
+@on_ranks(2)
+def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device() -> None:
     device = fcdp.DeviceCache()
     run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=device))
     asked = []
@@ -148,67 +131,57 @@ def count_questions() -> list[int]:
         for _ in range(3):
             run.step()
             asked.append(question.call_count)
-    return asked
+    assert 0 < asked[0] <= asked[1] == asked[2], asked
 
 
-def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device(ranks: Pools) -> None:
-    first, second, third = ranks.run(2, count_questions)[0]
-    assert first > 0
-    assert second == third
-
-
-def ask_of_stale_entries(directory: Path) -> tuple[list[bool], int]:
-    """Whether they are hits, and how often the ranks asked each other."""
-    run = Run(Settings(2, 1, policy=fcdp.DiskCache(directory)))
+@on_ranks(2)
+def test_nobody_asks_for_what_every_rank_knows_is_stale(tmp_path: Path) -> None:
+    run = Run(Settings(2, 1, policy=fcdp.DiskCache(tmp_path)))
     cache = engine_of(run.model).cache
     with torch.no_grad():
         run.loss()
     with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
         for entry in cache._entries.values():
             entry.generation += 1
-        return [cache.hit(entry) for entry in cache._entries.values()], question.call_count
+        assert not any(cache.hit(entry) for entry in cache._entries.values())
+    assert question.call_count == 0
 
 
-def test_nobody_asks_for_what_every_rank_knows_is_stale(ranks: Pools, tmp_path: Path) -> None:
-    assert ranks.run(2, ask_of_stale_entries, tmp_path) == [([False] * 3, 0)] * 2
-
-
-def keep_on_the_device() -> int:
-    """How many entries were allocated in three steps of full fine-tuning."""
+@on_ranks(2)
+def test_a_device_entry_is_overwritten_in_place() -> None:
+    """Each is allocated once in three steps of full fine-tuning."""
     run = Run(Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache()))
     with mock.patch.object(
         DeviceTier, "_allocate", autospec=True, side_effect=DeviceTier._allocate
     ) as allocate:
         for _ in range(3):
             run.step()
-    return allocate.call_count
+    assert allocate.call_count == 3
 
 
-def test_a_device_entry_is_overwritten_in_place(ranks: Pools) -> None:
-    assert ranks.run(2, keep_on_the_device)[0] == 3
+@on_ranks(2)
+def test_ranks_may_choose_different_tiers() -> None:
+    """They begin the forward with different memory in use; each entry on the device adds to it.
 
-
-def threshold_in_mid_forward() -> tuple[dict[str, str | None], int]:
-    """Ranks begin the forward with different memory in use; each entry on the device adds to it."""
+    And ask the allocator once per step.
+    """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     root, first, _ = engine_of(run.model).units
     total = 2 * (root.shard_bytes + (1 - run.topology.rank) * first.shard_bytes) + 2
     used = Usage(1, 0, total)
     with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
         run.loss().backward()
-        return tiers(run), asked.call_count
+    found = [*tiers(run).values()]
+    assert found == ["device", "host" if run.topology.rank else "device", "host"], found
+    assert asked.call_count == 1
 
 
-def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
-    """And ask the allocator once per step."""
-    (first, asked), (second, _) = ranks.run(2, threshold_in_mid_forward)
-    assert list(first.values()) == ["device", "device", "host"]
-    assert list(second.values()) == ["device", "host", "host"]
-    assert asked == 1
+@on_ranks(2)
+def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
+    """It would fill a device otherwise that was nearly empty as forward began.
 
-
-def threshold_as_activations_come() -> tuple[dict[str, str | None], int]:
-    """On an accelerator tensors take half of the device while the second unit is stored."""
+    As on an accelerator, whose tensors take half of it while the second unit is stored.
+    """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     tensors = iter([10, 10, 50, 80])
     with (
@@ -216,34 +189,24 @@ def threshold_as_activations_come() -> tuple[dict[str, str | None], int]:
         mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
     ):
         run.loss().backward()
-        return tiers(run), asked.call_count
+    found = [*tiers(run).values()]
+    assert found == ["device", "host", "host"], found
+    assert asked.call_count == 1
 
 
-def test_a_threshold_sees_what_forward_has_taken_by_then(ranks: Pools) -> None:
-    """It would fill a device otherwise that was nearly empty as forward began."""
-    found, asked = ranks.run(2, threshold_as_activations_come)[0]
-    assert list(found.values()) == ["device", "host", "host"]
-    assert asked == 1
-
-
-def auto_moves_frozen_units() -> list[tuple[dict[str, str | None], int]]:
-    used = [0]
-    seen = []
+@on_ranks(2)
+def test_auto_moves_entries_to_the_device_and_back() -> None:
+    """And asks the allocator once per step, not at each load."""
+    used, found = [0], []
     with mock.patch(
         "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
     ) as asked:
         run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto()))
         for used[0] in (0, 0, 0, 10**6, 0):
             run.loss().backward()
-            seen.append((tiers(run), asked.call_count))
-    return seen
-
-
-def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
-    """And asks the allocator once per step, not at each load."""
-    seen = ranks.run(2, auto_moves_frozen_units)[0]
-    assert [tiers["blocks.0"] for tiers, _ in seen] == ["host", "host", "device", "host", "host"]
-    assert [asked for _, asked in seen] == [1, 2, 3, 4, 5]
+            found.append(tiers(run)["blocks.0"])
+            assert asked.call_count == len(found)
+    assert found == ["host", "host", "device", "host", "host"], found
 
 
 def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
@@ -279,35 +242,34 @@ def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: P
     assert broken[0][2] > healthy[0][2]
 
 
-def corrupt(what: str) -> list[str]:
+@pytest.mark.parametrize("what", ["entry", "generation"])
+@on_ranks(2)
+def test_verify_names_unit_rank_and_generation(what: str) -> None:
     run = Run(Settings(2, 1, verify=True))
-    engine = engine_of(run.model)
+    engine, rank = engine_of(run.model), run.topology.rank
     loss = run.loss()
     if what == "entry":
         engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
-        with pytest.raises(RuntimeError) as error:
+        other = rf"^blocks\.0: rank {rank} read from the host cache other bytes.*generation 2"
+        with pytest.raises(RuntimeError, match=other):
             loss.backward()
     else:
         loss.backward()
-        engine.entries[engine.units[1]].generation += run.topology.rank
-        with pytest.raises(RuntimeError) as error:
+        engine.entries[engine.units[1]].generation += rank
+        ahead = r"^blocks\.0: rank 1 is at generation 3, rank 0 at 2$"
+        with pytest.raises(RuntimeError, match=ahead):
             run.loss()
-    return [str(error.value)]
 
 
-def test_verify_names_unit_rank_and_generation(ranks: Pools) -> None:
-    messages = ranks.run(2, corrupt, "entry")
-    for rank, (message,) in enumerate(messages):
-        assert f"blocks.0: rank {rank} read from the host cache other bytes" in message
-        assert "generation 2" in message
-    for (message,) in ranks.run(2, corrupt, "generation"):
-        assert message == "blocks.0: rank 1 is at generation 3, rank 0 at 2"
-
-
-def where_the_root_lies(gradients: bool, micro_batches: int) -> list[str | None]:
-    """Its tier after each of two steps."""
+@pytest.mark.parametrize(
+    ("gradients", "micro_batches", "tier"), [(True, 1, None), (True, 2, "host"), (False, 1, "host")]
+)
+@on_ranks(2)
+def test_what_no_gather_of_the_step_reads_again_is_not_stored(
+    gradients: bool, micro_batches: int, tier: str | None
+) -> None:
+    """FSDP2 keeps the root gathered from forward to backward, and the step makes it stale."""
     run = Run(Settings(2, 1))
-    seen = []
     for _ in range(2):
         for micro in range(micro_batches):
             with torch.set_grad_enabled(gradients), ExitStack() as stack:
@@ -319,19 +281,11 @@ def where_the_root_lies(gradients: bool, micro_batches: int) -> list[str | None]
                     loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        seen.append(tiers(run)["root"])
-    return seen
+        assert tiers(run)["root"] == tier
 
 
-def test_what_no_gather_of_the_step_reads_again_is_not_stored(ranks: Pools) -> None:
-    """FSDP2 keeps the root gathered from forward to backward, and the step makes it stale."""
-    assert ranks.run(2, where_the_root_lies, True, 1)[0] == [None, None]
-    assert ranks.run(2, where_the_root_lies, True, 2)[0] == ["host", "host"]
-    assert ranks.run(2, where_the_root_lies, False, 1)[0] == ["host", "host"]
-
-
-def fetched_ahead() -> list[int]:
-    """How many entries are asked for ahead while they are fresh, and once they are stale."""
+@on_ranks(2)
+def test_stale_entries_are_not_fetched_ahead() -> None:
     run = Run(Settings(2, 1, policy=fcdp.HostCache()))
     cache = engine_of(run.model).cache
     with torch.no_grad():
@@ -343,8 +297,4 @@ def fetched_ahead() -> list[int]:
             counts.append(expect.call_count)
             for entry in entries:  # as the ranks agree when a pass begins
                 entry.generation += 1
-    return counts
-
-
-def test_stale_entries_are_not_fetched_ahead(ranks: Pools) -> None:
-    assert ranks.run(2, fetched_ahead) == [[3, 3]] * 2
+    assert counts == [3, 3], "those that are fresh"

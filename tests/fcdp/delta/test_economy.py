@@ -98,17 +98,12 @@ def test_a_mean_forgets() -> None:
     assert mean.value is None
     mean.add(8.0)
     assert mean.value == 8.0
+    mean.add(4.0)
+    assert mean.value == 7.0  # a quarter of the last observation counts
     for _ in range(40):
         mean.add(1.0)
     assert mean.value is not None
     assert mean.value == pytest.approx(1.0, abs=1e-3)
-
-
-def test_a_quarter_of_the_last_observation_counts() -> None:
-    mean = Mean()
-    mean.add(8.0)
-    mean.add(4.0)
-    assert mean.value == 7.0
 
 
 def test_what_is_not_known_yet_takes_no_time() -> None:

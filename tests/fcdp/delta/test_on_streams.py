@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,14 +31,12 @@ class Step(NamedTuple):
 def run_steps(codec: fcdp.Delta | None) -> list[Step]:
     from tests.fcdp.accelerator import here
 
-    topology = training.topology_of(2, 2)
-    settings = Settings(**{**vars(RAW), "gather_codec": codec})
-    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
+    run = training.Run(replace(RAW, gather_codec=codec))
+    model, device = run.model, here()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data, device = training.batches(settings, topology.rank), here()
     found = []
-    for _ in range(settings.steps):
-        batch = next(data)
+    for _ in range(RAW.steps):
+        batch = next(run.data)
         fcdp.ledger(model).reset()
         waits: list[str] = []
         wait_for = device.host.wait_for
@@ -95,14 +94,11 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
 
 def after_damage() -> list[str]:
     """What a rank says, and when, of a message that was damaged at the second step."""
-    topology = training.topology_of(2, 2)
-    settings = Settings(**{**vars(RAW), "gather_codec": fcdp.Delta()})
-    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data, said = training.batches(settings, topology.rank), []
+    run, said = training.Run(replace(RAW, gather_codec=fcdp.Delta())), []
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     for step in range(4):
         try:
-            training.loss_of(model, next(data)).backward()
+            run.loss().backward()
         except RuntimeError as error:
             said.append(f"step {step}: {error}")
         optimizer.step()

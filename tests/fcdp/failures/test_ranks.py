@@ -17,7 +17,7 @@ from fcdp import failure
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures.made_up import SOON_S
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 
 class Exchanges:
@@ -278,7 +278,10 @@ def test_what_each_rank_is_told(ranks: Pools, acts: tuple[Act, ...], told: list[
             assert words in message
 
 
-def _prefetch_what_another_never_gathers(numel: int) -> str:
+@pytest.mark.parametrize("numel", [33, 1024])
+@on_ranks(2)
+def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(numel: int) -> None:
+    """On the CPU all exchanges of two ranks share a connection, and match in order."""
     with polling_often():
         every = Exchanges(f"prefetched {numel}")
 
@@ -296,20 +299,13 @@ def _prefetch_what_another_never_gathers(numel: int) -> str:
                     wait_all(left)
             any_rank([False], every._topology)
 
-        return ended(prefetch, every)
+        seen = ended(prefetch, every)
+    assert APART in seen, seen
 
 
-@pytest.mark.parametrize("numel", [33, 1024])
-def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(
-    ranks: Pools, numel: int
-) -> None:
-    """On the CPU all exchanges of two ranks share a connection, and match in order."""
-    for seen in ranks.run(2, _prefetch_what_another_never_gathers, numel):
-        assert APART in seen
-
-
-def places() -> list[int]:
-    """Before and after a rank has waited, once, or not at all, for what it issued."""
+@on_ranks(2)
+def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
+    """Before and after one of them has waited for what it issued."""
     with polling_often():
         every = Exchanges("places")
         every.failures.begins()
@@ -317,16 +313,15 @@ def places() -> list[int]:
         before = every.failures.place
         if every.rank == 0:
             every.complete(work)
-        return [before, every.failures.place]
+        assert every.failures.place == before
+        of_ranks: list[Any] = [None, None]
+        dist.all_gather_object(of_ranks, before)
+        assert of_ranks == [before, before]
 
 
-def test_ranks_may_wait_at_different_times_and_are_at_the_same_place(ranks: Pools) -> None:
-    answers = ranks.run(2, places)
-    assert len({place for found in answers for place in found}) == 1
-
-
-def broken_while_completing() -> list[str]:
-    """Answers of each rank's next exchanges after rank 0's connection has broken in a wait."""
+@on_ranks(2)
+def test_a_connection_that_breaks_is_told_to_all() -> None:
+    """Rank 0's has broken in a wait: what the next exchanges of each say."""
     with polling_often():
         every = Exchanges("broken")
 
@@ -342,11 +337,7 @@ def broken_while_completing() -> list[str]:
             with pytest.raises(RankFailed):
                 completes(RuntimeError("Connection closed by peer"))
         later: Act = lambda _: completes(ValueError("is not reached"))  # noqa: E731
-        return [ended(Exchanges.run, every), ended(later, every)]
-
-
-def test_a_connection_that_breaks_is_told_to_all(ranks: Pools) -> None:
-    for seen in ranks.run(2, broken_while_completing):
-        for message in seen:
-            assert "rank 0 could not exchange with another rank" in message
-            assert "Connection closed by peer" in message
+        seen = [ended(Exchanges.run, every), ended(later, every)]
+    for message in seen:
+        assert "rank 0 could not exchange with another rank" in message, message
+        assert "Connection closed by peer" in message, message

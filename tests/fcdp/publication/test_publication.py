@@ -24,7 +24,7 @@ import fcdp
 from fcdp import durable
 from tests.fcdp import training
 from tests.fcdp.training import Settings, TinyLM, whole
-from tests.ranks import Pools, RankFailure, RankPool
+from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -119,9 +119,13 @@ def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
     assert changed == results[0][0][1].changed > 0
 
 
-def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
-    run = Run(LORA, place, {"trainable_only": trainable_only, "anchor_every": 2}, rate=1e-3)
-    reader = fcdp.Subscriber(place)
+@pytest.mark.parametrize("trainable_only", [False, True])
+@on_ranks(4)
+def test_frozen_parameters_are_written_once_or_when_they_change(
+    tmp_path: Path, trainable_only: bool
+) -> None:
+    run = Run(LORA, tmp_path, {"trainable_only": trainable_only, "anchor_every": 2}, rate=1e-3)
+    reader = fcdp.Subscriber(tmp_path)
     published = []
     for step in range(4):
         published.append(run.publish())
@@ -133,7 +137,7 @@ def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
         if run.topology.rank == 0:
             reader.update()
             equal(reader.state, now)
-            late = fcdp.Subscriber(place)
+            late = fcdp.Subscriber(tmp_path)
             late.update()
             equal(late.state, now)
         run.step()
@@ -143,14 +147,7 @@ def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
                 assert isinstance(param, DTensor)
                 param.detach().to_local().add_(1)
             fcdp.invalidate(run.model)
-    return published
-
-
-@pytest.mark.parametrize("trainable_only", [False, True])
-def test_frozen_parameters_are_written_once_or_when_they_change(
-    ranks: Pools, tmp_path: Path, trainable_only: bool
-) -> None:
-    first, _, third, last = ranks.run(4, train_adapters, tmp_path, trainable_only)[0]
+    first, _, third, last = published
     if trainable_only:
         assert not (tmp_path / "frozen").exists()
         assert last.changed < last.words
@@ -227,8 +224,9 @@ def test_a_state_that_does_not_fit_is_left_alone(ranks: Pools, tmp_path: Path) -
     assert [*state] == ["norm.weight"]
 
 
-def fail_once(place: Path) -> list[int]:
-    run = Run(BF16, place, {})
+@on_ranks(4)
+def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: Path) -> None:
+    run = Run(BF16, tmp_path, {})
     run.publish()
     run.step()
     replace = durable.replace
@@ -243,19 +241,12 @@ def fail_once(place: Path) -> list[int]:
             run.publish()
     finally:
         durable.replace = replace
-    reader = fcdp.Subscriber(place)
-    versions = [reader.update() or 0]
+    reader = fcdp.Subscriber(tmp_path)
+    assert reader.update() == 1
     run.step()
     run.publish()
-    versions.append(reader.update() or 0)
+    assert reader.update() == 3
     equal(reader.state, held(run.model, BF16))
-    return versions
-
-
-def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    assert ranks.run(4, fail_once, tmp_path)[0] == [1, 3]
 
 
 def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
@@ -303,8 +294,8 @@ def test_writers_that_are_killed_leave_versions_whole(
         equal(reader.state, last)
 
 
-def publish_to_memory() -> None:
-    """A file system that fsspec names, inside one process."""
+@on_ranks(1)
+def test_any_file_system_of_fsspec() -> None:
     run = Run(Settings(1, 1, param_dtype=torch.bfloat16), "memory://rollouts/run", {})
     reader = fcdp.Subscriber(run.place)
     for _ in range(3):
@@ -316,11 +307,8 @@ def publish_to_memory() -> None:
     assert len(names) == 2
 
 
-def test_any_file_system_of_fsspec(ranks: Pools) -> None:
-    ranks.run(1, publish_to_memory)
-
-
-def refuse() -> None:
+@on_ranks(4)
+def test_mistakes_are_refused() -> None:
     run = Run(BF16, "unused", {"anchor_every": 0})
     with pytest.raises(ValueError, match="anchor_every = 0: must be 1 or more"):
         run.publish()
@@ -329,10 +317,6 @@ def refuse() -> None:
         param.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter has requires_grad"):
         run.publish()
-
-
-def test_mistakes_are_refused(ranks: Pools) -> None:
-    ranks.run(4, refuse)
 
 
 class Cutting(http.server.SimpleHTTPRequestHandler):
