@@ -14,16 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from fcdp.delta import huffman
-from fcdp.delta.compiled import Bytes, Longs, Words, compiled
-from fcdp.delta.packing import (
-    BIT,
-    DE_BRUIJN,
-    HIGHEST_SIX,
-    NONE,
-    joined,
-    near_and_wide,
-    pack_flags,
-)
+from fcdp.delta.compiled import Bytes, Longs, Near, Words, compiled
+from fcdp.delta.packing import BIT, DE_BRUIJN, HIGHEST_SIX, NONE, pack_flags
 
 #: Zeros that one byte tells of. A byte more tells of as many runs of so many.
 _RUN = 64
@@ -51,9 +43,10 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     flags = pack_flags(numbers.to(torch.bool)).numpy().view(np.uint64)
     # A token of zeros tells of so many that there is one for each number at most.
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
-    others = torch.empty_like(numbers)
-    count, some = _tell(flags, numbers.numpy(), tokens.numpy(), others.numpy())
-    data = huffman.write([tokens[:count], *near_and_wide(others[:some])], window)
+    near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
+    arrays = [each.numpy() for each in (numbers, tokens, near, wide)]
+    count, some, far = _tell(flags, *arrays)
+    data = huffman.write([tokens[:count], near[:some], wide[:far]], window)
     return Sizes(count, some, data.numel()), data
 
 
@@ -71,17 +64,20 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     if wide_bytes < 0 or wide_bytes % 2:
         return False
     codes, near, wide = told.split([tokens, others, wide_bytes])
-    values = joined(near.view(torch.int8), wide.clone().view(torch.int16))  # at an even place
-    return values is not None and _set(codes.numpy(), values.numpy(), numbers.numpy())
+    near, wide = near.view(torch.int8), wide.clone().view(torch.int16)  # at an even place
+    return _set(codes.numpy(), near.numpy(), wide.numpy(), numbers.numpy())
 
 
 @compiled
-def _tell(flags: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[int, int]:
+def _tell(
+    flags: Longs, numbers: Words, tokens: Bytes, near: Near, wide: Words
+) -> tuple[int, int, int]:
     """Write what tells of ``numbers`` (n); ``flags`` (n / 64) have a bit for each that is not 0.
 
-    Returns how many ``tokens`` and ``others`` there are.
+    Numbers that follow go to ``near``, and are 0 there if a byte does not hold them and they go to
+    ``wide``. Returns how many tokens there are, and numbers in each.
     """
-    count = some = 0
+    count = some = far = 0
     last = -1
     for block in range(flags.size):
         left = flags[block]
@@ -103,16 +99,20 @@ def _tell(flags: Longs, numbers: Words, tokens: Bytes, others: Words) -> tuple[i
             other = number * number != 1
             tokens[count] = (zeros & _RUN - 1) << 2 | (_OTHER if other else number < 0)
             count += 1
-            # Written whether it is one, and then over: no branch that is guessed wrongly.
-            others[some] = number
+            # Written whether it follows, and then over: no branch that is guessed wrongly.
+            near[some] = number
+            if not -128 <= number <= 127:
+                near[some] = 0
+                wide[far] = number
+                far += 1
             some += other
-    return count, some
+    return count, some, far
 
 
 @compiled
-def _set(tokens: Bytes, others: Words, numbers: Words) -> bool:
+def _set(tokens: Bytes, near: Near, wide: Words, numbers: Words) -> bool:
     """Set the ``numbers`` (n) that were told of; returns whether they fit, and all are used."""
-    some = 0
+    some = far = 0
     at = -1
     for token in tokens:
         kind, zeros = token & 3, token >> 2
@@ -122,11 +122,16 @@ def _set(tokens: Bytes, others: Words, numbers: Words) -> bool:
         if kind < _OTHER:
             numbers[at] = 1 - 2 * kind
         elif kind == _OTHER:
-            if some == others.size:
+            if some == near.size:
                 return False
-            numbers[at] = others[some]
+            numbers[at] = near[some]
             some += 1
-    return some == others.size
+            if numbers[at] == 0:
+                if far == wide.size:
+                    return False
+                numbers[at] = wide[far]
+                far += 1
+    return some == near.size and far == wide.size
 
 
 def by_magnitude(words: torch.Tensor) -> torch.Tensor:

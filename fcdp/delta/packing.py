@@ -239,45 +239,6 @@ def spread_changed(bitmap: Bytes, kept: Words, words: Words) -> bool:
     return count == kept.size
 
 
-def near_and_wide(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Part ``numbers`` (k, int16, none is 0) in bytes (k, int8) and what these do not hold.
-
-    Where a byte does not hold a number it is 0.
-    """
-    near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
-    return near, wide[: _part(numbers.numpy(), near.numpy(), wide.numpy())]
-
-
-def joined(near: torch.Tensor, wide: torch.Tensor) -> torch.Tensor | None:
-    """The numbers (k, int16) that :func:`near_and_wide` parted; ``None`` if it parted none so."""
-    numbers = near.to(torch.int16)
-    return numbers if _join(wide.numpy(), numbers.numpy()) else None
-
-
-@compiled
-def _part(numbers: Words, near: Near, wide: Words) -> int:
-    count = 0
-    for at in range(numbers.size):
-        near[at] = numbers[at]
-        if not -128 <= numbers[at] <= 127:
-            near[at] = 0
-            wide[count] = numbers[at]
-            count += 1
-    return count
-
-
-@compiled
-def _join(wide: Words, numbers: Words) -> bool:
-    count = 0
-    for at in range(numbers.size):
-        if numbers[at] == 0:
-            if count == wide.size:
-                return False
-            numbers[at] = wide[count]
-            count += 1
-    return count == wide.size
-
-
 def places(flags: torch.Tensor) -> torch.Tensor:
     """Where ``flags`` (n, bool) are set, as int64 (k): numpy is faster than torch at it."""
     return torch.from_numpy(np.flatnonzero(flags.numpy()))
