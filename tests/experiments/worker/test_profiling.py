@@ -5,9 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 import fcdp
-from experiments.worker.worker import FOLDER, SUMMARY, profile_step
+from experiments.worker.worker import FOLDER, SUMMARY, _Training
 from tests.fcdp.training import Run, Settings
 from tests.ranks import Pools
 
@@ -24,8 +28,17 @@ def profiled(output: str) -> dict[str, dict[str, int]]:
         return taken[-1]
 
     run.step()
-    sent = iter([1_000_000, 3_500_000])
-    profile_step(run.step, lambda: next(sent), take, run.topology, Path(output))
+    sent = iter([(1_000_000,), (3_500_000,)])
+    training: Any = SimpleNamespace(
+        output=Path(output),
+        topology=run.topology,
+        trainable=SimpleNamespace(take_ledger=take),
+        _device=torch.device("cpu"),
+        _batches=lambda: (),
+        _step=lambda batches: torch.tensor(run.step()),
+        _egress=lambda: next(sent),
+    )
+    _Training.profile_step(training)
     return taken[-1]
 
 
