@@ -153,7 +153,8 @@ def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("somewhere", "WANDB_MODE='somewhere' is not allowed: offline,"),
     ):
         monkeypatch.setenv("WANDB_MODE", mode)
-        result = export([record(cell(matrix=mode))], tmp_path)
+        (tmp_path / mode).mkdir()
+        result = export([record(cell())], tmp_path / mode)
         assert (result.mode, result.runs) == ("offline", 1)
         assert said in result.warnings[0]
     monkeypatch.setenv("WANDB_MODE", "online")
