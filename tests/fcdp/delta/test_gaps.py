@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcdp.delta import difference, gaps
+from fcdp.delta import difference, gaps, huffman
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
 from fcdp.delta.huffman import zstd
 
@@ -54,6 +54,14 @@ def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
     numbers = [number for zeros, last in runs for number in (*[0] * zeros, last)]
     base = torch.arange(len(numbers), dtype=torch.int32).to(torch.int16)
     _arrives(base + torch.tensor(numbers, dtype=torch.int16), base, coding)
+
+
+def test_what_a_byte_holds_takes_one() -> None:
+    numbers = torch.tensor([-129, -128, 127, 128], dtype=torch.int16)
+    sizes, data = gaps.write(numbers, window=17)
+    told = huffman.read(data, 100)
+    assert told is not None
+    assert told.numel() == sizes.tokens + sizes.others + 2 * 2  # two are words beside
 
 
 @pytest.mark.parametrize("share", [0.008, 0.05, 0.12])
