@@ -235,7 +235,7 @@ class Outcome(Strict):
 
     kind: Literal["outcome"]
     of: Selection
-    #: Of all cells; or by strategy, of those that are named.
+    #: State of all cells; or by strategy, of those that are named.
     state: State | dict[str, State]
     take: Literal["mean"] = "mean"
     units: ClassVar[tuple[Unit, ...]] = ("%",)

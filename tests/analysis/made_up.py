@@ -43,7 +43,7 @@ def cell(
 
 
 def figures(of: Cell) -> dict[str, Any]:
-    """What such a cell might have measured; those of other strategies what FCDP's have."""
+    """Measurement that such a cell might have; other strategies' cells have that of FCDP's."""
     strategy = of.strategy if of.strategy in TRAFFIC else "fcdp"
     megabytes, share, compute = TRAFFIC[strategy][of.tuning]
     scale = 1.12 if of.model == LLAMA else 1.0

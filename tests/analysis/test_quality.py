@@ -134,7 +134,7 @@ def test_who_is_first_depends_on_the_link() -> None:
     ]
     # What is not exact never comes to what the exact one ends with.
     assert said(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
-    # What seeds do not tell apart is alike.
+    # Strategies that seeds do not tell apart are alike.
     slow, _ = said(times(slow=1.2), 3.01)
     assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 

@@ -21,14 +21,14 @@ def flat(result: Result) -> str:
 
 
 def printed(*arguments: object) -> str:
-    """What a command prints that must end well."""
+    """Output of a command that must end well."""
     result = command(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def refused(*arguments: object) -> str:
-    """What a command says of a mistake, without line breaks."""
+    """Words of a command about a mistake, without line breaks."""
     result = command(*arguments)
     assert result.exit_code == 2, result.output
     return flat(result)

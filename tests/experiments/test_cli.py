@@ -35,7 +35,7 @@ def stand_in(*arguments: object, status: int = 0, **cluster: Any) -> Result:
 
 
 def options(folder: Path, *more: str, **of_the_matrix: Any) -> list[str]:
-    """Of a run of a small matrix without W&B, in a folder beside it."""
+    """Options of a small matrix's run without W&B, in a folder beside it."""
     file = str(matrix_file(folder, **of_the_matrix))
     return [file, "--output", str(folder / "run"), "--no-wandb", *more]
 

@@ -32,7 +32,7 @@ class Runs:
 
 
 def lora(strategy: str, pin: Pin) -> Cell:
-    # Of a model of two blocks ZeRO-3 keeps most over the turn from forward to backward.
+    # ZeRO-3 keeps most of a model of two blocks over the turn from forward to backward.
     return cell(strategy, tuning="lora", deepspeed=pin, model=model_spec("gpt2", layers=4))
 
 

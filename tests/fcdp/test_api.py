@@ -114,7 +114,7 @@ def test_setting_up_again_with_equal_arguments_changes_nothing() -> None:
 
 @on_ranks(2)
 def test_other_collectives_are_refused() -> None:
-    """Of the user's own: those from before FCDP, and those after it."""
+    """Collectives of the user's own: those from before FCDP, and those after it."""
     topology = topology_of(2, 1)
     model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
 

@@ -69,7 +69,7 @@ def data_write(run: Run) -> None:
 
 
 Event = Callable[[Run], object]
-#: What happens before the first of two forwards and between them, and the units that the second
+#: Events before the first of two forwards and between them, and the units that the second
 #: gathers anew on both ranks; ``None``: all of them.
 EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
     (None, lambda run: None, []),

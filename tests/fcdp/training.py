@@ -292,7 +292,7 @@ def train(settings: Settings, engine: str) -> Result:
 
 @contextmanager
 def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
-    """What the library prints within, and what it warns of."""
+    """Lines that the library prints within, and its warnings."""
     printed, warned = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(warned)
     logging.getLogger("fcdp").addHandler(handler)

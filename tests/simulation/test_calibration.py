@@ -123,7 +123,7 @@ def test_what_was_once_predicted_to_take_much_longer_than_it_does() -> None:
     # Replicas, while they were taken to have the engine's hooks of blocks: twice as long.
     replicas = [each for (name, *_), each in ratios.items() if name == "replicated"]
     assert max(map(max, replicas)) < 1.6
-    # What an engine takes once per step, and was taken per micro-batch.
+    # Seconds that an engine takes once per step, and that were taken per micro-batch.
     assert max(ratios["deepspeed-hpz", "lora", 8]) < 1.1
     # Offloaded parameters, whose copy waits for no computation: there is no device to copy to.
     assert max(ratios["deepspeed-offload-param", "lora", 8]) < 1.3

@@ -32,7 +32,7 @@ def made(run: Run) -> Run:
 
 
 def ratio(run: Run, by: Fitted) -> float:
-    """What was measured over what is predicted."""
+    """Measured over predicted."""
     return run.row.tokens_per_s_per_gpu / calibration.tokens_per_gpu_s(run, by)
 
 

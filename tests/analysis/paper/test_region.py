@@ -31,7 +31,7 @@ def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
 
 def test_the_search_finds_the_committed_point_again() -> None:
     assert region.simulated(region.search(KNOWN.holds, KNOWN.paper)) == BEST
-    # What the system was read from counts for nothing.
+    # The source that a system was read from counts for nothing.
     assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
 
 

@@ -141,7 +141,7 @@ def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> Non
     if form == "cyclic-ring":
         assert largest == every
     else:
-        # Of five blocks in four stages: its own, and those of one other.
+        # Five blocks in four stages: its own, and those of one other.
         assert 0 < own < largest < every
         assert largest - own <= every * 2 / 5
 

@@ -1,4 +1,4 @@
-"""What is looked at while a cell runs: its last step, and what the host takes of the processors."""
+"""Looks at a cell that runs: its last step, and what the host takes of the processors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.simulation.imitated.small import settled
 def record(
     strategy: str, largest: int | None, *, tuning: str = "full", length: int = 512
 ) -> MemoryRecord:
-    """Of the 30B model without checkpointing."""
+    """Record of the 30B model without checkpointing."""
     (case,) = (
         each
         for each in study.cases([models.find("gpt-30b")], [strategy], [length])
