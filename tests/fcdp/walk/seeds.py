@@ -93,7 +93,7 @@ def draw_on_an_accelerator(seed: int) -> Case:
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         detect_writes=False,
-        differences=False,  # the coder is the CPU's
+        coding=None,  # the coder is the CPU's
     )
     return replace(case, options=options)
 
