@@ -1,4 +1,4 @@
-"""Reductions in flight, on exchanges that only note what is asked of them."""
+"""Reductions in flight: on exchanges that only note what is asked of them, and in training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fcdp
 from fcdp.counts import Ledger
+from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
+from tests.fcdp.training import topology_of
+from tests.fcdp.upstream.models import mlps
+from tests.fcdp.upstream.test_hooks import before_each_backward
+from tests.ranks import Pools
 
 SUMS = (2.0, 4.0, 6.0, 8.0)
 
@@ -294,3 +301,33 @@ def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_th
 
     in_backward(reduce_as_fsdp2_does, lambda: log.append("computed"))
     assert log == [*INSIDE, *expected]
+
+
+def flying(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> tuple[list[str], set[type]]:
+    """What is in flight when each block's backward begins, and after it; types of gradients."""
+    model, topology = mlps(5, 6), topology_of(nodes, ranks_per_node)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    fcdp.shard(model, topology, units=model, mp_policy=policy)
+    seen: list[str] = []
+
+    def look() -> None:
+        crossings = engine_of(model)._in_flight._crossings
+        seen.append("".join(crossing.unit.name for crossing in crossings))
+
+    before_each_backward(model, look)
+    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    look()
+    gradients: list[Any] = [param.grad for param in model.parameters()]
+    return seen, {type(gradient._local_tensor) for gradient in gradients}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str
+)
+def test_two_reductions_are_in_flight_and_none_after_backward(
+    ranks: Pools, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Also where FSDP2 casts what was reduced to the parameters' dtype."""
+    for seen, types in ranks.run(shape[0] * shape[1], flying, *shape, dtype):
+        assert seen == ["", "4", "43", "32", "21", ""]
+        assert types == {torch.Tensor}

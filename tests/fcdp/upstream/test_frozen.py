@@ -51,8 +51,7 @@ def test_frozen_and_trained_groups_in_turn(run: Run, reshard: bool, unfreeze: bo
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
     for layer in layers[::2]:
         layer.requires_grad_(False)
-    run.shard([*layers, model], reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, [*layers, model], reshard_after_forward=reshard)
     optimizer = adam(model)
     steps = 5
     for step in range(steps):

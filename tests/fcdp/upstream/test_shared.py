@@ -11,9 +11,9 @@ from tests.fcdp.upstream.running import Run, cases, steps, train_on_tokens
 
 @cases((True, True), (True, False), (False, True), (False, False))
 def test_tied_weights(run: Run, reshard: bool, checkpointing: bool) -> None:
-    model = Transformer(tied=True, checkpointing=checkpointing)
-    run.shard(model.units(), reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(
+        Transformer(tied=True, checkpointing=checkpointing), reshard_after_forward=reshard
+    )
     train_on_tokens(run, model)
 
 
@@ -42,8 +42,7 @@ class Chunked(nn.Module):
 def test_modules_in_one_group(run: Run, tie: bool, reshard: bool | None) -> None:
     """``fully_shard([a, b])``: several modules gather at once."""
     model = Chunked(tie=tie)
-    run.shard(model.groups(tie=tie), reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, model.groups(tie=tie), reshard_after_forward=reshard)
     train_on_tokens(run, model)
 
 
@@ -61,8 +60,7 @@ def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> Non
 def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
     """A loss in chunks, through the head of a group that the forward ran in part."""
     model = Chunked(tie=tie)
-    run.shard(model.groups(tie=tie))
-    run.cache(model)
+    run.set_up(model, model.groups(tie=tie))
     for step in steps(run, model):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
@@ -77,8 +75,7 @@ def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
 def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
     """The head stays gathered while its chunks run, and is resharded by hand afterwards."""
     model = Chunked(tie=False)
-    run.shard(model.groups(tie=False))
-    run.cache(model)
+    run.set_up(model, model.groups(tie=False))
     for step in steps(run, model):
         hidden = model(run.tokens(VOCABULARY, 2, 8, step=step), skip_head=True)
         for keep in (True, False):

@@ -1,8 +1,12 @@
-"""Training parity: one group and many, casts after init, what is registered, odd call orders."""
+"""Training parity: one group and many, what is registered, odd call orders, what a loss leaves out.
+
+And norms of gradients and their clipping, of every order, and scaled gradients.
+"""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -10,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.fcdp.training import whole
-from tests.fcdp.upstream.models import MLP, VOCABULARY, Transformer, mlps
+from tests.fcdp.upstream.models import MLP, VOCABULARY, Branches, DoubleLinear, Transformer, mlps
 from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, steps, train
 
 
@@ -29,8 +33,7 @@ def test_a_single_group_of_even_and_uneven_shards(
     def place(param: nn.Parameter) -> Shard | None:
         return Shard(param.shape.index(max(param.shape)))
 
-    run.shard([model], shard_placement_fn=place if largest else None)
-    run.cache(model)
+    run.set_up(model, [model], shard_placement_fn=place if largest else None)
     x = run.input(4, sizes[0][0])
     train(run, model, adam(model), lambda step: model(x).sum())
 
@@ -55,9 +58,7 @@ def test_many_groups(run: Run, reshard: bool, async_op: bool, offload: bool) -> 
 @cases()
 def test_a_cast_after_sharding(run: Run) -> None:
     torch.manual_seed(42)
-    model = MLP(4).to(torch.float32)
-    run.shard([model.in_proj, model.out_proj, model])
-    run.cache(model)
+    model = run.set_up(MLP(4).to(torch.float32))
     model.to(torch.float64)
     x = run.input(2, 4, dtype=torch.float64)
     train(run, model, adam(model), lambda step: model(x).sum())
@@ -73,8 +74,7 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
     model = nn.Sequential(MLP(3), MLP(3))
     reference = copy.deepcopy(model)
     inner: list[nn.Module] = [model[0].in_proj, model[0].out_proj]
-    run.shard([*inner, model], reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, [*inner, model], reshard_after_forward=reshard)
     model(run.input(2, 3))
     inside = {id(param) for module in inner for param in module.parameters()}
     for name, param in model.named_parameters():
@@ -94,9 +94,7 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
 @cases()
 def test_a_submodule_runs_forward_and_backward_by_itself(run: Run) -> None:
     """Forwards and backwards of sub-modules, beside those of the root."""
-    model = mlps(3, 8)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(3, 8))
     for step in steps(run, model, 4):
         x = run.input(2, 8, step=step)
         root = model(x).sum()
@@ -123,8 +121,7 @@ class Repeated(nn.Module):
 @cases((True,), (False,))
 def test_a_module_is_called_several_times(run: Run, reshard: bool) -> None:
     model = Repeated()
-    run.shard([model.inner, model], reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, [model.inner, model], reshard_after_forward=reshard)
     train(run, model, adam(model), lambda step: model(run.input(8, 4, step=step)).sum())
 
 
@@ -133,11 +130,107 @@ def test_two_forwards_before_one_backward(run: Run, checkpointing: bool, reshard
     """As preference training has it: one loss of two forwards."""
     model = Transformer(checkpointing=checkpointing)
     inner = [part for layer in model.layers for part in (layer.mlp, layer)]
-    run.shard([*inner, model], reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, [*inner, model], reshard_after_forward=reshard)
 
     def loss(step: int) -> torch.Tensor:
         first, second = (model(run.tokens(VOCABULARY, 2, 6, step=10 * step + i)) for i in (1, 2))
         return (first.mean() - second.mean()).pow(2) + first.square().mean()
 
     train(run, model, adam(model), loss, steps=3)
+
+
+@cases((True,), (False,))
+def test_an_output_that_the_loss_leaves_out(run: Run, reshard: bool) -> None:
+    """The second of two outputs falls out of the loss in mid-run."""
+    model = DoubleLinear(24, use_second=True)
+    run.set_up(model, [model.lin1, model], reshard_after_forward=reshard)
+
+    def loss(step: int) -> torch.Tensor:
+        first, second = model(run.input(2, 24, step=step))
+        return (first * second).sum() if step < 2 else first.sum()
+
+    train(run, model, adam(model), loss)
+
+
+@cases((True,), (False,))
+def test_a_module_that_never_runs(run: Run, reshard: bool) -> None:
+    model = run.set_up(DoubleLinear(24, use_second=False), reshard_after_forward=reshard)
+    train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum())
+
+
+@cases()
+def test_other_parameters_receive_gradients_in_each_step(run: Run) -> None:
+    """Parameters of one group receive gradients in turn, alike on all ranks."""
+    model = Branches(6)
+    run.set_up(model, [model])
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.input(2, 6, step=step), used=("left", "right")[step % 2]).sum(),
+    )
+
+
+@cases()
+def test_ranks_use_different_parameters_of_a_group(run: Run) -> None:
+    """Ranks use different parameters of a group, which then sends zeros for the others."""
+    model = Branches(6)
+    run.shard([model])
+    model.set_reduce_scatter_unused_params(True)
+    run.cache(model)
+    used = ("left", "right")[run.topology.rank % 2]
+    train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), used=used).sum())
+
+
+def local_norms(model: nn.Module, order: float) -> list[float]:
+    return [
+        torch.linalg.vector_norm(param.grad.to_local(), ord=order).item()
+        for param in model.parameters()
+        if param.grad is not None
+    ]
+
+
+@cases((2.0, False), (1.0, False), (float("inf"), False), (2.0, True))
+def test_clip_grad_norm(run: Run, order: float, frozen: bool) -> None:
+    model = Transformer(2)
+    if frozen:
+        model.embedding.requires_grad_(False)
+        model.layers[0].mlp.requires_grad_(False)
+    run.set_up(model)
+    optimizer = adam(model)
+    limit = 0.01
+    for step in range(4):
+        optimizer.zero_grad()
+        model(run.tokens(VOCABULARY, 3, 8, step=step)).square().sum().backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), limit, norm_type=order, foreach=True
+        )
+        assert norm.full_tensor() > limit, "nothing was clipped"
+        run.see(f"norm {step}", norm.full_tensor())
+        assert max(local_norms(model, order)) <= limit * (1 + 1e-6)
+        run.see_gradients(model)
+        optimizer.step()
+    run.see_params(model)
+
+
+@cases((True,), (False,))
+def test_a_gradient_scaler(run: Run, bad: bool) -> None:
+    """What the scaler finds in one rank's shard, it finds on all."""
+    model = run.set_up(mlps(2, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for step in range(4):
+        loss = model(run.input(4, 6, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        scaler.scale(loss).backward()
+        if bad and step == 1 and run.topology.rank == 0:
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            gradient.to_local().view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        run.see_gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.see(f"scale {step}", scaler.get_scale())
+    run.see_params(model)
