@@ -13,18 +13,21 @@ from fcdp.streams import Streams
 
 
 class NoFailures:
-    """Of ranks that never fail."""
+    """Of ranks that never fail, or of threads of one process, which fail together."""
 
     place = 0
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def completing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    completing = waiting
 
-    def backward_runs(self) -> None:
-        pass
+    def backward_runs(self, *_: Any, **__: Any) -> None: ...
+
+    begins = forward_ends = announce = backward_runs
+
+    def raise_out_of_step(self) -> None:
+        raise AssertionError("ranks are out of step")
 
 
 CPU = torch.device("cpu")

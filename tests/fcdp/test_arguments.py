@@ -83,26 +83,6 @@ def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> Non
     assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fcdp.Budget(host="16 GiB"), "host = '16 GiB': must be bytes, a whole number"),
-        (lambda: fcdp.Budget(device=1.5 * 2**30), "device = 1610612736.0: must be bytes, a whole"),
-        (lambda: fcdp.Threshold("0.8"), "tau = '0.8': must be between 0 and 1"),
-        (lambda: fcdp.Auto(measured_gathers=-1), "measured_gathers = -1: must be a count"),
-        (lambda: fcdp.DiskCache(None), "directory = None: must be a path"),
-    ],
-)
-def test_policies_check_their_types(make: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-        make()
-    assert str(error.value).startswith(message)
-
-
-def test_a_directory_may_be_a_text() -> None:
-    assert fcdp.DiskCache("/tmp") == fcdp.DiskCache(Path("/tmp"))  # type: ignore[arg-type]
-
-
 def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
     """What set-up prints, and what it warns of."""
     with said() as (printed, warned):
@@ -127,6 +107,15 @@ def test_one_line_says_where_every_unit_lies(ranks: Pools, policy: Any, places: 
     assert first[0].startswith(f"fcdp: 3 units: {places}")
     assert first[0].count("\n") == 1
     assert (first[1], second) == ("", ("", ""))
+
+
+def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
+    first, *others = ranks.run(4, said_of, 2, 2, {"partial_gradients": "host"})
+    assert first[0] == (
+        "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
+        "2 × (cache 12 KiB, partial gradients 12 KiB)\n"
+    )
+    assert others == [("", "")] * 3
 
 
 def test_one_node_is_said_to_cache_nothing(ranks: Pools) -> None:
@@ -205,19 +194,3 @@ def test_a_repr_is_one_readable_line() -> None:
         "cache on the host 12 KiB",
     ]
     assert len({len(line) for line in lines[:4]}) == 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (fcdp.HostCache(), "HostCache()"),
-        (fcdp.Threshold(0.8), "Threshold(tau=0.8)"),
-        (fcdp.Auto(), "Auto(reserve=0.1, measured_gathers=4)"),
-        (
-            fcdp.Budget(device=2**30, disk=3 * 2**39, directory=Path("/tmp")),
-            "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')",
-        ),
-    ],
-)
-def test_policies_are_shown_as_they_are_made(policy: fcdp.CachePolicy, text: str) -> None:
-    assert repr(policy) == text

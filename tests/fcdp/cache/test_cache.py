@@ -1,4 +1,7 @@
-"""The cache on ranks: what is refused, what falls to the next tier, what is verified."""
+"""The cache on ranks: what is refused, what falls to the next tier, what is verified.
+
+And what comes next, told from the pass before.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 
 import fcdp
 from fcdp.arena import Arena
+from fcdp.cache.cache import GatherOrder
 from fcdp.cache.memory import Usage
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.host import HostTier
@@ -56,22 +60,6 @@ def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any],
         shard_tiny(2, 1, options)
     assert (part if short else "host memory: rank 1: fcdp: ") in str(error.value), error.value
     assert arena.call_count == 0
-
-
-def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> str:
-    with said() as (printed, _):
-        shard_tiny(nodes, ranks_per_node, options)
-    return printed.getvalue()
-
-
-def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
-    first, *others = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
-    (line,) = first.splitlines()
-    assert line == (
-        "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
-        "2 × (cache 12 KiB, partial gradients 12 KiB)"
-    )
-    assert others == ["", "", ""]
 
 
 def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
@@ -298,3 +286,38 @@ def test_stale_entries_are_not_fetched_ahead() -> None:
             for entry in entries:  # as the ranks agree when a pass begins
                 entry.generation += 1
     assert counts == [3, 3], "those that are fresh"
+
+
+PASS: Any = ["a", "b", "c", "b", "a"]
+
+
+def passed(order: GatherOrder, units: Any, depth: int = 2, gradients: bool = True) -> list[str]:
+    order.begin(gradients)
+    return ["".join(map(str, order.follow(unit, depth))) for unit in units]
+
+
+def test_the_first_pass_is_learnt_and_the_second_foreseen() -> None:
+    order = GatherOrder()
+    assert passed(order, PASS) == [""] * 5
+    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
+
+
+def test_a_pass_that_goes_another_way_foresees_nothing_from_there() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    assert passed(order, ["a", "c", "c", "b", "a", "b"]) == ["bc", "", "ba", "a", "", ""]
+
+
+def test_forwards_that_gather_nothing_do_not_erase_what_is_known() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    order.begin(True)
+    assert passed(order, PASS, depth=1) == ["b", "c", "b", "a", ""]
+
+
+def test_an_evaluation_between_steps_makes_no_step_unknown() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    assert passed(order, "abc", gradients=False) == [""] * 3
+    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
+    assert passed(order, "abc", gradients=False) == ["bc", "c", ""]

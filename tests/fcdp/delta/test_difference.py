@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcdp.delta.difference import CHUNK, apply, capacity, encode
+from fcdp.delta.difference import CHUNK, apply, encode
+from tests.fcdp.delta.arriving import arrives
 
 LENGTHS = [0, 1, 7, 127, 128, 129, 1000, CHUNK - 1, CHUNK, CHUNK + 3]
 
@@ -24,22 +25,10 @@ def _updated(count: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return _words((weights + scale * torch.randn(count)).bfloat16()), _words(weights.bfloat16())
 
 
-def _round_trip(new: torch.Tensor, base: torch.Tensor) -> int:
-    encoded = encode(new, base)
-    assert encoded.numel() <= capacity(new.numel())
-    # As it arrives: at the beginning of a longer buffer.
-    arrived = torch.full((capacity(new.numel()) + 5,), 255, dtype=torch.uint8)
-    arrived[: encoded.numel()] = encoded
-    out = base.clone()
-    assert apply(arrived, out) == encoded.numel()
-    assert torch.equal(out, new)
-    return encoded.numel()
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1.0])
 def test_updates_of_every_size_arrive(scale: float) -> None:
     for count in LENGTHS:
-        _round_trip(*_updated(count, scale))
+        arrives(*_updated(count, scale))
 
 
 ADVERSARIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,7 +46,7 @@ ADVERSARIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
     base = torch.randn(5000).to(dtype)
     new = ADVERSARIES[adversary](base.clone())
-    taken = _round_trip(_words(new), _words(base))
+    taken = arrives(_words(new), _words(base))
     assert taken <= 1.01 * 2 * base.numel()
 
 
@@ -66,7 +55,7 @@ def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
 )
 def test_small_updates_take_few_bits(scale: float, most: float) -> None:
     count = CHUNK
-    assert 8 * _round_trip(*_updated(count, scale)) <= most * count
+    assert 8 * arrives(*_updated(count, scale)) <= most * count
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 2**16))

@@ -1,4 +1,4 @@
-"""What every tier promises: what is stored comes back, and the own row is left alone."""
+"""What every tier promises, and the host arena: what is taken beyond the plan, poison."""
 
 from __future__ import annotations
 
@@ -89,3 +89,45 @@ def test_a_full_device_is_asked_once_per_unit() -> None:
     assert asked.call_count == 1
     tier.store(units[1], slice_of(torch.zeros(2, 2)))
     assert tier.nbytes == 8
+
+
+PLACE: Any = Place(2, 0)
+
+
+def make_tier(*planned: Any, poison: bool = False) -> HostTier:
+    return HostTier(planned, PLACE, CPU, STREAMS, poison=poison)
+
+
+def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
+    planned, late = StandInUnit("planned", 8), StandInUnit("late", 8)
+    tier = make_tier(planned)
+    shards = torch.arange(4.0).view(2, 2)
+    before = tier.nbytes
+    tier.store(late, slice_of(shards))  # type: ignore[arg-type]
+    loaded = torch.zeros_like(shards)
+    tier.load(late, slice_of(loaded))  # type: ignore[arg-type]
+    assert torch.equal(loaded[1], shards[1])
+    assert tier.nbytes == before + 8
+
+
+def test_a_unit_beyond_the_plan_and_beyond_memory_is_turned_away() -> None:
+    tier = make_tier()
+    unit: Any = StandInUnit("late", 8)
+    with (
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=7),
+        pytest.raises(TierUnavailable, match="no 0.0 MiB free"),
+    ):
+        tier.store(unit, slice_of(torch.zeros(2, 2)))
+
+
+def test_poison_shows_in_an_entry_that_was_dropped() -> None:
+    unit: Any = StandInUnit("unit", 8)
+    tier = make_tier(unit, poison=True)
+    loaded = torch.zeros(2, 2)
+    for _ in range(2):
+        tier.load(unit, slice_of(loaded))
+        assert loaded[1].isnan().all()
+        tier.store(unit, slice_of(torch.ones(2, 2)))
+        tier.load(unit, slice_of(loaded))
+        assert (loaded[1] == 1).all()
+        tier.drop(unit)
