@@ -1,8 +1,11 @@
-"""Reductions in flight: on exchanges that only note what is asked of them, and in training."""
+"""Reductions in flight: on exchanges that only note what is asked of them, and in training.
+
+And gathers on the CPU that somebody interrupts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from fcdp.counts import Ledger
 from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
+from fcdp.gathering import Gathering
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
@@ -331,3 +335,39 @@ def test_two_reductions_are_in_flight_and_none_after_backward(
     for seen, types in ranks.run(shape[0] * shape[1], flying, *shape, dtype):
         assert seen == ["", "4", "43", "32", "21", ""]
         assert types == {torch.Tensor}
+
+
+class Message:
+    """Arrives once; to wait for it again would take for ever."""
+
+    def __init__(self, interrupted: BaseException | None = None) -> None:
+        self.waited = 0
+        self._interrupted = interrupted
+
+    def wait(self) -> None:
+        self.waited += 1
+        assert self.waited == 1
+        if self._interrupted is not None:
+            raise self._interrupted
+
+
+@pytest.mark.parametrize("where", ["in the wait", "between two exchanges"])
+def test_what_was_interrupted_is_not_waited_for_again(where: str) -> None:
+    """Python delivers Ctrl-C as a wait returns, and FSDP2 waits again for what it holds."""
+    error = KeyboardInterrupt()
+    messages = [Message(error if where == "in the wait" else None), Message()]
+    forgotten: list[None] = []
+
+    def parts() -> Iterator[Sequence[Any]]:
+        yield messages[:1]
+        if where == "between two exchanges":
+            raise error
+        yield messages[1:]
+
+    failures: Any = NoFailures()
+    gathering = Gathering(parts(), failures, lambda: forgotten.append(None))
+    with pytest.raises(KeyboardInterrupt):
+        gathering.wait()
+    assert len(forgotten) == 1, "FSDP2 gathers anew what this gather has not brought"
+    assert gathering.wait()
+    assert [message.waited for message in messages] == [1, 0]

@@ -516,7 +516,7 @@ def test_generations_of_other_ranks_are_compared_to_verify(monkeypatch: pytest.M
     rank = Rank(monkeypatch, verify=True)
     ahead = torch.tensor([[0, 0], [0, 1], [0, 1]])
     monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine + ahead)
-    with pytest.raises(RuntimeError, match="b: rank 1 is at generation 3, rank 0 at 2"):
+    with pytest.raises(RuntimeError, match="^b: rank 1 is at generation 3, rank 0 at 2$"):
         rank.gather()
     monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, _: mine.expand(3, 2))
     assert rank.gather() == ""

@@ -17,11 +17,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.fcdp.walk import rank
 from tests.fcdp.walk.drive import Event, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
-from tests.fcdp.walk.seeds import Case, draw, draw_on_an_accelerator, run
+from tests.fcdp.walk.seeds import (
+    HANDLERS,
+    Case,
+    draw,
+    draw_on_an_accelerator,
+    run,
+    walk_on_rank,
+)
 from tests.ranks import Pools
 
 
@@ -69,7 +75,7 @@ def walk_on_an_accelerator(case: Case, directory: Path) -> str | None:
 
     try:
         _, tape = accelerator.run(
-            rank.walk_on_rank,
+            walk_on_rank,
             case.options.world_size,
             case.options,
             case.events,
@@ -183,9 +189,9 @@ SABOTAGES = {
 def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
     """What a walk says that is led astray in its last event but one."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
-    rank.HANDLERS.update(SABOTAGES)
+    HANDLERS.update(SABOTAGES)
     try:
-        rank.walk_on_rank(options, events, directory)
+        walk_on_rank(options, events, directory)
     except WalkFailed as found:
         return str(found)
     return ""
@@ -210,6 +216,6 @@ def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str, found: str)
 def test_seeds_draw_every_shape_and_every_kind_of_event() -> None:
     cases = [draw(seed) for seed in range(30)]
     assert {(c.options.nodes, c.options.ranks_per_node) for c in cases} == {*SHAPES}
-    assert {event.kind for case in cases for event in case.events} == rank.HANDLERS.keys()
+    assert {event.kind for case in cases for event in case.events} == HANDLERS.keys()
     assert draw(7) == draw(7) != draw(8)
     assert draw(7).options == draw_options(7)
