@@ -24,7 +24,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "encoded_reduce": ("test_encoded_reduce.py",),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
-    "failure": ("failures/test_breaking.py",),
+    "failure": ("failures/test_ranks.py",),
     "gathering": ("test_in_flight.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),

@@ -14,7 +14,7 @@ from fcdp.delta import message
 from fcdp.delta.economy import Economy
 from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_exact
 from fcdp.exchange import reduce_scatter, wait_all
-from tests.fcdp.threads import on_threads
+from tests.fcdp.stand_ins import on_threads
 
 CODEC = fcdp.BlockInt4(4)
 NUMEL = 10

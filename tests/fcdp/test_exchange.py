@@ -22,8 +22,7 @@ from fcdp.exchange import (
     swap,
     wait_all,
 )
-from tests.fcdp.stand_ins import NoFailures
-from tests.fcdp.threads import on_threads
+from tests.fcdp.stand_ins import NoFailures, on_threads
 
 SHAPES = pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
 

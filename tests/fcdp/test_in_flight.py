@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
-from fcdp.counts import Ledger
 from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
 from fcdp.gathering import Gathering
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
-from fcdp.partial_gradients import OnDevice
-from fcdp.reduce_scatter import HierarchicalReduceScatter
-from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
+from tests.fcdp.stand_ins import NoFailures, StandInUnit
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.test_hooks import before_each_backward
@@ -257,54 +253,6 @@ def test_a_gradient_that_a_failed_rank_keeps_from_arriving_is_never_read(
         with pytest.raises(RuntimeError, match="no label|did not arrive"):
             output.sum()
     assert exchanges.log == ["start blocks.1", "start blocks.0"]
-
-
-def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A unit's reduction over exchanges that note when they are asked for and waited for."""
-    unit: Any = StandInUnit("unit", 4)
-    topology: Any = Place(2, 0, ranks_per_node)
-    failures: Any = topology.failures
-    ledger = Ledger()
-
-    def noting(output: Any, buffers: Any, op: Any, group: str, *_: Any) -> list[Pending]:
-        log.append(f"start {group}")
-        return [Then(lambda: log.append(f"wait {group}"))]
-
-    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter", noting)
-    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter_parts", noting)
-    return HierarchicalReduceScatter(
-        unit, topology, OnDevice(ledger), InFlight(failures), ledger, encoded=None
-    )
-
-
-INSIDE = ["start intra of reductions", "wait intra of reductions"]
-
-
-@pytest.mark.parametrize(
-    ("hooked", "expected"),
-    [
-        (False, ["start inter of reductions", "computed", "wait inter of reductions"]),
-        (True, ["start inter of reductions", "wait inter of reductions", "computed"]),
-    ],
-)
-def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, hooked: bool, expected: list[str]
-) -> None:
-    """Inside the node it waits in either case."""
-    log: list[str] = []
-    reduce = reduction(2, log, monkeypatch)
-    reduce._unit.hooked = hooked
-    group: Any = None
-
-    def reduce_as_fsdp2_does() -> None:
-        gradients = reduce.allocate((8,), dtype=torch.float32, device=CPU)
-        output = reduce.allocate((2,), dtype=torch.float32, device=CPU)
-        assert type(gradients) is torch.Tensor
-        assert isinstance(output, Arriving) != hooked
-        reduce(output, gradients, group, dist.ReduceOp.SUM)
-
-    in_backward(reduce_as_fsdp2_does, lambda: log.append("computed"))
-    assert log == [*INSIDE, *expected]
 
 
 def flying(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> tuple[list[str], set[type]]:

@@ -14,11 +14,12 @@ from fcdp.arena import Arena
 from fcdp.codec import Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine
+from fcdp.exchange import Pending, Then
 from fcdp.in_flight import Arriving, InFlight
 from fcdp.partial_gradients import OnDevice, OnHost, Waiting, waiting_in
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
-from tests.fcdp.threads import on_threads
+from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
+from tests.fcdp.test_in_flight import in_backward
 
 NUMEL = 3
 SUM: Any = dist.ReduceOp.SUM
@@ -337,26 +338,55 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
     assert micro_batch("0000") == "0-00"
 
 
-@pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM], ids=str)
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_gradients_are_scaled_once(
-    ranks_per_node: int, op: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
-    asked: list[Any] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of which group, and that it is waited for; nothing is exchanged."""
+    log: list[Any] = []
 
-    def noting(_: Any, __: Any, op: Any, group: Any, *_coded: Any) -> list[Any]:
-        asked.append((op, group))
-        return []
+    def noting(_: Any, __: Any, op: Any, group: str, *_coded: Any) -> list[Pending]:
+        log.append((op, group))
+        return [Then(lambda: log.append(f"wait {group}"))]
 
     for name in ("reduce_scatter", "reduce_scatter_parts"):
         monkeypatch.setattr(f"fcdp.reduce_scatter.{name}", noting)
+    return log
+
+
+INSIDE, ACROSS = "intra of reductions", "inter of reductions"
+
+
+@pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM], ids=str)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_gradients_are_scaled_once(ranks_per_node: int, op: Any, asked: list[Any]) -> None:
+    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
     place: Any = Place(2, 0, ranks_per_node)
     group: Any = None
     Reducer(place).reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
     across = op if op == dist.ReduceOp.AVG or ranks_per_node == 1 else SUM
-    inside = [(op, "intra of reductions")] if ranks_per_node > 1 else []
-    assert asked == [*inside, (across, "inter of reductions")]
+    inside = [(op, INSIDE), f"wait {INSIDE}"] if ranks_per_node > 1 else []
+    assert asked == [*inside, (across, ACROSS), f"wait {ACROSS}"]
+
+
+@pytest.mark.parametrize(
+    ("hooked", "after"),
+    [(False, ["computed", f"wait {ACROSS}"]), (True, [f"wait {ACROSS}", "computed"])],
+)
+def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_them(
+    hooked: bool, after: list[str], asked: list[Any]
+) -> None:
+    """Inside the node it waits in either case."""
+    place: Any = Place(2, 0, 2)
+    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked))
+    group: Any = None
+
+    def reduce() -> None:
+        gradients, output = (reducer.allocate(numel, torch.float32) for numel in (8, 2))
+        assert type(gradients) is torch.Tensor
+        assert isinstance(output, Arriving) != hooked
+        reducer.reduce(output, gradients, group, SUM)
+
+    in_backward(reduce, lambda: asked.append("computed"))
+    assert asked == [(SUM, INSIDE), f"wait {INSIDE}", (SUM, ACROSS), *after]
 
 
 @pytest.mark.parametrize(

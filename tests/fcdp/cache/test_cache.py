@@ -87,29 +87,6 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Po
     ]
 
 
-def no_memory_on_rank_1(policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
-    """Neither its device nor its host takes an entry that was meant for the device."""
-    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
-    takes = ((DeviceTier, "_allocate"), (HostTier, "_take_more"))
-    with ExitStack() as stack:
-        for tier, method in takes if topology_of(2, 1).rank == 1 else ():
-            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
-            stack.enter_context(refuse)
-        losses = [run.step() for _ in range(4)]
-    counts = fcdp.ledger(run.model)
-    return losses, counts.hits, counts.misses
-
-
-@pytest.mark.parametrize("policy", [fcdp.DeviceCache(), fcdp.Budget(device=10**9)])
-def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
-    ranks: Pools, policy: fcdp.CachePolicy
-) -> None:
-    short = ranks.run(2, no_memory_on_rank_1, policy)
-    assert [losses for losses, _, _ in short] == ranks.run(2, train_on_host)
-    assert short[0][1:] == short[1][1:], "ranks disagree about hits"
-    assert short[0][1] == 0
-
-
 @on_ranks(2)
 def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device() -> None:
     device = fcdp.DeviceCache()
@@ -197,37 +174,52 @@ def test_auto_moves_entries_to_the_device_and_back() -> None:
     assert found == ["host", "host", "device", "host", "host"], found
 
 
-def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
-    """One rank's disk fails in mid-run; all go on together."""
-    policy = fcdp.DiskCache(Path(directory))
-    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
-    losses = []
-    write, read = os.pwritev, os.preadv
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "made up")
-
-    for step in range(4):
-        broken_now = step in (1, 2) and run.topology.rank == rank
-        os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
-        losses.append(run.step())
-    counts = fcdp.ledger(run.model)
-    return losses, counts.hits, counts.misses
-
-
 def train_on_host() -> list[float]:
     run = Run(Settings(2, 1, adapter_rank=3))
     return [run.step() for _ in range(4)]
 
 
-def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks.run(2, train_on_host)
-    healthy = ranks.run(2, lose_the_disk, str(tmp_path), -1)
-    broken = ranks.run(2, lose_the_disk, str(tmp_path), 1)
-    assert [losses for losses, _, _ in broken] == expected
+def breaking(what: str, step: int) -> ExitStack:
+    """Have this rank keep nothing in memory, or have its disk fail in mid-run."""
+    stack = ExitStack()
+    if what == "memory":  # neither device nor host takes an entry that was meant for the device
+        for tier, method in ((DeviceTier, "_allocate"), (HostTier, "_take_more")):
+            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
+            stack.enter_context(refuse)
+    elif what == "disk" and step in (1, 2):
+        for name in ("pwritev", "preadv"):
+            failing = OSError(errno.ENOSPC, "made up")
+            stack.enter_context(mock.patch.object(os, name, side_effect=failing))
+    return stack
+
+
+def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
+    """Losses, hits and misses; on rank 1 something breaks."""
+    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
+    losses = []
+    for step in range(4):
+        with breaking(what if run.topology.rank == 1 else "", step):
+            losses.append(run.step())
+    counts = fcdp.ledger(run.model)
+    return losses, counts.hits, counts.misses
+
+
+def test_what_one_rank_cannot_keep_costs_gathers_and_nothing_else(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    expected, disk = ranks.run(2, train_on_host), fcdp.DiskCache(tmp_path)
+    healthy = ranks.run(2, train_where, "", disk)
     assert [losses for losses, _, _ in healthy] == expected
-    assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
-    assert broken[0][2] > healthy[0][2]
+    for what, policy in (
+        ("memory", fcdp.DeviceCache()),
+        ("memory", fcdp.Budget(device=10**9)),
+        ("disk", disk),
+    ):
+        broken = ranks.run(2, train_where, what, policy)
+        assert [losses for losses, _, _ in broken] == expected
+        assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
+        assert broken[0][2] > healthy[0][2]
+        assert what == "disk" or broken[0][1] == 0
 
 
 @on_ranks(2)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import shutil
-import signal
-import sys
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -31,6 +28,7 @@ from fcdp.publication.patch import pack
 from fcdp.publication.place import File, Place
 from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
+from tests.fcdp.checkpoints import kill_at
 from tests.fcdp.training import Settings, TinyLM, whole
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
@@ -258,16 +256,8 @@ def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
     now = held(run.model, BF16)
     if run.topology.rank == 0:
         torch.save(now, f"{place}-next")
-    steps: list[None] = []
-
-    def follow(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename") and str(place) in str(args[0]):
-            steps.append(None)
-            if len(steps) == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     if run.topology.rank == rank:
-        sys.addaudithook(follow)
+        kill_at(place, killed_at, ("open", "os.rename"))
     run.publish()
 
 

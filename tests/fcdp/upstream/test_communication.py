@@ -98,14 +98,6 @@ def test_resharding_by_hand(run: Run) -> None:
         run.see("backward", collectives(loss.backward))
 
 
-def see_collectives(run: Run, model: nn.Module, step: int) -> None:
-    """One forward and backward: how often FSDP2 gathers in each, and the gradients."""
-    losses: list[torch.Tensor] = []
-    run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))
-    run.see("backward", collectives(losses[0].backward))
-    run.see_gradients(model)
-
-
 @cases(
     (True, True, True),
     (True, False, True),
@@ -125,7 +117,10 @@ def test_set_reshard_after_forward(
         run.cache(model)
     optimizer = adam(model)
     for step in range(3):
-        see_collectives(run, model, step)
+        losses: list[torch.Tensor] = []
+        run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))  # noqa: B023
+        run.see("backward", collectives(losses[0].backward))
+        run.see_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:  # and back again in mid-run
