@@ -175,8 +175,8 @@ def evaluate_after(
 @pytest.mark.parametrize(
     ("name", "policy", "method", "how"),
     [
-        ("by_data", fcdp.HostCache(), "no_grad", "model"),
-        ("by_collective", fcdp.HostCache(), "no_grad", "unshard"),
+        ("by_data", fcdp.HostCache(), "no_grad", "unshard"),
+        ("by_collective", fcdp.HostCache(), "no_grad", "model"),
         ("by_data", fcdp.DeviceCache(), "no_grad", "block"),
         ("by_data", fcdp.HostCache(), "inference_mode", "method"),
     ],
