@@ -18,12 +18,7 @@ from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import Slurm, require, slurm
 from tests.experiments.clusters.lasting_cell import LastingCell
 from tests.experiments.clusters.own_program import Training, programs, ranks
-from tests.experiments.clusters.two_nodes import (
-    Run,
-    check_lost,
-    check_that_it_goes_on,
-    programs_of_ranks,
-)
+from tests.experiments.clusters.two_nodes import Run, check_lost, programs_of_ranks
 from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("privileged")
@@ -57,33 +52,17 @@ def lose(cluster: Slurm, network: Network, node: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_two_cells_train_in_a_batch_job(cluster: Slurm, network: Network, tmp_path: Path) -> None:
-    run = Run(tmp_path, [], {})
-    cluster.wait_until_idle()
-    log = tmp_path / "batch.log"
-    job = cluster.call(
-        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
-        f"--export=ALL,FCDP_RANKS_PER_NODE=1,VENV={Path(sys.executable).parent.parent}",
-        *("launch/slurm.sbatch", " ".join(run.command(steps=2))),
-    ).strip()
-    # With --wait sbatch itself looks after 2, 10 and 42 seconds.
-    assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
-    run.check_records()
-    assert programs_of_ranks(network) == []
-
-
 def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
     started = run.start(steps=10**6)
     run.wait_until_it_trains()
     cluster.call("scancel", run.variables["SLURM_JOB_ID"])
     check_lost(started, run, time.monotonic())
     wait_until(lambda: programs_of_ranks(network) == [])
-    run.variables |= allocate(cluster)
-    check_that_it_goes_on(run)
-    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
 
 
-def test_a_killed_slurmd_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
+def test_a_cell_trains_in_a_batch_job_after_a_killed_slurmd_is_a_lost_node(
+    cluster: Slurm, run: Run, network: Network
+) -> None:
     started = run.start(steps=10**6)
     run.wait_until_it_trains()
     killed = time.monotonic()
@@ -93,9 +72,17 @@ def test_a_killed_slurmd_is_a_lost_node(cluster: Slurm, run: Run, network: Netwo
     # Nobody tells the node's ranks; they notice that the runner is silent.
     wait_until(lambda: programs_of_ranks(network) == [])
     cluster.slurmd[1] = cluster.start(1)
-    run.variables |= allocate(cluster)
-    check_that_it_goes_on(run)
-    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
+    cluster.wait_until_idle()
+    log = run.folder / "batch.log"
+    job = cluster.call(
+        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
+        f"--export=ALL,FCDP_RANKS_PER_NODE=1,VENV={Path(sys.executable).parent.parent}",
+        *("launch/slurm.sbatch", " ".join(run.command(steps=2))),
+    ).strip()
+    # With --wait sbatch itself looks after 2, 10 and 42 seconds.
+    assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
+    run.check_records()
+    assert programs_of_ranks(network) == []
 
 
 @pytest.mark.timeout(3600)

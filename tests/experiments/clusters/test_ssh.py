@@ -20,7 +20,6 @@ from tests.experiments.clusters.own_program import Training, agents, programs, r
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
-    check_that_it_goes_on,
     finish,
     programs_of_ranks,
 )
@@ -38,15 +37,9 @@ def run(network: Network, tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-def test_two_cells_train_without_a_common_file_system(run: Run, network: Network) -> None:
-    started = run.start()
-    said = finish(started)
-    assert started.returncode == 0, said
-    run.check_records()
-    assert programs_of_ranks(network) == []
-
-
-def test_a_killed_ssh_is_a_lost_node(run: Run, network: Network) -> None:
+def test_a_cell_trains_without_a_common_file_system_after_a_killed_ssh_is_a_lost_node(
+    run: Run, network: Network
+) -> None:
     started = run.start(steps=10**6)
     run.wait_until_it_trains()
     (client,) = [
@@ -57,7 +50,11 @@ def test_a_killed_ssh_is_a_lost_node(run: Run, network: Network) -> None:
     client.kill()
     check_lost(started, run, time.monotonic())
     wait_until(lambda: programs_of_ranks(network) == [])
-    check_that_it_goes_on(run)
+    again = run.start()
+    said = finish(again)
+    assert again.returncode == 0, said
+    run.check_records()
+    assert programs_of_ranks(network) == []
 
 
 @pytest.mark.timeout(3600)
