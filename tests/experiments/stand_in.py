@@ -142,7 +142,6 @@ class Observer:
 
 def matrix_file(
     directory: Path,
-    name: str = "small",
     extra: str = "",
     steps: int = 2,
     *,
@@ -152,9 +151,9 @@ def matrix_file(
     timeout_s: float = 20,
 ) -> Path:
     """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
-    file = directory / f"{name}.yaml"
+    file = directory / "small.yaml"
     text = f"""\
-        name: {name}
+        name: small
         description: small cells for a test
         cluster: {{{cluster}}}
         models:
