@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
 from tests.fcdp.checkpoints import Run, assert_equal, moments
-from tests.fcdp.training import Settings
+from tests.fcdp.training import Settings, batches
 from tests.ranks import Pools, on_ranks
 
 
@@ -25,6 +25,8 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path, adapter_rank: int, be
     settings = Settings(2, 2, adapter_rank=adapter_rank)
     plain = Run(settings).train(before + 3)
     run, resumed = Run(settings), Run(settings, seed=1)
+    resumed.step()  # a state that is another, and goes
+    resumed.data = batches(settings, resumed.topology.rank)
     losses = run.train(before)
     run.save(tmp_path)
     resumed.load(tmp_path)
