@@ -29,6 +29,7 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path, adapter_rank: int, be
     resumed.data = batches(settings, resumed.topology.rank)
     losses = run.train(before)
     run.save(tmp_path)
+    assert bool(run.optimizer.state) == bool(before)
     resumed.load(tmp_path)
     assert resumed.train(3) == plain[before:]
     assert losses + run.train(3) == plain

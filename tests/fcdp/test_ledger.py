@@ -48,6 +48,7 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     stored = node_bytes(result, settings, "device_to_host", "forward")
     assert 0 < stored < across
     assert node_bytes(result, settings, "host_to_device", "backward") == stored
+    assert (result.hits, result.misses) == (2 * settings.steps, 3 * settings.steps)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(3, 1), (2, 2)])

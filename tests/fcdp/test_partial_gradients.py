@@ -55,3 +55,12 @@ def test_what_is_discarded_waits_no_more(waiting: Any, ledger: Ledger) -> None:
     assert waiting.numel == 4
     waiting.discard()
     assert waiting.numel == ledger.pending_bytes == 0
+
+
+def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
+    waiting = OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+    for _ in range(3):
+        waiting.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
+    waiting.take(torch.ones(4))
+    for link in ("device_to_host", "host_to_device"):
+        assert ledger.bytes[link] == {"reduce": 3 * 4 * 4}, link

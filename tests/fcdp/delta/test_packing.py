@@ -39,27 +39,27 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
         left = numbers[escaped]
         far_off = left.to(torch.int8) != left
         expected = left.masked_fill(far_off, 0).to(torch.int8), left[far_off]
-        assert all(map(torch.equal, (near[:some], wide[:far]), expected))
+        near, wide = near[:some], wide[:far]
+        assert all(map(torch.equal, (near, wide), expected))
         for count in (COUNT, COUNT - 5):  # codes fill a granule up with zeros
             for told, whole in (
                 (expected, True),
-                (_one_less(*expected), not some),
-                (_one_more(*expected), False),
+                ((near, wide[1:]) if far else (near[1:], wide), not some),
+                ((_one_more(near), wide), False),
+                ((near, _one_more(wide)), False),
             ):
                 given, out = [each.numpy() for each in told], base[:count].clone()
                 assert packing.add(on_host.numpy(), bits, *given, out.numpy()) == whole
                 assert not whole or torch.equal(out, (base + numbers)[:count])
-        on_host[-1] = 1 << 7  # an escape behind the last word
-        given = [each.numpy() for each in _one_more(*expected)]
-        assert not packing.add(on_host.numpy(), bits, *given, base[:-5].clone().numpy())
+        for at in (COUNT - 5, COUNT - 1):  # an escape behind the last word
+            behind = on_host.clone()
+            behind[at * bits // 8] += limit << at * bits % 8
+            given = [each.numpy() for each in (_one_more(near), wide)]
+            assert not packing.add(behind.numpy(), bits, *given, base[:-5].clone().numpy())
 
 
-def _one_less(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (near, wide[1:]) if wide.numel() else (near[1:], wide)
-
-
-def _one_more(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat([near, near.new_ones(1)]), wide
+def _one_more(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.cat([numbers, numbers.new_ones(1)])
 
 
 @pytest.mark.parametrize("step", [1, 3])
