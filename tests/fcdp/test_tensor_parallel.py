@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fcdp
+from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
 from tests.fcdp.training import said, whole
@@ -150,7 +151,21 @@ def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def train(layout: Layout, engine: str) -> tuple[Any, dict[str, torch.Tensor]]:
     model = shard(layout, engine)
     result = steps(model, make_optimizer(model), batches(layout))
+    if engine != "fsdp2":
+        check_bytes(layout, model)
     return result, params_of(model)
+
+
+def check_bytes(layout: Layout, model: nn.Module) -> None:
+    """Each shard crosses nodes once per step, as its gradients do: no other dimension's."""
+    shards = sum(unit.shard_bytes for unit in engine_of(model).units)
+    if layout.data == 2:  # which divides all rows
+        assert shards == sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
+    sent = fcdp.ledger(model).snapshot()
+    across = (layout.nodes - 1) * shards * STEPS
+    assert sent["inter_node"] == {"forward": across, "reduce": across}
+    inside = layout.nodes * (layout.ranks_per_node - 1) * shards * STEPS
+    assert sent.get("intra_node", {}).get("forward", 0) == inside
 
 
 def compare(ranks: Pools, layout: Layout, engine: str) -> None:
