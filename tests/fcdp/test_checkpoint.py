@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fcdp
 from tests.fcdp import training
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, moments
-from tests.fcdp.training import Settings, loss_of, take_step
+from tests.fcdp.training import Settings, batches, loss_of, take_step
 from tests.ranks import Pools, on_ranks
 
 
@@ -29,8 +29,11 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path, adapter_rank: int, be
     settings = Settings(2, 2, adapter_rank=adapter_rank)
     plain = Run(settings).train(before + 3)
     run, resumed = Run(settings), Run(settings, seed=1)
+    resumed.step()  # a state that is another, and goes
+    resumed.data = batches(settings, resumed.topology.rank)
     losses = run.train(before)
     run.save(tmp_path)
+    assert bool(run.optimizer.state) == bool(before)
     resumed.load(tmp_path)
     assert resumed.train(3) == plain[before:]
     assert losses + run.train(3) == plain

@@ -44,10 +44,14 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     assert node_bytes(result, settings, "inter_node", "forward") == across
     assert node_bytes(result, settings, "inter_node", "backward") == 0
     assert node_bytes(result, settings, "inter_node", "reduce") == across
+    for phase in ("forward", "reduce"):
+        inside = node_bytes(result, settings, "intra_node", phase)
+        assert inside == (ranks_per_node - 1) * total
     # What backward reads again is stored once: the blocks, and not the root.
     stored = node_bytes(result, settings, "device_to_host", "forward")
     assert 0 < stored < across
     assert node_bytes(result, settings, "host_to_device", "backward") == stored
+    assert (result.hits, result.misses) == (2 * settings.steps, 3 * settings.steps)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(3, 1), (2, 2)])
@@ -103,7 +107,7 @@ def test_a_single_node_crosses_nothing_and_stores_nothing(ranks: Pools) -> None:
 
 
 def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
-    ledger = Ledger()
+    ledger = Ledger(hits=2, misses=1)
     ledger.add("inter_node", "forward", 3)
     ledger.hold(100)
     ledger.hold(-60)
@@ -114,6 +118,7 @@ def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
         40,
         40,
     )
+    assert ledger.hits == ledger.misses == 0
 
 
 def pending_peak(settings: Settings) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fcdp
+from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
 from tests.fcdp.training import said, whole
@@ -26,7 +27,7 @@ from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
 
-WIDTH, TENSOR = 12, 2
+WIDTH, TENSOR, STEPS = 12, 2, 4
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,27 @@ def trains(run: Run, layout: Layout, how: str) -> None:
         model = parallel_model(layout)
         run.shard([*model, model])
         run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(3, WIDTH, step=step)).sum())
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.input(3, WIDTH, step=step)).sum(),
+        steps=STEPS,
+    )
     if run.cached:
-        assert fcdp.ledger(model).hits > 0
+        check_bytes(layout, model)
+
+
+def check_bytes(layout: Layout, model: nn.Module) -> None:
+    """Each shard crosses nodes once per step, as its gradients do: no other dimension's."""
+    shards = sum(unit.shard_bytes for unit in engine_of(model).units)
+    if layout.data == 2:  # which divides all rows
+        assert shards == sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
+    sent = fcdp.ledger(model).snapshot()
+    across = (layout.nodes - 1) * shards * STEPS
+    assert sent["inter_node"] == {"forward": across, "reduce": across}
+    inside = layout.nodes * (layout.ranks_per_node - 1) * shards * STEPS
+    assert sent.get("intra_node", {}).get("forward", 0) == inside
 
 
 def differences(layout: Layout, how: str) -> list[str]:

@@ -31,6 +31,17 @@ def test_a_shape_that_is_not_the_world_is_refused() -> None:
         assert f"{nodes!r} × {ranks_per_node}" in str(error.value)
 
 
+@on_ranks(6)
+def test_ranks_are_numbered_node_by_node() -> None:
+    """By how many ranks a node has, not by how many nodes there are."""
+    topology, rank = topology_of(2, 3), dist.get_rank()
+    node, local_rank = divmod(rank, 3)
+    assert (topology.rank, topology.node, topology.local_rank) == (rank, node, local_rank)
+    intra, inter = map(dist.get_process_group_ranks, (topology.intra, topology.inter))
+    assert intra == [3 * node, 3 * node + 1, 3 * node + 2]
+    assert inter == [local_rank, 3 + local_rank]
+
+
 def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
     names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
     return {name: getattr(topology, name) for name in names}
@@ -41,9 +52,17 @@ def test_on_the_cpu_no_group_is_made_twice_and_all_wait_as_long_as_that_of_the_w
     topology = topology_of(2, 2)
     assert topology.reduce_intra is topology.control_intra is topology.intra
     assert topology.reduce_inter is topology.control_inter is topology.inter
-    for group in (topology.intra, topology.inter):
-        waits: Any = group._get_backend(torch.device("cpu")).options._timeout
-        assert waits.total_seconds() == 200, "as the pool's world, not torch's half an hour"
+    assert {waits(group) for group in (topology.intra, topology.inter)} == {WORLD_WAITS_S}
+
+
+#: As long as the pool's world, not torch's half an hour.
+WORLD_WAITS_S = 200
+
+
+def waits(group: dist.ProcessGroup) -> float:
+    """Seconds until a group gives a silent rank up."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return float(backend.options._timeout.total_seconds())
 
 
 def world_as(device_type: str) -> DeviceMesh:
@@ -68,6 +87,7 @@ def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() ->
     assert dist.get_backend(topology.control_intra) == "gloo"
     assert any_rank([topology.rank == 3, False], topology) == [True, False]
     assert {group.size() for group in groups.values()} == {2}
+    assert set(map(waits, groups.values())) == {WORLD_WAITS_S}
 
 
 @on_ranks(2)

@@ -152,6 +152,7 @@ def test_what_cannot_have_been_written_is_refused() -> None:
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2, 0, 44]))
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2, 0, 44, 1], zstd.ZstdCompressor.FLUSH_BLOCK))
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2]))
+    assert refused(gaps.Sizes(1, 1, 0), _compressed([2, 0]))
     assert refused(gaps.Sizes(1, 1, 0), _compressed([2, 5, 44, 1]))
     assert refused(gaps.Sizes(2, 2, 0), _compressed([2, 0, 5, 6]))
     assert refused(gaps.Sizes(2, 1, 0), _compressed([2, 2, 5]))

@@ -11,6 +11,8 @@ import torch
 from fcdp.delta import difference, packing
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, places, unpack_flags
 
+#: Two runs of what stays in a core's cache, and a part of a third.
+COUNT = 2 * packing._NEAR + 4 * GRANULE
 BITS: Any = pytest.mark.parametrize("bits", [2, 4, 8])
 
 
@@ -21,14 +23,14 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
     assert codes.limit == limit
     torch.manual_seed(bits)
     for most in (1, limit - 1, limit, 2 * limit, 2**15 - 1):
-        numbers = torch.randint(-most - 1, most + 1, (4 * GRANULE,), dtype=torch.int16)
+        numbers = torch.randint(-most - 1, most + 1, (COUNT,), dtype=torch.int16)
         numbers[::7] = numbers[-5:] = 0
         escaped = numbers.abs().ge(limit) | numbers.eq(-(2**15))
         assert torch.equal(codes.escapes(numbers), escaped)
         words = codes.pack(numbers)
-        assert (words.numel(), words.dtype) == (4 * GRANULE * bits // 16, torch.int16)
+        assert (words.numel(), words.dtype) == (COUNT * bits // 16, torch.int16)
         assert torch.equal(codes.unpack(words), numbers.masked_fill(escaped, -limit))
-        base = torch.randint(-(2**15), 2**15, (4 * GRANULE,)).to(torch.int16)
+        base = torch.randint(-(2**15), 2**15, (COUNT,)).to(torch.int16)
         near, wide = torch.empty_like(base, dtype=torch.int8), torch.empty_like(base)
         on_host = torch.zeros_like(words).view(torch.uint8)
         arrays = (bits, *(each.numpy() for each in (on_host, near, wide)))
@@ -37,27 +39,27 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
         left = numbers[escaped]
         far_off = left.to(torch.int8) != left
         expected = left.masked_fill(far_off, 0).to(torch.int8), left[far_off]
-        assert all(map(torch.equal, (near[:some], wide[:far]), expected))
-        for count in (4 * GRANULE, 4 * GRANULE - 5):  # codes fill a granule up with zeros
+        near, wide = near[:some], wide[:far]
+        assert all(map(torch.equal, (near, wide), expected))
+        for count in (COUNT, COUNT - 5):  # codes fill a granule up with zeros
             for told, whole in (
                 (expected, True),
-                (_one_less(*expected), not some),
-                (_one_more(*expected), False),
+                ((near, wide[1:]) if far else (near[1:], wide), not some),
+                ((_one_more(near), wide), False),
+                ((near, _one_more(wide)), False),
             ):
                 given, out = [each.numpy() for each in told], base[:count].clone()
                 assert packing.add(on_host.numpy(), bits, *given, out.numpy()) == whole
                 assert not whole or torch.equal(out, (base + numbers)[:count])
-        on_host[-1] = 1 << 7  # an escape behind the last word
-        given = [each.numpy() for each in _one_more(*expected)]
-        assert not packing.add(on_host.numpy(), bits, *given, base[:-5].clone().numpy())
+        for at in (COUNT - 5, COUNT - 1):  # an escape behind the last word
+            behind = on_host.clone()
+            behind[at * bits // 8] += limit << at * bits % 8
+            given = [each.numpy() for each in (_one_more(near), wide)]
+            assert not packing.add(behind.numpy(), bits, *given, base[:-5].clone().numpy())
 
 
-def _one_less(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (near, wide[1:]) if wide.numel() else (near[1:], wide)
-
-
-def _one_more(near: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat([near, near.new_ones(1)]), wide
+def _one_more(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.cat([numbers, numbers.new_ones(1)])
 
 
 @pytest.mark.parametrize("step", [1, 3])
