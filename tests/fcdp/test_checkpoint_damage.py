@@ -155,7 +155,9 @@ def load_damaged(directory: Path, name: str, number: int) -> None:
     for what, (change, words) in damage_of(path, number).items():
         with changed(path, run.topology.rank, change):
             message = refusal_of(run, directory)
-        for expected in (str(path), words):
+        # Of one that is lost the folder is named, and what it lacks.
+        named = [str(path)] if what.startswith(("flip", "cut")) else [str(directory), name]
+        for expected in (*named, words):
             assert expected in message, (what, message)
     assert_equal(contents(run), before)
     run.load(directory)  # undamaged, it does load
