@@ -135,7 +135,7 @@ class _Runner:
         try:
             outcome = self._compile(cell, directory)
             started = time.monotonic()
-            machine(self._load)
+            machine(self._load)  # what the host takes counts from now on
             if outcome.state == "ok":
                 outcome, network = self._train(cell, directory)
             if outcome.state == "ok":

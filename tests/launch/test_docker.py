@@ -36,7 +36,6 @@ def engines(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def run(network: Network, engines: list[Engine], tmp_path: Path) -> Iterator[Containers]:
-    require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     keys, hidden = tmp_path / "keys", tmp_path / "hidden"
     keys.mkdir()
     hidden.mkdir()

@@ -68,6 +68,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
     ``hidden``, the folder of a run, is empty there: as on machines without a common file system.
     Who logs in has ``variables``.
     """
+    require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     for key in ("host", "user"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True

@@ -1,4 +1,7 @@
-"""A parent for tests that end it: its ranks, on emulated or rented nodes, wait for ever."""
+"""A parent for tests that end it: its ranks, on emulated or rented nodes, wait for ever.
+
+It launches others, in a folder of their own, where those of the first launch are ended.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +17,6 @@ if __name__ == "__main__":  # what it forks imports this module again, and needs
     kind, directory = sys.argv[1:]
     emulated = EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS])
     with emulated if kind == "emulated" else cluster_of("localhost", "localhost") as cluster:
-        run(cluster, Path(directory), "linger", directory, timeout_s=600)
+        for launch in ("first", "second"):
+            folder = Path(directory, launch)
+            run(cluster, folder, "linger", str(folder), timeout_s=600)

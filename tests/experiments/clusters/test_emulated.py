@@ -235,7 +235,7 @@ def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     with process:
         try:
             wait_until(
-                lambda: len(list(tmp_path.glob("*.pids"))) == 4 or process.poll() is not None
+                lambda: len(list(tmp_path.glob("first/*.pids"))) == 4 or process.poll() is not None
             )
             assert process.poll() is None, process.stderr and process.stderr.read()
             yield process
@@ -247,12 +247,17 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
-def test_ctrl_c_ends_everything_and_goes_on(
+def test_ranks_die_with_their_agent_and_ctrl_c_ends_everything(
     parent: subprocess.Popen[str], tmp_path: Path, temporary: Path
 ) -> None:
+    pids = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("first/*.pids")}
+    rank, agent, _ = pids["0"]
+    os.kill(agent, signal.SIGKILL)
+    wait_until_ended([rank, pids["1"][0]])
+    wait_until(lambda: len(list(tmp_path.glob("second/*.pids"))) == 4)
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=60) == -signal.SIGINT
-    assert not any(is_running(pid) for pid in pids_below(tmp_path))
+    assert not any(is_running(pid) for pid in pids_below(tmp_path / "second"))
     assert names_of(parent.pid) == []
     assert list(temporary.iterdir()) == []
     assert "KeyboardInterrupt" in parent.stderr.read()
@@ -266,7 +271,7 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
     assert len(folders) == 2  # the launch's, and the one of multiprocessing's sockets
     parent.kill()
     parent.wait()
-    wait_until_ended(pids_below(tmp_path))
+    wait_until_ended(pids_below(tmp_path / "first"))
     assert len(names_of(parent.pid)) == 3
     assert sorted(temporary.iterdir()) == folders
     namespaces.remove_stale()
@@ -274,10 +279,3 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with lifetimes.folder() as folder:
         assert list(temporary.iterdir()) == [folder]
-
-
-def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path: Path) -> None:
-    pids = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.pids")}
-    rank, agent, _ = pids["0"]
-    os.kill(agent, signal.SIGKILL)
-    wait_until_ended([rank, pids["1"][0]])

@@ -202,11 +202,11 @@ def test_nothing_outlives_a_killed_runner(tmp_path: Path) -> None:
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
     )
     try:
-        wait_until(lambda: len(list(tmp_path.glob("*.pids"))) == 4, 100)
+        wait_until(lambda: len(list(tmp_path.glob("first/*.pids"))) == 4, 100)
     finally:
         runner.send_signal(signal.SIGKILL)
         runner.wait()
-    wait_until_ended(pids_below(tmp_path))
+    wait_until_ended(pids_below(tmp_path / "first"))
 
 
 @pytest.mark.usefixtures("privileged")  # to hide a folder from one node

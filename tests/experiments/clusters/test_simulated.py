@@ -123,7 +123,7 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     left = tmp_path / f"fcdp-{os.stat('/proc/self/ns/pid').st_ino}-{2**22 - 1}-1-0-x"
     left.mkdir()
     said = printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
-    assert "2 cells · simulated cluster, 2 nodes × 2 ranks" in said
+    assert "4 cells · simulated cluster, 2 nodes × 2 ranks" in said
     assert "emulated" not in said
     assert str(ROOT) not in said
     assert not left.exists()

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.engines import enter, require, sshd
+from tests.experiments.clusters.engines import enter, sshd
 from tests.experiments.clusters.own_program import Training, programs, ranks
 from tests.experiments.clusters.two_nodes import (
     Run,
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("privileged")
 
 @pytest.fixture
 def run(network: Network, tmp_path: Path) -> Iterator[Run]:
-    require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     run = Run(tmp_path, enter(network, 0), {"FCDP_HOSTS": " ".join(network.addresses)})
     with sshd(network, tmp_path, hidden=run.output) as client:
         run.variables["PATH"] = str(client)
@@ -57,7 +56,6 @@ def test_a_cell_trains_without_a_common_file_system_after_a_killed_ssh_is_a_lost
 
 def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Path) -> None:
     """By ``launch/train-ssh.sh``: a lost connection, a rank that is killed, and SIGTERM."""
-    require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     training = Training(tmp_path)
     (tmp_path / "hidden").mkdir()
 

@@ -14,7 +14,7 @@ from simulation import files
 from tests.experiments.command_line import command, flat, printed, refused
 from tests.experiments.stand_in import cell, record
 
-RUNS = [file.parent for file in files.below(ROOT / "results", FILE)]
+FILES = files.below(ROOT / "results", FILE)
 
 
 @pytest.fixture
@@ -25,11 +25,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize("path", RUNS[::3], ids=lambda path: path.name)
+SHORT = [file.parent for file in FILES if file.name == FILE]  # not compressed
+
+
+@pytest.mark.parametrize("path", SHORT[::3], ids=lambda path: path.name)
 def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
-    """A third of them; all are read for the list below."""
+    """A third of the short ones; all are read for the list below."""
     shown = printed("show", path)
-    ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}
+    ids = {each.cell_id for each in pooled(read(path / FILE))}
     assert all(each in shown for each in ids)
     said = f"0 of {len(ids)} cells differ beyond their intervals"
     assert said in flat(command("compare", path, path))
@@ -37,7 +40,7 @@ def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
 
 def test_all_committed_runs_are_listed() -> None:
     lines = printed("show", ROOT / "results").splitlines()
-    names = [str(path.relative_to(ROOT / "results")) for path in RUNS]
+    names = [str(file.parent.relative_to(ROOT / "results")) for file in FILES]
     assert [line.split()[0] for line in lines[1:]] == names
 
 
