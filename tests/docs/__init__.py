@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.programs import ROOT
+
 DOCS = ROOT / "docs"
 
 

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 from torch.distributed.run import get_args_parser
 from typer.main import get_group
+from typer.testing import CliRunner
 
 import analysis.__main__
 import experiments.__main__
@@ -33,10 +34,8 @@ from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
 from tests.programs import make
 
 EXTEND = DOCS / "extend.md"
-_GROUPS = {
-    "experiments": get_group(experiments.__main__.app),
-    "analysis": get_group(analysis.__main__.app),
-}
+_APPS = {"experiments": experiments.__main__.app, "analysis": analysis.__main__.app}
+_GROUPS = {name: get_group(app) for name, app in _APPS.items()}
 _NETWORK = "makes network namespaces and trains for minutes; tests of the cluster do"
 _SIMULATED = "simulates for minutes; tests/experiments/matrix/test_paper_suite.py has the records"
 _IMAGE = "needs an image and a Docker engine; tests/launch/test_docker.py has both where it can"
@@ -149,13 +148,27 @@ def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
     train, show = [c.text for c in COMMANDS["docs/extend.md"] if "runs/mine" in c.text]
     added = train.replace("host]", "host, frozen_only]")
     assert added != train
-    run(f"{added} --cluster simulated", tmp_path)
-    printed = run(show, tmp_path)
-    assert "frozen_only" in printed
+    in_shell(f"{added} --cluster simulated", tmp_path)
+    assert "frozen_only" in in_shell(show, tmp_path)
 
 
 def run(text: str, folder: Path) -> str:
-    """Run a command as a shell would, by this interpreter; what it prints, without line breaks."""
+    """Run a command as a shell would; what it prints, without line breaks.
+
+    One of our command lines is called in this process, which has imported what it needs.
+    """
+    words = shlex.split(text)
+    if words[:2] != ["python", "-m"]:
+        return in_shell(text, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(_APPS[words[2]], words[3:])
+    assert result.exit_code == 0, f"{text}\n{result.output}"
+    return " ".join(result.stdout.split())
+
+
+def in_shell(text: str, folder: Path) -> str:
+    """The same by a shell, with this interpreter and the packages in the folder."""
     bin_ = folder / ".bin"
     bin_.mkdir(exist_ok=True)
     if not (bin_ / "python").exists():

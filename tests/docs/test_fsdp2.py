@@ -253,20 +253,3 @@ def test_collectives_of_others_are_refused_at_set_up(ranks: Pools, call: str) ->
     (error,) = [row["Error"] for row in table("fsdp2.md", "refusals") if call in row["What"]]
     for message in ranks.run(2, before_set_up, call):
         assert re.findall(r"`([^`]+)`", error)[0] in message
-
-
-def set_up_again() -> tuple[bool, bool, str]:
-    topology, model = topology_of(2, 1), linears()
-    before = fcdp.is_cached(model)
-    fully_shard(model, mesh=topology.mesh)
-    fcdp.cache_parameters(model, topology)
-    fcdp.cache_parameters(model, topology)
-    with pytest.raises(ValueError, match="set up on it already") as error:
-        fcdp.cache_parameters(model, topology, look_ahead=2)
-    return before, fcdp.is_cached(model), str(error.value)
-
-
-def test_setting_up_again(ranks: Pools) -> None:
-    for before, after, message in ranks.run(2, set_up_again):
-        assert (before, after) == (False, True)
-        assert "look_ahead = 1 (now 2)" in message

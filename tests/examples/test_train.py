@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,7 +23,10 @@ import torch
 
 from examples import train
 from tests import wheels
+from tests.examples.launch import launched
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
 from tests.wheels import ROOT
 
 STEPS = 40
@@ -208,30 +212,43 @@ def undisturbed(place: Path) -> Run:
 
 
 @pytest.mark.ranks
-def test_a_mistake_is_said_once_however_often_ranks_may_start(
-    place: Path, undisturbed: Run
+def test_a_mistake_is_said_once_however_often_ranks_may_start(place: Path) -> None:
+    (place / "x.jsonl").write_text('{"txet": "a"}\n')
+    run = Run(place, "mistaken", "--data", "x.jsonl")
+    agent = run.start(*ON_ONE_NODE, "--max-restarts", "100")
+    assert agent.wait(timeout=120) != 0
+    printed = run.printed.read_text()
+    said = "--data x.jsonl: line 1: KeyError; must be"
+    assert 1 <= printed.count(said) <= 2, printed  # by each rank
+    assert 'train.py", line' not in printed  # torchrun's own traceback has other files
+
+
+def mistaken(place: Path, *options: str) -> str:
+    """The line that this rank ends with, of two on one node."""
+    here = ("--model", f"{place}/model", "--data", f"{place}/text.txt", "--output", f"{place}/new")
+    joined = mock.patch.object(train, "join", return_value=topology_of(1, 2))
+    with launched(2), joined, mock.patch("signal.signal"), pytest.raises(SystemExit) as end:
+        train.main([*OPTIONS, *here, *options])
+    return str(end.value.code)
+
+
+@pytest.mark.ranks
+def test_a_mistake_that_ranks_find_is_one_line_of_each(
+    ranks: Pools, place: Path, undisturbed: Run
 ) -> None:
     damaged = shutil.copytree(undisturbed.output, place / "damaged")
     (tokens,) = damaged.glob("tokens-*.pt")
     os.truncate(tokens, tokens.stat().st_size // 2)
-    (place / "x.jsonl").write_text('{"txet": "a"}\n')
+    output, file = str(undisturbed.output), f"{place}/text.txt"
     for options, said in (
-        (("--data", "x.jsonl"), "--data x.jsonl: line 1: KeyError; must be"),
         (("--policy", "hots"), "policy = 'hots': allowed are none,"),
-        (
-            ("--output", "text.txt"),
-            "--output text.txt/checkpoint: Not a directory; must be a folder",
-        ),
-        (("--output", "damaged"), f"{tokens.name}: is damaged; remove it"),
-        (("--output", "undisturbed", "--seed", "1"), "was trained with seed = 0; must be the same"),
+        (("--output", file), f"{file}/checkpoint: Not a directory; must be a folder"),
+        (("--output", str(damaged)), f"{tokens.name}: is damaged; remove it"),
+        (("--output", output, "--seed", "1"), "was trained with seed = 0; must be the same"),
     ):
-        run = Run(place, "mistaken", *options)
-        agent = run.start(*ON_ONE_NODE, "--max-restarts", "100")
-        assert agent.wait(timeout=120) != 0
-        printed = run.printed.read_text()
-        run.printed.unlink()
-        assert 1 <= printed.count(said) <= 2, printed  # by each rank
-        assert 'train.py", line' not in printed  # torchrun's own traceback has other files
+        for line in ranks.run(2, mistaken, place, *options):
+            assert said in line
+            assert "\n" not in line
 
 
 @pytest.mark.ranks

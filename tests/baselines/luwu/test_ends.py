@@ -119,21 +119,6 @@ def _running(folder: Path, steps: Sequence[int] = (STEPS, STEPS)) -> Iterator[di
             role.end()
 
 
-def _ends(folder: Path, who: str, how: int, after_s: float) -> None:
-    """Stop one role at some moment of training; all others end, and the files are whole."""
-    with _running(folder) as roles:
-        while roles["worker 0"].hear() < 3:
-            pass
-        time.sleep(after_s)
-        roles[who].signal(how)
-        for name, role in roles.items():
-            if name != who:
-                error = role.last_words(WITHIN_S)
-                assert isinstance(error, Lost)
-                assert who in str(error), (name, error)
-    _goes_on(folder)
-
-
 def _goes_on(folder: Path) -> None:
     """The files have a whole step, from which training gives what it had given at once."""
     step = step_in(folder)
@@ -158,4 +143,15 @@ def test_a_worker_that_leaves_before_the_others_ends_the_run(tmp_path: Path) -> 
 def test_the_run_ends_in_all_roles_and_goes_on_from_the_files(
     who: str, how: int, tmp_path: Path
 ) -> None:
-    _ends(tmp_path, who, how, 0.05)
+    """One role is stopped at some moment of training; the files are whole."""
+    with _running(tmp_path) as roles:
+        while roles["worker 0"].hear() < 3:
+            pass
+        time.sleep(0.05)
+        roles[who].signal(how)
+        for name, role in roles.items():
+            if name != who:
+                error = role.last_words(WITHIN_S)
+                assert isinstance(error, Lost)
+                assert who in str(error), (name, error)
+    _goes_on(tmp_path)
