@@ -71,7 +71,7 @@ def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) 
         if (checks := tuple(check for check in claim.checks if check.matrix == matrix))
     )
     alone = claims.model_copy(update={"claims": testing})
-    (committed,) = (run for run in runs.load(results) if run.matrix == matrix)
+    (committed,) = runs.load(results, matrix)
     ranges = region(claims).ranges
     known = judge(alone, {matrix: committed.rows}, ranges)
     found = judge(alone, {matrix: [row(record) for record in table.latest(own)]}, ranges)

@@ -65,12 +65,9 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that form one gloo process group on loopback, or ``join`` otherwise.
+    """``world_size`` processes that form one gloo process group on loopback, or ``join`` otherwise."""
 
-    They may start processes of their own if they are no daemons.
-    """
-
-    def __init__(self, world_size: int, join: Join | None = None, *, daemon: bool = True) -> None:
+    def __init__(self, world_size: int, join: Join | None = None) -> None:
         if not _FORKED:
             start_fork_server()
         self._store = tempfile.TemporaryDirectory()
@@ -80,7 +77,7 @@ class RankPool:
             process = _context.Process(
                 target=_serve,
                 args=(join or _join, there, rank, world_size, Path(self._store.name) / "store"),
-                daemon=daemon,
+                daemon=True,
             )
             process.start()
             there.close()

@@ -25,8 +25,11 @@ from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link
 
 #: Where the records that are not of cells are, relative to the folder of results.
-MEMORY = "memory/memory.jsonl"
-BOUND = "bound/bound.jsonl"
+_STUDIES = {
+    "memory": "memory/memory.jsonl",
+    "bound": "bound/bound.jsonl",
+    "fuyou-published": fuyou.FILE,
+}
 
 _Any = TypeVar("_Any", Record, MemoryRecord, BoundRecord)
 
@@ -180,28 +183,34 @@ class FuyouTable:
 AnyRun = Run | MemoryStudy | BoundStudy | FuyouTable
 
 
-def load(results: Path) -> list[AnyRun]:
-    """The committed runs of this repository's matrices, by name, and the studies.
+def load(results: Path, only: str | None = None) -> list[AnyRun]:
+    """The committed runs of this repository's matrices, by name, and the studies; or ``only`` one.
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
-    found: list[AnyRun] = []
-    for name in matrices.named():
-        if file := _file(results, f"{name}/{FILE}"):
-            predicted = _file(results, f"{name}/{PREDICTIONS}")
-            known = read(results / predicted) if predicted else []
-            found.append(Run(name, file, latest(read(results / file)), predicted, known))
-    if file := _file(results, MEMORY):
-        found.append(MemoryStudy("memory", file, of_memory(results / file)))
-    if file := _file(results, BOUND):
-        found.append(BoundStudy("bound", file, bound.read(results / file)))
-    if (results / fuyou.FILE).exists():
-        points = fuyou.published(results / fuyou.FILE)
-        found.append(FuyouTable("fuyou-published", fuyou.FILE, points))
+    names = (*matrices.named(), *_STUDIES) if only is None else (only,)
+    found = [run for name in names if (run := _of(results, name)) is not None]
     if not found:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
     return found
+
+
+def _of(results: Path, name: str) -> AnyRun | None:
+    """The run or study of this name; ``None`` where it has no records."""
+    file = _file(results, _STUDIES.get(name, f"{name}/{FILE}"))
+    if file is None:
+        return None
+    path = results / file
+    if name == "memory":
+        return MemoryStudy(name, file, of_memory(path))
+    if name == "bound":
+        return BoundStudy(name, file, bound.read(path))
+    if name == "fuyou-published":
+        return FuyouTable(name, file, fuyou.published(path))
+    predicted = _file(results, f"{name}/{PREDICTIONS}")
+    known = read(results / predicted) if predicted else []
+    return Run(name, file, latest(read(path)), predicted, known)
 
 
 def _file(results: Path, name: str) -> str | None:

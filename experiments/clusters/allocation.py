@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
@@ -22,23 +21,6 @@ _PROGRAM = (sys.executable, "-m", "experiments.clusters.node")
 _SCONTROL_S = 60
 
 
-class Launcher(Protocol):
-    """Starts a program on a node, joined to this process by its standard streams."""
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The nodes' names, as the launcher knows them; the first has the runner's directory."""
-        ...
-
-    def command(self, node: int) -> list[str]:
-        """The command that starts ``experiments.clusters.node`` on a node and lasts as long."""
-        ...
-
-    def head(self) -> str:
-        """The name or address by which the other nodes reach the first."""
-        ...
-
-
 @dataclass(frozen=True)
 class Ssh:
     """Machines that ssh reaches without a question; the first of them is this one.
@@ -47,6 +29,7 @@ class Ssh:
     all but the first: ``docker run --rm -i …`` where they run it in a container.
     """
 
+    #: The nodes' names, as the launcher knows them; the first has the runner's directory.
     hosts: tuple[str, ...]
     prefix: tuple[str, ...] = ()
 
@@ -61,6 +44,7 @@ class Ssh:
     )
 
     def command(self, node: int) -> list[str]:
+        """The command that starts ``experiments.clusters.node`` on a node and lasts as long."""
         if node == 0:
             return list(_PROGRAM)
         program = shlex.join((*self.prefix, *_PROGRAM))
@@ -70,6 +54,7 @@ class Ssh:
         return ["ssh", "-a", "-x", "-T", *options, "--", self.hosts[node], program]
 
     def head(self) -> str:
+        """The name or address by which the other nodes reach the first."""
         # A user's name goes to ssh alone.
         return self.hosts[0].rpartition("@")[2]
 
@@ -100,6 +85,10 @@ class Srun:
         described = _scontrol("show", "node", self.hosts[0], "--oneliner")
         found = re.search(r"\bNodeAddr=(\S+)", described)
         return found[1] if found else self.hosts[0]
+
+
+#: Starts a program on a node, joined to this process by its standard streams.
+Launcher = Ssh | Srun
 
 
 @dataclass(frozen=True)

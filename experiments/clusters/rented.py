@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -81,7 +81,7 @@ class RentedCluster:
             head=self._allocation.head_address(),
             counted_interface=os.environ.get("FCDP_INTERFACE") or None,
         )
-        with self._launched([inquiry] * self.nodes) as nodes:
+        with launched(self._launcher, [inquiry] * self.nodes) as nodes:
             described = _answers(nodes, Description, time.monotonic() + _DESCRIBING_S)
         commit = provenance.gather().commit
         for host, found in zip(self._launcher.hosts, described, strict=True):
@@ -146,7 +146,7 @@ class RentedCluster:
             )
 
         try:
-            with self._launched([order(node) for node in range(self.nodes)]) as nodes:
+            with launched(self._launcher, [*map(order, range(self.nodes))]) as nodes:
                 in_time = _wait_for_ranks(nodes, timeout_s)
                 for each in nodes:
                     each.close()
@@ -165,10 +165,6 @@ class RentedCluster:
         if not self._described:
             raise ClusterError("the cluster is not built: use it inside its `with` block")
         return self._described
-
-    def _launched(self, questions: Sequence[Strict]) -> AbstractContextManager[list[Launched]]:
-        # Slurm passes the launcher's environment on to the node.
-        return launched(self._launcher, questions, of_launchers(os.environ))
 
     def _passed_on(self, node: int) -> dict[str, str]:
         """Variables of the runner that the ranks of a node see, and what is counted there."""
@@ -320,11 +316,11 @@ class Launched:
 
 
 @contextmanager
-def launched(
-    launcher: Launcher, questions: Sequence[Strict], environment: Mapping[str, str]
-) -> Iterator[list[Launched]]:
+def launched(launcher: Launcher, questions: Sequence[Strict]) -> Iterator[list[Launched]]:
     """Ask each node its question; none of the processes outlives the context."""
     nodes: list[Launched] = []
+    # Slurm passes the launcher's environment on to the node.
+    environment = of_launchers(os.environ)
     try:
         for node, question in enumerate(questions):
             host, command = launcher.hosts[node], launcher.command(node)

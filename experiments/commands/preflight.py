@@ -46,7 +46,7 @@ def preflight(
     `plan --preflight FILE` says whether FCDP will help there, and why. Exit status: 0;
     2 if nothing could be measured.
     """
-    with terminal.stopping(ClusterError, PreflightError):
+    with terminal.stopping(ClusterError):
         if cluster == "simulated":
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
@@ -56,7 +56,9 @@ def preflight(
         terminal.check_writable("--output", output)
         if spec.can.make_nodes:
             kinds.enter_namespace()
-        measured = _measured(spec, limit, output)
+        with kinds.cluster(spec, preload=["torch"]) as built:
+            measured = measure(built, limit, output.parent / "preflight-logs")
+        output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
     console = terminal.console()
     console.print(_table(measured))
     terminal.say(console, "figures", output)
@@ -64,13 +66,6 @@ def preflight(
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
     said = f"whether FCDP will help there: python -m experiments {question}"
     terminal.say_as_it_is(console, said)
-
-
-def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
-    with kinds.cluster(spec, preload=["torch"]) as cluster:
-        measured = measure(cluster, limit, output.parent / "preflight-logs")
-    output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return measured
 
 
 def _table(measured: Preflight) -> Table:
@@ -119,14 +114,10 @@ PROBE = "experiments.preflight.probe:main"
 _TIMEOUT_S = 600.0
 
 
-class PreflightError(RuntimeError):
-    """The cluster could not be measured; the message says why."""
-
-
 def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Preflight:
     """Measure a built cluster whose links are limited to ``bits_per_s``; logs go to ``directory``.
 
-    Raises ``PreflightError`` with the first rank's error.
+    Raises ``ClusterError`` with the first rank's error.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -142,7 +133,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
-        raise PreflightError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
+        raise ClusterError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
     probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
     return Preflight(
         **dict(probed),

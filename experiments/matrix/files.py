@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -148,18 +148,8 @@ def _quoted(value: str) -> str:
     return f"[{quoted}]" if value.strip().startswith("[") else quoted
 
 
-class Sections:
-    """Reads a document; a mistake is a ``ValueError`` with the file, the line and the key."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-
-    def fail(self, path: KeyPath, problem: str) -> NoReturn:
-        self._document.fail(path, problem)
-
-    def place(self, path: KeyPath) -> str:
-        """The file, the line and the key of what stands at ``path``."""
-        return self._document.place(path)
+class Sections(Document):
+    """Reads its document; a mistake is a ``ValueError`` with the file, the line and the key."""
 
     def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
         """The mapping at ``path`` as a ``kind``, of which ``added`` is not for the file to give."""
@@ -185,7 +175,7 @@ class Sections:
             self.fail(path, f"{problem} {_choose(item, allowed)}")
 
     def at(self, path: KeyPath) -> Any:
-        value = self._document.values
+        value = self.values
         for part in path:
             value = value[part]
         return value

@@ -152,7 +152,7 @@ class _Expansion:
     def __init__(
         self, document: Document, folder: Path, cluster: ClusterSpec | None, simulated: bool
     ) -> None:
-        self._file = Sections(document)
+        self._file = Sections(**vars(document))
         self._top = self._file.spec(MatrixFile, ())
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,10 +21,8 @@ class CausalLM(Strict):
 
     kind: Literal["causal-lm"] = "causal-lm"
 
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        return "causal LM"
+    #: Name in tables.
+    name: ClassVar[str] = "causal LM"
 
 
 class DPO(Strict):
@@ -35,12 +33,9 @@ class DPO(Strict):
     """
 
     kind: Literal["dpo"]
+    name: ClassVar[str] = "DPO"
     #: How much the reference counts.
     beta: _Above = 0.1
-
-    @property
-    def name(self) -> str:
-        return "DPO"
 
 
 class GRPO(Strict):

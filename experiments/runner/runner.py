@@ -102,7 +102,7 @@ class _Runner:
         self._directory = directory
         self._observers = observers
         self._origin = provenance.gather()
-        self._watch = Watch()
+        self._load = os.getloadavg()[0]
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
     def finish(self, entry: MatrixCell) -> Record:
@@ -135,7 +135,7 @@ class _Runner:
         try:
             outcome = self._compile(cell, directory)
             started = time.monotonic()
-            self._watch.machine()
+            machine(self._load)
             if outcome.state == "ok":
                 outcome, network = self._train(cell, directory)
             if outcome.state == "ok":
@@ -160,7 +160,7 @@ class _Runner:
             started_at,
             measurement=measurement,
             network=network,
-            machine=self._watch.machine() if self._cluster.can.start_processes else None,
+            machine=machine(self._load) if self._cluster.can.start_processes else None,
             seconds=time.monotonic() - started,
         )
 
@@ -263,33 +263,12 @@ def _last_words(outcome: Outcome, logs: Path) -> str:
 _LOOK_S = 0.5
 
 
-class Watch:
-    """Counts what the host takes from now on; its load is the one of now."""
-
-    def __init__(self) -> None:
-        self._load = os.getloadavg()[0]
-        self._cores = len(os.sched_getaffinity(0))
-        self._before = _seconds()
-
-    def machine(self) -> Machine:
-        """The machine's state since this watch, or the last call of this, began."""
-        now = _seconds()
-        steal, passed = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
-        return Machine(
-            load=self._load, cores=self._cores, steal_share=steal / passed if passed else 0.0
-        )
-
-
 def look() -> Machine:
-    """Watch for a moment, before a run adds its own load."""
-    watch = Watch()
-    time.sleep(_LOOK_S)
-    return watch.machine()
+    """Look at the machine for a moment, before a run adds its own load."""
+    return machine(os.getloadavg()[0], _LOOK_S)
 
 
-def _seconds() -> tuple[float, float]:
-    """Time that the host has taken of all processors, and all time."""
-    times = psutil.cpu_times()
-    # A guest's is part of its user's.
-    return getattr(times, "steal", 0.0), sum(times[:8])
+def machine(load: float, seconds: float | None = None) -> Machine:
+    """The machine's state from now on for so many seconds, or since this thread's last call."""
+    taken = psutil.cpu_times_percent(seconds).steal
+    return Machine(load=load, cores=len(os.sched_getaffinity(0)), steal_share=taken / 100)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,30 +20,7 @@ from experiments.worker import images, models
 from fcdp import Topology
 
 
-class Workload(Protocol):
-    """A cell's data on one rank, and its loss."""
-
-    #: Fields of a measurement that ``measure`` gives, in its order.
-    metrics: Sequence[str]
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's micro-batches without end: a seed's are the same for all strategies."""
-        ...
-
-    def held_out(self) -> Iterator[torch.Tensor]:
-        """The held-out examples in micro-batches, the same on all ranks; none if none are kept."""
-        ...
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch, a scalar; calls the model once."""
-        ...
-
-    def measure(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Means over a held-out batch, one per metric; calls the model once."""
-        ...
-
-
-def of(cell: Cell, model: nn.Module, topology: Topology) -> Workload:
+def of(cell: Cell, model: nn.Module, topology: Topology) -> TextWorkload | images.ImageWorkload:
     """The cell's workload on this rank.
 
     Raises ``ValueError`` naming line and key for data that cannot be had or are not the model's.
@@ -56,15 +33,18 @@ def of(cell: Cell, model: nn.Module, topology: Topology) -> Workload:
 class TextWorkload:
     """Sequences drawn from one long text: int64 (sequences, tokens + 1)."""
 
+    #: Fields of a measurement that ``measure`` gives, in its order.
     metrics: Sequence[str] = ("held_out_loss",)
 
     def __init__(self, cell: Cell, model: nn.Module, rank: int) -> None:
         found = tokens(cell, models.vocabulary(model))
         self._training, self._held_out = split(found, cell)
         self._cell, self._rank = cell, rank
+        #: The mean of a batch, a scalar; and means of a held-out one. Both call the model once.
         self.loss = self.measure = _loss(cell)
 
     def batches(self) -> Iterator[torch.Tensor]:
+        """This rank's micro-batches without end: a seed's are the same for all strategies."""
         return micro_batches(
             self._training,
             rank=self._rank,
@@ -74,6 +54,7 @@ class TextWorkload:
         )
 
     def held_out(self) -> Iterator[torch.Tensor]:
+        """The held-out examples in micro-batches, the same on all ranks; none if none are kept."""
         if len(self._held_out):
             yield from self._held_out.split(self._cell.micro_batch)
 

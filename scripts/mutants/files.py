@@ -14,36 +14,26 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 #: The tests of a file, or of all in a folder: files and folders of ``tests/fcdp``, in the order in
 #: which they run. Of each list unit tests come first, whatever needs processes after them.
 TESTS: dict[str, tuple[str, ...]] = {
-    "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
+    "all_gather": ("test_streams.py", "test_guard.py", "test_staleness.py"),
     "api": ("test_guard.py", "test_staleness.py"),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
-    "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
-    "codec": ("test_codec.py", "test_api.py", "test_exact_reduce.py", "test_encoded_reduce.py"),
+    "checkpoint": ("test_checkpoint.py",),
+    "codec": ("test_codec.py", "test_api.py", "test_encoded_reduce.py"),
     "delta": ("delta", "test_streams.py"),
     "direct_io": ("cache/tiers", "test_streams.py"),
-    "encoded_reduce": ("test_encoded_reduce.py", "test_exact_reduce.py"),
+    "encoded_reduce": ("test_encoded_reduce.py",),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
-    "exchange": ("test_exchange.py", "test_exact_reduce.py", "test_streams.py"),
-    "failure": ("failures/test_breaking.py",),
-    "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
-    "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),
-    "in_flight": ("test_in_flight.py", "test_in_flight_wired.py"),
-    "partition": ("test_partition.py", "test_blocks.py", "test_peft.py"),
+    "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
+    "failure": ("failures/test_ranks.py",),
+    "gathering": ("test_in_flight.py", "test_streams.py", "test_staleness.py"),
+    "guard": ("test_guard.py", "test_streams.py"),
+    "in_flight": ("test_in_flight.py",),
+    "partition": ("test_partition.py", "test_peft.py"),
     "reduce_scatter": (
-        *(
-            "test_reduce_scatter_alone.py",
-            "test_reduce_scatter.py",
-            "test_partial_gradients.py",
-            "test_in_flight.py",
-        ),
-        *("test_streams.py", "test_accumulate.py", "upstream/test_mixed_precision.py"),
+        *("test_reduce_scatter.py", "test_in_flight.py", "test_streams.py", "test_accumulate.py"),
+        "upstream/test_mixed_precision.py",
     ),
-    "staleness": (
-        "test_staleness_alone.py",
-        "test_staleness.py",
-        "test_guard.py",
-        "test_unseen_writes.py",
-    ),
+    "staleness": ("test_staleness.py", "test_guard.py"),
 }
 
 

@@ -1,8 +1,8 @@
-"""What a strategy is given, for tests that start no process group."""
+"""What a strategy is given, with what most tests have of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -11,27 +11,18 @@ import torch.nn as nn
 from baselines.strategy import Job
 from fcdp import Topology
 
+#: Ten times that of the matrices: a stale parameter shows at once.
+LEARNING_RATE = 1e-2
 
-def job(
-    blocks: Sequence[nn.Module],
-    *,
-    nodes: int = 2,
-    accumulation: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> Job:
-    groups = cast(Any, None)
-    topology = Topology(
-        nodes,
-        2,
-        0,
-        mesh=groups,
-        intra=groups,
-        inter=groups,
-        reduce_intra=groups,
-        reduce_inter=groups,
-        control_intra=groups,
-        control_inter=groups,
-    )
-    return Job(
-        topology, blocks, dtype, learning_rate=1e-3, micro_batch=1, accumulation=accumulation
-    )
+
+def job(topology: Topology, blocks: Iterable[nn.Module], **own: Any) -> Job:
+    """A job of one micro-batch of two sequences per step in float32, but for its ``own``."""
+    sizes = {"learning_rate": LEARNING_RATE, "micro_batch": 2, "accumulation": 1}
+    return Job(topology, [*blocks], **({"dtype": torch.float32} | sizes | own))
+
+
+def alone(nodes: int = 2, ranks_per_node: int = 2, rank: int = 0, mesh: Any = None) -> Topology:
+    """One of so many ranks, without process groups, for tests that start none."""
+    groups = dict.fromkeys(("intra", "inter"), cast(Any, None))
+    groups |= {f"{kind}_{name}": None for kind in ("reduce", "control") for name in groups}
+    return Topology(nodes, ranks_per_node, rank, mesh, **groups)

@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from baselines.optimizers import SGD, Decay
-from baselines.strategy import Job, load
+from baselines.strategy import load
 from experiments.records.workload import Convolutional, Images
 from experiments.worker import images, models
+from tests.baselines.jobs import job
 from tests.experiments.cells import cell
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -45,30 +46,33 @@ def trained(strategy: str) -> tuple[list[float], list[float]]:
     )
     model, blocks = models.build(wanted)
     workload = images.ImageWorkload(wanted, Images(images="digits"), topology.rank, 4)
-    trainable = load(strategy)(
-        model,
-        Job(
-            topology=topology,
-            blocks=blocks,
-            dtype=torch.float32,
-            learning_rate=0.05,
-            micro_batch=4,
-            accumulation=1,
-            settings=wanted.settings,
-            optimizer=chosen,
-            loss=workload.loss,
-            measure=workload.measure,
-        ),
+    given = job(
+        topology,
+        blocks,
+        learning_rate=0.05,
+        settings=wanted.settings,
+        optimizer=chosen,
+        loss=workload.loss,
+        measure=workload.measure,
     )
+    trainable = load(strategy)(model, given)
     (first, _) = workload.held_out()
     before = trainable.evaluate(first).tolist()
     losses = [trainable.step([batch]).item() for batch in islice(workload.batches(), STEPS)]
     return losses, [*before, *trainable.evaluate(first).tolist()]
 
 
+#: Of each rank.
+Trained = list[tuple[list[float], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: Pools) -> Trained:
+    return ranks.run(4, trained, "fsdp2")
+
+
 @pytest.mark.parametrize("strategy", ["fcdp", "ddp"])
-def test_losses_and_accuracy_are_fsdp2s(ranks: Pools, strategy: str) -> None:
-    expected = ranks.run(4, trained, "fsdp2")
+def test_losses_and_accuracy_are_fsdp2s(ranks: Pools, expected: Trained, strategy: str) -> None:
     found = ranks.run(4, trained, strategy)
     for (mine, measured), (losses, wanted) in zip(found, expected, strict=True):
         assert mine == pytest.approx(losses, rel=1e-5)
@@ -79,9 +83,10 @@ def test_losses_and_accuracy_are_fsdp2s(ranks: Pools, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["cyclic", "co2"])
-def test_strategies_of_their_own_numerics_train_images(ranks: Pools, strategy: str) -> None:
+def test_strategies_of_their_own_numerics_train_images(
+    ranks: Pools, expected: Trained, strategy: str
+) -> None:
     """Their first step begins where all others' does."""
-    expected = ranks.run(4, trained, "fsdp2")
     found = ranks.run(4, trained, strategy)
     for (mine, measured), (losses, _) in zip(found, expected, strict=True):
         assert mine[0] == pytest.approx(losses[0], rel=1e-5)

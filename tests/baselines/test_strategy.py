@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ import torch.nn as nn
 from baselines import registry, strategy
 from baselines.registry import STRATEGY_NAMES
 from baselines.settings import CacheSettings, EncodedSettings
+from baselines.strategy import Job
 from tests import programs
-from tests.baselines.jobs import job
+from tests.baselines.jobs import alone, job
 
 #: A vendor's engine may be missing, or slow to import: only its own strategy may need it.
 ENGINES = ("deepspeed", "transformers", "peft")
@@ -31,9 +32,9 @@ class Model(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
-    @property
-    def all_blocks(self) -> list[nn.Module]:
-        return list(self.blocks)
+
+def given(model: Model, **own: Any) -> Job:
+    return job(alone(), model.blocks, **own)
 
 
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
@@ -46,9 +47,9 @@ def test_every_strategy_loads(name: str) -> None:
 
 def test_what_builds_a_strategy_refuses_a_codec_beside_its_own() -> None:
     model = Model()
-    given = replace(job(model.all_blocks), settings=EncodedSettings(gather_codec="int8(128)"))
+    own = EncodedSettings(gather_codec="int8(128)")
     with pytest.raises(ValueError, match=r"gather_codec\n.*allowed is none.*int8, in any case"):
-        strategy.load("zeropp")(model, given)
+        strategy.load("zeropp")(model, given(model, settings=own))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,8 @@ def test_what_builds_a_strategy_refuses_a_setting_that_it_does_not_leave(
     name: str, said: str
 ) -> None:
     model = Model()
-    given = replace(job(model.all_blocks), settings=CacheSettings(policy="device"))
     with pytest.raises(ValueError, match=f"policy = 'device': {said}"):
-        strategy.load(name)(model, given)
+        strategy.load(name)(model, given(model, settings=CacheSettings(policy="device")))
 
 
 @pytest.mark.ranks
@@ -86,14 +86,14 @@ def test_zero3_bytes_of_a_model_counted_by_hand() -> None:
     model = Model()
     # 28 elements outside of the blocks, gathered once, and 48 inside, gathered twice; all 76
     # reduced; half of each leaves a node, at 4 bytes.
-    assert strategy.zero3_bytes(model, job(model.all_blocks)) == (28 + 2 * 48 + 76) / 2 * 4
+    assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 76) / 2 * 4
 
 
 def test_zero3_gathers_what_is_frozen_and_reduces_what_is_trained() -> None:
     model = Model()
     model.requires_grad_(False)
     model.blocks[1].requires_grad_(True)
-    assert strategy.zero3_bytes(model, job(model.all_blocks)) == (28 + 2 * 48 + 16) / 2 * 4
+    assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 16) / 2 * 4
 
 
 def test_the_loss_is_that_of_the_next_token() -> None:

@@ -10,14 +10,13 @@ import torch
 import torch.nn as nn
 
 from baselines.settings import Settings as StrategySettings
-from baselines.strategy import Job, Trainable, load
+from baselines.strategy import Trainable, load
 from experiments.worker import models, workloads
+from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 
 SEQUENCE_LENGTH = 32
-#: Ten times that of the matrices: a stale parameter shows at once.
-LEARNING_RATE = 1e-2
 
 Family = Literal["gpt2", "llama"]
 Tuning = Literal["full", "lora"]
@@ -61,18 +60,8 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
     if settings.frozen is not None:
         models.hold_frozen(model, settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)
-    trainable = load(strategy)(
-        model,
-        Job(
-            topology=topology,
-            blocks=blocks,
-            dtype=settings.dtype,
-            learning_rate=LEARNING_RATE,
-            micro_batch=2,
-            accumulation=settings.accumulation,
-            settings=settings.chosen,
-        ),
-    )
+    own = {"accumulation": settings.accumulation, "settings": settings.chosen}
+    trainable = load(strategy)(model, job(topology, blocks, dtype=settings.dtype, **own))
     batches = workloads.micro_batches(
         workloads.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
     )

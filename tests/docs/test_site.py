@@ -43,7 +43,9 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``make docs`` builds it."""
+    """As ``make docs`` builds it, or has just built it."""
+    if built := os.environ.get("FCDP_SITE"):
+        return Path(built)
     folder = tmp_path_factory.mktemp("site")
     words = ("-m", "mkdocs", "build", "--strict", "--site-dir", folder)
     variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": _path()}

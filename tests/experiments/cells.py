@@ -97,6 +97,25 @@ def run(
     return CellResult(cell, directory, outcome, time.monotonic() - started)
 
 
+class Runner:
+    """Runs cells on a cluster, each once: who asks again gets what was found."""
+
+    def __init__(self, cluster: Cluster, spec: ClusterSpec, folder: Path) -> None:
+        self._cluster = cluster
+        self._spec = spec
+        self._folder = folder
+        self._found: dict[tuple[str, ...], CellResult] = {}
+
+    def __call__(self, strategy: str, *entry: str, **settings: Any) -> CellResult:
+        """Run the cell; ``entry`` is a worker in place of the usual one, and its arguments."""
+        wanted = cell(strategy, **{"cluster": self._spec, **settings})
+        key = (wanted.id, *entry)
+        if key not in self._found:
+            directory = self._folder / f"{len(self._found)}"
+            self._found[key] = run(self._cluster, wanted, directory, *entry)
+        return self._found[key]
+
+
 FAILING_WORKER = f"{__name__}:fail_in_mid_step"
 
 

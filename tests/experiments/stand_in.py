@@ -1,68 +1,33 @@
-"""A stand-in for a cluster and its worker, and made-up records, for the runner's tests.
+"""A stand-in for a cluster, and made-up records, for the runner's tests.
 
-The cluster is real in what the runner sees of one: it starts a process a rank, waits for them,
-and kills them when the time is over. What it does not do is train: rank 0 writes a made-up
-measurement.
+The cluster is real in what the runner sees of one: logs, the start barrier, progress, and how a
+launch ends. What it does not do is start ranks and train: it writes a made-up measurement itself.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baselines.description import ExtraProcess
-from experiments.clusters.causes import describe_exit
+from experiments.clusters import start_barrier
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import Cell
+from experiments.records.provenance import ROOT
 from experiments.records.record import Measurement, Record, State
 from experiments.runner.runner import OPERATORS, WORKER
+from experiments.worker import PROGRESS
 from tests.experiments import cells
-
-#: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
-_RANK = """
-import ctypes, json, os, pathlib, sys, time
-ctypes.CDLL(None).prctl(1, 9)  # as every rank it dies with who started it
-cell_file, output, behaviour = sys.argv[1:]
-output = pathlib.Path(output)
-cell = json.loads(pathlib.Path(cell_file).read_text())
-rank = int(os.environ["RANK"])
-if behaviour == "hang":
-    time.sleep(600)
-if behaviour == "raise" and rank == 1:
-    raise RuntimeError("rank 1 raises")
-if behaviour == "abort" and rank == 1:
-    print(*range(100), "terminate called", sep="\\n", flush=True)
-    os.abort()
-if rank == 0:
-    (output / "ready").touch()
-    while not (output / "open").exists():
-        time.sleep(0.005)
-    with (output / "progress.jsonl").open("a") as file:
-        for step in range(cell["steps"]):
-            time.sleep(float(os.environ["STEP_SECONDS"]))
-            line = {"step": step + 1, "of": cell["steps"], "loss": 5.5 - step, "seconds": 0.1}
-            file.write(json.dumps(line) + "\\n")
-            file.flush()
-    measurement = json.loads(os.environ["MEASUREMENT"])
-    if behaviour == "learn otherwise":
-        measurement["losses"][-1] += 1e-5
-    if behaviour != "silent":
-        (output / "measurement.json").write_text(json.dumps(measurement))
-"""
 
 
 class StandInCluster:
-    """Implements ``experiments.clusters.interface.Cluster`` by plain subprocesses.
+    """Implements ``experiments.clusters.interface.Cluster`` without processes.
 
     ``behaviours`` maps a part of a cell's id to what its ranks do: ``raise`` an error on rank 1,
     or ``abort`` there, ``hang``, ``learn otherwise``, end ``silent``ly without a measurement, be
@@ -73,14 +38,8 @@ class StandInCluster:
     can = ABILITIES["emulated"]
 
     def __init__(
-        self,
-        nodes: int = 2,
-        ranks_per_node: int = 1,
-        behaviours: Mapping[str, str] | None = None,
-        step_seconds: float = 0.0,
+        self, behaviours: Mapping[str, str] | None = None, step_seconds: float = 0.0
     ) -> None:
-        self.nodes = nodes
-        self.ranks_per_node = ranks_per_node
         self.behaviours = behaviours or {}
         self.step_seconds = step_seconds
         self.entered = False
@@ -102,74 +61,50 @@ class StandInCluster:
         return {"rate_bits_per_s": bits_per_s}
 
     def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
+        self, entry: str, arguments: Sequence[str], *, logs: Path, timeout_s: float, **_: Any
     ) -> Outcome:
         assert self.entered
         if entry == OPERATORS:
             self.compiled.append(tuple(arguments))
-            if "compiler" in self.behaviours:
-                return Outcome("failed", 0, self.behaviours["compiler"])
-            return Outcome("ok")
+            error = self.behaviours.get("compiler")
+            return Outcome("ok") if error is None else Outcome("failed", 0, error)
         assert entry == WORKER
-        cell_file, _ = arguments
-        cell = Cell.model_validate_json(Path(cell_file).read_bytes())
+        cell_file, output = map(Path, arguments)
+        cell = Cell.model_validate_json(cell_file.read_bytes())
         self.started.append(cell.id)
+        logs.mkdir(parents=True, exist_ok=True)
         behaviour = next((b for part, b in self.behaviours.items() if part in cell.id), "train")
-        if behaviour == "broken":
-            raise ClusterError("the port is taken")
-        if behaviour == "quote":
-            raise RuntimeError(f"all that is here: {os.environ}")
-        if behaviour == "helper":
-            _end_a_forked_helper()
-        if behaviour == "oom":
-            return Outcome("oom", 1, "killed: out of memory")
-        logs.mkdir(parents=True)
-        ranks = [
-            self._start([*arguments, behaviour], logs, environment, rank)
-            for rank in range(self.nodes * self.ranks_per_node)
-        ]
-        return self._wait(ranks, logs, timeout_s)
-
-    def _start(
-        self, arguments: Sequence[str], logs: Path, environment: Mapping[str, str], rank: int
-    ) -> subprocess.Popen[bytes]:
-        with (logs / f"rank{rank}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _RANK, *arguments],
-                env={
-                    **environment,
-                    "RANK": str(rank),
-                    "STEP_SECONDS": str(self.step_seconds),
-                    "MEASUREMENT": measurement().model_dump_json(),
-                },
-                stdout=log,
-                stderr=log,
-            )
-
-    def _wait(
-        self, ranks: Sequence[subprocess.Popen[bytes]], logs: Path, timeout_s: float
-    ) -> Outcome:
-        deadline = time.monotonic() + timeout_s
-        try:
-            for rank, process in enumerate(ranks):
-                code = process.wait(max(0.0, deadline - time.monotonic()))
-                if code < 0:
-                    return Outcome("failed", rank, describe_exit(code))
-                if code:
-                    return Outcome("failed", rank, (logs / f"rank{rank}.log").read_text())
-        except subprocess.TimeoutExpired:
-            return Outcome("timeout", None, f"not finished after {timeout_s:g} s")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        match behaviour:
+            case "broken":
+                raise ClusterError("the port is taken")
+            case "quote":
+                raise RuntimeError(f"all that is here: {os.environ}")
+            case "oom":
+                return Outcome("oom", 1, "killed: out of memory")
+            case "hang":
+                time.sleep(timeout_s)
+                return Outcome("timeout", None, f"not finished after {timeout_s:g} s")
+            case "helper":
+                _end_a_forked_helper()
+        start_barrier.wait(output)
+        made = measurement()
+        with (output / PROGRESS).open("a", encoding="utf-8") as file:
+            for step in range(1, cell.steps + 1):
+                time.sleep(self.step_seconds)
+                line = {"step": step, "of": cell.steps, "loss": 5.5, "seconds": 0.1, "at": 0.0}
+                print(json.dumps(line), file=file, flush=True)
+        match behaviour:
+            case "raise":
+                where = f'Traceback\n  File "{ROOT}/worker.py"'
+                return Outcome("failed", 1, f"{where}\nRuntimeError: rank 1 raises\n")
+            case "abort":
+                said = "\n".join([*map(str, range(100)), "terminate called"])
+                (logs / "rank1.log").write_text(said)
+                return Outcome("failed", 1, "killed by signal SIGABRT")
+            case "learn otherwise":
+                made.losses[-1] += 1e-5
+        if behaviour != "silent":
+            (output / "measurement.json").write_text(made.model_dump_json())
         return Outcome("ok")
 
 
@@ -207,7 +142,6 @@ class Observer:
 
 def matrix_file(
     directory: Path,
-    name: str = "small",
     extra: str = "",
     steps: int = 2,
     *,
@@ -217,9 +151,9 @@ def matrix_file(
     timeout_s: float = 20,
 ) -> Path:
     """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
-    file = directory / f"{name}.yaml"
+    file = directory / "small.yaml"
     text = f"""\
-        name: {name}
+        name: small
         description: small cells for a test
         cluster: {{{cluster}}}
         models:
@@ -314,8 +248,7 @@ def take_the_place_of_clusters(put: Callable[[Any, str, Any], None], given: dict
     if not arguments.pop("report", False):
         put(session, "draw", lambda *_: True)
     put(kinds, "enter_namespace", lambda: None)
-    made = functools.partial(StandInCluster, **arguments)
-    put(kinds, "cluster", lambda spec, _: made(spec.nodes, spec.ranks_per_node))
+    put(kinds, "cluster", lambda *_: StandInCluster(**arguments))
 
 
 if __name__ == "__main__":

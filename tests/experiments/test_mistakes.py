@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from experiments.commands import COMMANDS, load
+from experiments.commands import COMMANDS, load, summary
 from experiments.matrix.files import MATRICES
-from experiments.records.provenance import ROOT
-from tests import programs
 from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file
 
@@ -108,6 +104,8 @@ preflight --bandwidth fast
     'fast' is not a bandwidth; allowed:
 preflight --output tests
     --output = 'tests': cannot be written:
+run HERE/small.yaml --resume --dry-run --output HERE/damaged
+    HERE/damaged/records.jsonl:1: not a record of this version
 run HERE/huge.yaml
     fcdp-full-huge-10mbit-k1-381389d6 needs about 29.7 TB, and this machine has
 preflight --cluster rented
@@ -154,8 +152,9 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a matrix, a file and an empty folder in it, and folders in files' places."""
     folder = tmp_path_factory.mktemp("somewhere")
     (folder / "file").touch()
-    for name in ("empty", "records/memory.jsonl"):
+    for name in ("empty", "damaged", "records/memory.jsonl"):
         (folder / name).mkdir(parents=True)
+    (folder / "damaged/records.jsonl").write_text("{}\n")
     tiny, text = "family: gpt2, layers: 1, width: 8, heads: 1", matrix_file(folder).read_text()
     for name, model in (("config", "random"), ("weights", "no/folder")):
         given = f"config: no/folder, weights: {model}"
@@ -209,7 +208,8 @@ def test_a_folder_of_own_matrices_runs_as_a_suite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
-    """All words of its help and of its options are there as they are."""
+    """All words of it and of its options are there as they are; the list has its first line."""
+    assert load(name).help.splitlines()[0] == summary(name)
     shown = command(name, "--help", COLUMNS="80").stdout
     assert "…" not in shown
     lines = [line.strip("│╭╮╰╯─ ") for line in shown.splitlines()]
@@ -218,17 +218,3 @@ def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
     for option in options:
         wanted = _WORDS.findall(str(getattr(option, "help", None) or ""))
         assert set(wanted) <= words, (option.name, set(wanted) - words)
-
-
-@pytest.mark.ranks
-def test_a_simulated_run_says_so_and_sweeps_what_killed_ones_left(tmp_path: Path) -> None:
-    scope = os.stat("/proc/self/ns/pid").st_ino
-    left = tmp_path / f"fcdp-{scope}-{2**22 - 1}-1-0-x"
-    left.mkdir()
-    words = ("run", "volume", "--cluster", "simulated", "--only", "fsdp2-lora", "--no-wandb")
-    command = (sys.executable, "-m", "experiments", *words, "--output", tmp_path / "run")
-    printed = programs.printed(*command, TMPDIR=str(tmp_path))
-    assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in printed
-    assert "emulated" not in printed
-    assert not left.exists()
-    assert str(ROOT) not in printed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 import fcdp
+from fcdp.checkpoint import files
 from tests.fcdp import training
 from tests.fcdp.training import Settings
 
@@ -68,3 +72,45 @@ def errors_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     with pytest.raises((ValueError, RuntimeError)) as error:
         call(*args, **options)
     return f"{type(error.value).__name__}: {error.value}"
+
+
+#: Of the interpreter, before it changes files.
+_CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
+
+
+def on_each_change(
+    directory: Path, call: Callable[[], object], events: Collection[str] = _CHANGES
+) -> None:
+    """Call ``call`` before each step of this rank that changes files in ``directory``.
+
+    For the rest of the process, as far as the interpreter's own events are concerned.
+    """
+
+    def follow(event: str, args: tuple[Any, ...]) -> None:
+        if event in events and str(directory) in str(args[0]):
+            call()
+
+    sys.addaudithook(follow)
+    write = files._SummedFile.write
+
+    def write_half(self: files._SummedFile, data: Any) -> int:
+        call()
+        half = len(data) // 2
+        write(self, data[:half])
+        self.flush()  # to disk, where a killed process leaves it
+        call()
+        return half + write(self, data[half:])
+
+    files._SummedFile.write = write_half  # type: ignore[method-assign]
+
+
+def kill_at(directory: Path, number: int, events: Collection[str] = _CHANGES) -> None:
+    """Have this rank kill itself before its change of that number."""
+    changes: list[None] = []
+
+    def kill() -> None:
+        changes.append(None)
+        if len(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_each_change(directory, kill, events)

@@ -16,15 +16,14 @@ from tests.ranks import Pools
 
 #: Files whose tests run on the accelerator, too: the first of each file, all with ``--exhaustive``.
 ALSO = ("upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
-_RAISES = "an error in a hook of backward, which ends a process whose device is written in Python"
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
-    "test_a_write_in_mid_step_is_an_error_that_names_the_unit": _RAISES,
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
     "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",
     "test_a_model_loaded_from_the_meta_device": "its parameters, offloaded, are on the device",
     "test_bad_input_is_refused": "models on the CPU are refused, too: there they are on the device",
     "test_units_are_gathered_and_reduced_as_often": "its groups are Python's: nothing counts them",
+    "test_under_unchanged_the_ranks_agree_once_and_a_step_is_seen": "threads share what counts",
 }
 
 

@@ -1,30 +1,41 @@
-"""The parts of a topology, of a unit and of a gather that tiers and policies look at."""
+"""The parts of a topology, of a unit and of a gather that tiers and policies look at.
+
+And ranks as threads of this process, whose messages are gloo's own: no process has to start.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fcdp.cache.entry import Slice
 from fcdp.streams import Streams
 
 
 class NoFailures:
-    """Of ranks that never fail."""
+    """Of ranks that never fail, or of threads of one process, which fail together."""
 
     place = 0
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def completing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    completing = waiting
 
-    def backward_runs(self) -> None:
-        pass
+    def backward_runs(self, *_: Any, **__: Any) -> None: ...
+
+    begins = forward_ends = announce = backward_runs
+
+    def raise_out_of_step(self) -> None:
+        raise AssertionError("ranks are out of step")
 
 
 CPU = torch.device("cpu")
@@ -62,3 +73,40 @@ class StandInUnit:
 def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:
     """One row per node, this rank's own among them."""
     return Slice(rows, node, STREAMS.current())
+
+
+#: Longer than a busy machine takes, and short where a rank waits for one that has failed.
+_TIMEOUT = timedelta(seconds=20)
+
+
+def on_threads(nodes: int, ranks_per_node: int, act: Callable[[Any], Any]) -> list[Any]:
+    """Call ``act`` with each rank's topology, at the same time; return what each returned."""
+    store = dist.HashStore()
+
+    def group(name: str, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # type: ignore[attr-defined]
+        options._timeout, options._threads = _TIMEOUT, 1
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[call-arg]
+
+    def call(rank: int) -> Any:
+        node, local_rank = divmod(rank, ranks_per_node)
+        groups = {}
+        for kind in ("", "reduce_", "control_"):
+            groups[f"{kind}intra"] = group(f"{kind}intra {node}", local_rank, ranks_per_node)
+            groups[f"{kind}inter"] = group(f"{kind}inter {local_rank}", node, nodes)
+        return act(
+            SimpleNamespace(
+                nodes=nodes,
+                ranks_per_node=ranks_per_node,
+                world_size=nodes * ranks_per_node,
+                node=node,
+                local_rank=local_rank,
+                rank=rank,
+                failures=NoFailures(),
+                **groups,
+            )
+        )
+
+    with ThreadPoolExecutor(nodes * ranks_per_node) as pool:
+        return [*pool.map(call, range(nodes * ranks_per_node))]

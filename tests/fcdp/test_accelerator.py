@@ -14,89 +14,78 @@ import xxhash
 from tests.ranks import Pools
 
 
-def memory_used_anew(waits: bool) -> list[float]:
+def memory_used_anew(on: Any, waits: bool) -> list[float]:
     """Memory that a side stream still reads is freed on the host, and given out to the next."""
-    from tests.fcdp.accelerator.device import Stream, here
-
-    side, values = Stream(), torch.ones(4)
-    side.wait_stream(here().current)
-    with here().stream(side):
+    side, values = on.Stream(), torch.ones(4)
+    side.wait_stream(on.here().current)
+    with on.here().stream(side):
         doubled = values * 2
         read = side.record_event()
     if waits:
-        here().current.wait_event(read)
+        on.here().current.wait_event(read)
     del values
     overwritten = torch.zeros(4)
-    here().current.wait_stream(side)
+    on.here().current.wait_stream(side)
     return (doubled + overwritten).tolist()
 
 
-def host_reads(waits: bool) -> list[float]:
+def host_reads(on: Any, waits: bool) -> list[float]:
     """A copy to the host that the host is told not to wait for."""
-    from tests.fcdp.accelerator.device import here
-
     landing = torch.zeros(4, device="cpu")
     landing.copy_(torch.ones(4), non_blocking=True)
     if waits:
-        here().current.record_event().synchronize()
+        on.here().current.record_event().synchronize()
     return landing.tolist()
 
 
-def hosts_sum_up(waits: bool) -> list[float]:
+def hosts_sum_up(on: Any, waits: bool) -> list[float]:
     """The host changes in place what a copy has brought it, and a collective of hosts sums it."""
-    from tests.fcdp.accelerator.device import here
-
     landing = torch.zeros(4, device="cpu")
     landing.copy_(torch.ones(4), non_blocking=True)
     if waits:
-        here().current.synchronize()
+        on.here().current.synchronize()
     dist.all_reduce(landing.add_(1))
     return landing.tolist()
 
 
-def checksum_of_the_host(waits: bool) -> list[float]:
+def checksum_of_the_host(on: Any, waits: bool) -> list[float]:
     """Memory that is read by its address."""
     from fcdp.checksum import checksum
-    from tests.fcdp.accelerator.device import here
 
     landing = torch.zeros(1, device="cpu")
     landing.copy_(torch.ones(1), non_blocking=True)
     if waits:
-        here().current.synchronize()
+        on.here().current.synchronize()
     return [float(checksum(landing))]
 
 
-def own_part_of_a_gather(waits: bool) -> list[float]:
+def own_part_of_a_gather(on: Any, waits: bool) -> list[float]:
     """A rank's part is written by one stream and sent by another, to a rank that waits."""
-    from tests.fcdp.accelerator.device import Stream, here
-
-    rank, side = dist.get_rank(), Stream()
+    rank, side = dist.get_rank(), on.Stream()
     gathered = torch.zeros(2)
-    with here().stream(side):
-        side.wait_stream(here().compute)
+    with on.here().stream(side):
+        side.wait_stream(on.here().compute)
         gathered[rank].fill_(rank + 1.0)
     if waits:
-        here().current.wait_stream(side)
+        on.here().current.wait_stream(side)
     dist.all_gather_into_tensor(gathered, gathered[rank : rank + 1])
-    here().current.wait_stream(side)
+    on.here().current.wait_stream(side)
     return gathered.tolist()
 
 
-def a_thread_of_the_host(waits: bool) -> list[float]:
+def a_thread_of_the_host(on: Any, waits: bool) -> list[float]:
     """A thread writes to memory while the device copies it."""
-    from tests.fcdp.accelerator.device import here
-
     memory = torch.ones(4, device="cpu")
     copied = memory.to("taped", non_blocking=True)
-    event = here().current.record_event()
-    with here().thread("a thread"):
+    event = on.here().current.record_event()
+    with on.here().thread("a thread"):
         if waits:
             event.synchronize()
         memory.zero_()
     return copied.tolist()
 
 
-CASES: dict[str, tuple[Callable[[bool], list[float]], list[float]]] = {
+CASES: dict[str, tuple[Callable[[Any, bool], list[float]], list[float]]] = {
     function.__name__: (function, expected)
     for function, expected in (
         (memory_used_anew, [2.0] * 4),
@@ -112,10 +101,11 @@ CASES: dict[str, tuple[Callable[[bool], list[float]], list[float]]] = {
 def on_two_ranks(waits: bool) -> dict[str, tuple[list[Any], list[str], list[str | None]]]:
     """Results of each case, the races seen, and what each of 32 other schedules got wrong."""
     from tests.fcdp import accelerator
+    from tests.fcdp.accelerator import device
 
     found = {}
     for name, (function, _) in CASES.items():
-        results, tape = accelerator.run(function, 2, waits)
+        results, tape = accelerator.run(function, 2, device, waits)
         found[name] = results, tape.races, [tape.replay(seed) for seed in range(32)]
     return found
 

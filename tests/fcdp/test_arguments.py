@@ -83,26 +83,6 @@ def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> Non
     assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fcdp.Budget(host="16 GiB"), "host = '16 GiB': must be bytes, a whole number"),
-        (lambda: fcdp.Budget(device=1.5 * 2**30), "device = 1610612736.0: must be bytes, a whole"),
-        (lambda: fcdp.Threshold("0.8"), "tau = '0.8': must be between 0 and 1"),
-        (lambda: fcdp.Auto(measured_gathers=-1), "measured_gathers = -1: must be a count"),
-        (lambda: fcdp.DiskCache(None), "directory = None: must be a path"),
-    ],
-)
-def test_policies_check_their_types(make: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-        make()
-    assert str(error.value).startswith(message)
-
-
-def test_a_directory_may_be_a_text() -> None:
-    assert fcdp.DiskCache("/tmp") == fcdp.DiskCache(Path("/tmp"))  # type: ignore[arg-type]
-
-
 def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
     """What set-up prints, and what it warns of."""
     with said() as (printed, warned):
@@ -110,46 +90,52 @@ def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple
     return printed.getvalue(), warned.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("policy", "places"),
-    [
-        ("host", "3 host; "),
-        ("none", "3 gathered across nodes\n"),
-        ("device", "3 device\n"),
-        ("disk", "3 disk; "),
-        ("auto", "3 device or host; "),
-        (fcdp.Budget(host=3000), "1 gathered across nodes, 2 host; "),
-    ],
-    ids=str,
-)
-def test_one_line_says_where_every_unit_lies(ranks: Pools, policy: Any, places: str) -> None:
-    first, second = ranks.run(2, said_of, 2, 1, {"policy": policy})
-    assert first[0].startswith(f"fcdp: 3 units: {places}")
-    assert first[0].count("\n") == 1
-    assert (first[1], second) == ("", ("", ""))
+#: By shape and arguments: how the line begins that rank 0 prints, and the lines that it warns.
+PAIR = (2, 1)
+SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
+    (PAIR, {"policy": "host"}, "3 units: 3 host; ", []),
+    (PAIR, {"policy": "none"}, "3 units: 3 gathered across nodes\n", []),
+    (PAIR, {"policy": "device"}, "3 units: 3 device\n", []),
+    (PAIR, {"policy": "disk"}, "3 units: 3 disk; ", []),
+    (PAIR, {"policy": "auto"}, "3 units: 3 device or host; ", []),
+    (PAIR, {"policy": fcdp.Budget(host=3000)}, "3 units: 1 gathered across nodes, 2 host; ", []),
+    (
+        (2, 2),
+        {"partial_gradients": "host"},
+        "3 units: 3 host; 48 KiB of host memory per node, "
+        "2 × (cache 12 KiB, partial gradients 12 KiB)\n",
+        [],
+    ),
+    ((1, 2), {}, "3 units, on one node: nothing crosses nodes, and nothing is cached\n", []),
+    (
+        PAIR,
+        {"units": []},
+        "1 unit: 1 host; ",
+        ["fcdp.shard: units is empty, so that the whole model is gathered at"],
+    ),
+    (
+        PAIR,
+        {"policy": fcdp.Budget(device=2, host=16)},  # gigabytes in the place of bytes
+        "3 units: ",
+        ["policy: device = 2: no unit fits", "policy: host = 16: no unit fits"],
+    ),
+]
 
 
-def test_one_node_is_said_to_cache_nothing(ranks: Pools) -> None:
-    first, second = ranks.run(2, said_of, 1, 2, {})
-    assert first[0] == "fcdp: 3 units, on one node: nothing crosses nodes, and nothing is cached\n"
-    assert second == ("", "")
-
-
-def test_no_units_are_said_to_be_gathered_at_once(ranks: Pools) -> None:
-    first, second = ranks.run(2, said_of, 2, 1, {"units": []})
-    assert first[0].startswith("fcdp: 1 unit: 1 host; ")
-    assert first[1].startswith("fcdp.shard: units is empty, so that the whole model is gathered at")
-    assert first[1].count("\n") == 1
-    assert second == ("", "")
-
-
-def test_gigabytes_in_the_place_of_bytes_are_said_to_hold_nothing(ranks: Pools) -> None:
-    first, second = ranks.run(2, said_of, 2, 1, {"policy": fcdp.Budget(device=2, host=16)})
-    assert [line.split(",")[0] for line in first[1].splitlines()] == [
-        "policy: device = 2: no unit fits",
-        "policy: host = 16: no unit fits",
-    ]
-    assert second == ("", "")
+@pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), SAID)
+def test_one_line_says_where_every_unit_lies_and_what_it_takes(
+    ranks: Pools,
+    shape: tuple[int, int],
+    arguments: dict[str, Any],
+    line: str,
+    warnings: list[str],
+) -> None:
+    (printed, warned), *others = ranks.run(shape[0] * shape[1], said_of, *shape, arguments)
+    assert printed.startswith(f"fcdp: {line}")
+    assert printed.count("\n") == 1
+    for found, expected in zip(warned.splitlines(), warnings, strict=True):
+        assert found.startswith(expected)
+    assert {*others} == {("", "")}
 
 
 @on_ranks(2)
@@ -205,19 +191,3 @@ def test_a_repr_is_one_readable_line() -> None:
         "cache on the host 12 KiB",
     ]
     assert len({len(line) for line in lines[:4]}) == 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (fcdp.HostCache(), "HostCache()"),
-        (fcdp.Threshold(0.8), "Threshold(tau=0.8)"),
-        (fcdp.Auto(), "Auto(reserve=0.1, measured_gathers=4)"),
-        (
-            fcdp.Budget(device=2**30, disk=3 * 2**39, directory=Path("/tmp")),
-            "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')",
-        ),
-    ],
-)
-def test_policies_are_shown_as_they_are_made(policy: fcdp.CachePolicy, text: str) -> None:
-    assert repr(policy) == text

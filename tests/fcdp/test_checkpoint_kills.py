@@ -5,47 +5,15 @@ The suite kills at three places of a save, ``pytest --exhaustive`` at twenty.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fcdp.checkpoint import files
-from tests.fcdp.checkpoints import Run, assert_equal
+from tests.fcdp.checkpoints import Run, assert_equal, kill_at, on_each_change
 from tests.ranks import Pools, RankFailure, RankPool
 
 pytestmark = pytest.mark.ranks
-
-_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
-
-
-def on_each_change(directory: Path, call: Callable[[], object]) -> None:
-    """Call ``call`` before each step of this rank that changes files in ``directory``.
-
-    For the rest of the process, as far as the interpreter's own events are concerned.
-    """
-
-    def follow(event: str, args: tuple[Any, ...]) -> None:
-        if event in _EVENTS and str(directory) in str(args[0]):
-            call()
-
-    sys.addaudithook(follow)
-    write = files._SummedFile.write
-
-    def write_half(self: files._SummedFile, data: Any) -> int:
-        call()
-        half = len(data) // 2
-        write(self, data[:half])
-        self.flush()  # to disk, where a killed process leaves it
-        call()
-        return half + write(self, data[half:])
-
-    files._SummedFile.write = write_half  # type: ignore[method-assign]
 
 
 def count_changes(directory: Path) -> int:
@@ -65,15 +33,8 @@ def step_and_save(directory: Path, rank: int, killed_at: int) -> None:
     run = Run(seed=1)
     run.load(directory)
     run.train(1)
-    steps: list[None] = []
-
-    def kill() -> None:
-        steps.append(None)
-        if len(steps) == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     if run.topology.rank == rank:
-        on_each_change(directory, kill)
+        kill_at(directory, killed_at)
     run.save(directory)
 
 

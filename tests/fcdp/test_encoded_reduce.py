@@ -1,30 +1,36 @@
-"""The encoded reduction: parts rounded once, summed in rank order; what was lost comes later."""
+"""Coded reductions: parts that are rounded once, and parts that are bit for bit what they were."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
-import torch.distributed as dist
 
 import fcdp
 from fcdp.counts import Ledger
-from fcdp.encoded_reduce import EncodedReduce
-from fcdp.exchange import wait_all
-from tests.fcdp.training import topology_of
-from tests.ranks import Pools, on_ranks
+from fcdp.delta import message
+from fcdp.delta.economy import Economy
+from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_exact
+from fcdp.exchange import reduce_scatter, wait_all
+from tests.fcdp.stand_ins import on_threads
 
 CODEC = fcdp.BlockInt4(4)
 NUMEL = 10
 
 
-def reducer(world_size: int, *, error_feedback: bool = False) -> EncodedReduce:
-    group = topology_of(world_size, 1).inter
-    return EncodedReduce(CODEC, group, Ledger(), error_feedback=error_feedback)
+def reducer(topology: Any, *, error_feedback: bool = False) -> EncodedReduce:
+    return EncodedReduce(CODEC, topology.inter, Ledger(), error_feedback=error_feedback)
 
 
 def partial_of(rank: int, world_size: int, dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(world_size * numel, generator=generator).to(dtype)
+
+
+def of_pair(topology: Any, numel: int = NUMEL) -> torch.Tensor:
+    return partial_of(topology.rank, 2, torch.float32, numel)
 
 
 def rounded(part: torch.Tensor) -> torch.Tensor:
@@ -33,70 +39,152 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def reduced(world_size: int, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether the result is, bit for bit, what the definition says; and bytes sent."""
-    topology = topology_of(world_size, 1)
-    output = torch.empty(NUMEL, dtype=dtype)
-    partial = partial_of(topology.rank, world_size, dtype)
-    encoded = reducer(world_size)
-    wait_all(encoded.start(output, partial))
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = torch.zeros(NUMEL, dtype=wide)
-    for rank in range(world_size):
-        part = partial_of(rank, world_size, dtype).view(world_size, -1)[topology.rank].to(wide)
-        expected += part if rank == topology.rank else rounded(part)
-    return torch.equal(output, expected.to(dtype)), encoded.sent_bytes(NUMEL)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_own_part_is_exact_and_the_others_are_rounded_once(
-    ranks: Pools, world_size: int, dtype: torch.dtype
+    world_size: int, dtype: torch.dtype
 ) -> None:
-    answers = ranks.run(world_size, reduced, world_size, dtype)
-    assert answers == [(True, (world_size - 1) * CODEC.encoded_bytes(NUMEL))] * world_size
+    def reduced(topology: Any) -> tuple[torch.Tensor, int]:
+        output = torch.empty(NUMEL, dtype=dtype)
+        encoded = reducer(topology)
+        wait_all(encoded.start(output, partial_of(topology.rank, world_size, dtype)))
+        return output, encoded.sent_bytes(NUMEL)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for own, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
+        expected = torch.zeros(NUMEL, dtype=wide)
+        for rank in range(world_size):
+            part = partial_of(rank, world_size, dtype).view(world_size, -1)[own].to(wide)
+            expected += part if rank == own else rounded(part)
+        assert torch.equal(output, expected.to(dtype))
+        assert sent == (world_size - 1) * CODEC.encoded_bytes(NUMEL)
 
 
-def lost_over_time(error_feedback: bool) -> float:
-    """How far the sum of many reductions of one gradient is from the exact one."""
-    reduce = reducer(2, error_feedback=error_feedback)
-    partial = partial_of(topology_of(2, 1).rank, 2, torch.float32)
-    total, output = torch.zeros(NUMEL), torch.empty(NUMEL)
-    for _ in range(50):
-        wait_all(reduce.start(output, partial))
-        total += output
-    exact = partial.clone()
-    dist.all_reduce(exact)
-    mine = exact.view(2, -1)[topology_of(2, 1).rank]
-    return (total / 50 - mine).abs().max().item()
-
-
-@on_ranks(2)
 def test_feedback_loses_nothing_in_the_long_run() -> None:
-    assert lost_over_time(error_feedback=True) < lost_over_time(error_feedback=False) / 10
+    def mean_of_many(topology: Any) -> list[torch.Tensor]:
+        """Of reductions of one gradient, with feedback and without."""
+        means = []
+        for error_feedback in (True, False):
+            reduce = reducer(topology, error_feedback=error_feedback)
+            total, output = torch.zeros(NUMEL), torch.empty(NUMEL)
+            for _ in range(50):
+                wait_all(reduce.start(output, of_pair(topology)))
+                total += output
+            means.append(total / 50)
+        return means
+
+    exact = sum(partial_of(rank, 2, torch.float32) for rank in range(2)).view(2, -1)
+    for own, means in enumerate(on_threads(2, 1, mean_of_many)):
+        fed, plain = ((mean - exact[own]).abs().max() for mean in means)
+        assert fed < plain / 10
 
 
-@on_ranks(2)
 def test_an_overflow_is_seen_once_and_does_not_stay_in_the_residual() -> None:
-    reduce = reducer(2, error_feedback=True)
-    partial = partial_of(topology_of(2, 1).rank, 2, torch.float32)
-    output = torch.empty(NUMEL)
-    overflowed = partial.clone()
-    overflowed[3::NUMEL] = torch.inf
-    wait_all(reduce.start(output, overflowed))
-    assert not output.isfinite().all()
-    wait_all(reduce.start(output, partial))
-    assert output.isfinite().all()
+    def finite(topology: Any) -> list[bool]:
+        reduce = reducer(topology, error_feedback=True)
+        overflowed, output, found = of_pair(topology), torch.empty(NUMEL), []
+        overflowed[3::NUMEL] = torch.inf
+        for partial in (overflowed, of_pair(topology)):
+            wait_all(reduce.start(output, partial))
+            found.append(bool(output.isfinite().all()))
+        return found
+
+    assert on_threads(2, 1, finite) == [[False, True]] * 2
 
 
-@on_ranks(2)
 def test_the_residual_is_dropped_when_the_layout_changes() -> None:
     """The first reduction of a new layout is as if nothing had been reduced before."""
-    rank = topology_of(2, 1).rank
-    used, fresh = reducer(2, error_feedback=True), reducer(2, error_feedback=True)
-    wait_all(used.start(torch.empty(NUMEL), partial_of(rank, 2, torch.float32)))
-    other = partial_of(rank, 2, torch.float32, numel=1)
-    outputs = torch.empty(2, 1)
-    for output, reduce in zip(outputs, (used, fresh), strict=True):
-        wait_all(reduce.start(output, other))
-    assert torch.equal(outputs[0], outputs[1])
+
+    def first(topology: Any) -> bool:
+        used, fresh = (reducer(topology, error_feedback=True) for _ in range(2))
+        wait_all(used.start(torch.empty(NUMEL), of_pair(topology)))
+        outputs = torch.empty(2, 1)
+        for output, reduce in zip(outputs, (used, fresh), strict=True):
+            wait_all(reduce.start(output, of_pair(topology, numel=1)))
+        return torch.equal(outputs[0], outputs[1])
+
+    assert on_threads(2, 1, first) == [True] * 2
+
+
+LONG = 30_001
+SUM = torch.distributed.ReduceOp.SUM
+
+
+def wire(when: Any = "always", ledger: Ledger | None = None) -> ExactParts:
+    return ExactParts("unit", Economy(when), ledger or Ledger())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 11.2 / 16), (torch.float32, 27.2 / 32)]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float) -> None:
+    def reduced(topology: Any) -> tuple[bool, float]:
+        """Whether the sum is the one without the codec, and bytes sent per byte of the parts."""
+        generator = torch.Generator().manual_seed(topology.rank)
+        partial = (1e-3 * torch.randn(world_size * LONG, generator=generator)).to(dtype)
+        plain, coded = torch.empty(2, LONG, dtype=dtype).unbind()
+        ledger = Ledger()
+        wait_all(reduce_scatter([plain], [partial], SUM, topology.inter))
+        wait_all(reduce_scatter([coded], [partial], SUM, topology.inter, wire(ledger=ledger)))
+        share = ledger.total("inter_node") / ((world_size - 1) * plain.nbytes)
+        return torch.equal(plain.view(torch.uint8), coded.view(torch.uint8)), share
+
+    for equal, share in on_threads(world_size, 1, reduced):
+        assert equal
+        assert most - 0.1 < share < most
+
+
+def test_where_it_does_not_pay_parts_go_whole_and_are_counted() -> None:
+    ledger, part = Ledger(), torch.randn(40_000)
+    some = wire("pays", ledger)
+    told = some.write(part)
+    assert message.is_whole(told)
+    assert ledger.bytes["inter_node"]["reduce"] == told.nbytes == part.nbytes + 16
+    assert told.nbytes <= some.room(part).nbytes
+    out = torch.empty_like(part)
+    some.read([], [(told, out)])
+    assert torch.equal(out, part)
+
+
+class Clock:
+    """Time, which passes where a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self) -> None:
+        self.now += 1.0
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
+    clock, part = Clock(), torch.randn(40_000)
+    with mock.patch("time.perf_counter", clock):
+        some = wire("pays")
+        for coded in (False, False, slow, slow):
+            told = some.write(part)
+            assert message.is_whole(told) is not coded
+            some.read([clock] if slow else [], [(told, torch.empty_like(part))])
+
+
+def test_damage_is_told_with_the_unit() -> None:
+    some, part = wire(), torch.randn(5000)
+    told = some.write(part)
+    told[200] ^= 1
+    with pytest.raises(RuntimeError, match="unit: gradients of another node: .*last checkpoint"):
+        some.read([], [(told, torch.empty_like(part))])
+
+
+def test_sizes_that_the_host_does_not_know_are_refused_on_accelerators() -> None:
+    topology = mock.Mock(mesh=mock.Mock(device_type="cuda"))
+    with pytest.raises(ValueError, match=r"reduce_codec = fcdp.Exact\(\) on cuda: only the CPU"):
+        check_exact(topology)
+
+
+@pytest.mark.parametrize("when", ["smallest", "", None])
+def test_another_rule_is_refused(when: Any) -> None:
+    with pytest.raises(ValueError, match="when = .*: must be 'pays' or 'always'"):
+        fcdp.Exact(when)

@@ -22,39 +22,25 @@ from fcdp.exchange import (
     swap,
     wait_all,
 )
-from tests.fcdp.stand_ins import NoFailures
-from tests.fcdp.threads import on_threads
+from tests.fcdp.stand_ins import NoFailures, on_threads
 
 SHAPES = pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
 
 
 @SHAPES
-def test_a_flag_of_any_rank_reaches_all(nodes: int, ranks_per_node: int) -> None:
-    def own(topology: Any) -> list[bool]:
-        return any_rank([topology.rank == place for place in range(5)], topology)
-
-    world = nodes * ranks_per_node
-    expected = [place < world for place in range(5)]
-    assert on_threads(nodes, ranks_per_node, own) == [expected] * world
-
-
-@pytest.mark.parametrize("call", [any_rank, on_every_rank], ids=["flags", "values"])
-def test_what_ranks_agree_on_has_groups_of_its_own(call: Any) -> None:
+def test_ranks_agree_on_the_host_in_groups_of_their_own(nodes: int, ranks_per_node: int) -> None:
     """Others carry what FSDP2's streams and another thread exchange at the same time."""
 
-    def agree(topology: Any) -> None:
+    def agree(topology: Any) -> tuple[list[bool], list[list[int]]]:
         topology.inter = topology.intra = topology.reduce_inter = topology.reduce_intra = None
-        call(torch.tensor([1]), topology)
+        values = torch.tensor([topology.rank, 10 * topology.rank])
+        with torch.device("meta"):  # whatever the default device
+            flags = any_rank([topology.rank == place for place in range(5)], topology)
+        return flags, on_every_rank(values, topology).tolist()
 
-    on_threads(2, 2, agree)
-
-
-def test_flags_are_exchanged_on_the_host_whatever_the_default_device() -> None:
-    def own(topology: Any) -> list[bool]:
-        with torch.device("meta"):
-            return any_rank([topology.rank == 1, False], topology)
-
-    assert on_threads(2, 1, own) == [[True, False]] * 2
+    world = nodes * ranks_per_node
+    expected = [place < world for place in range(5)], [[rank, 10 * rank] for rank in range(world)]
+    assert on_threads(nodes, ranks_per_node, agree) == [expected] * world
 
 
 class At(NoFailures):
@@ -80,16 +66,6 @@ def test_ranks_at_different_exchanges_are_told(places: tuple[int | None, int | N
 
     same = None in places or places[0] % 2**16 == places[1] % 2**16  # type: ignore[operator]
     assert on_threads(2, 1, agree) == [[True, False] if same else None] * 2
-
-
-@SHAPES
-def test_values_of_all_ranks_are_in_rank_order(nodes: int, ranks_per_node: int) -> None:
-    def own(topology: Any) -> list[list[int]]:
-        values = torch.tensor([topology.rank, 10 * topology.rank])
-        return on_every_rank(values, topology).tolist()
-
-    world = nodes * ranks_per_node
-    assert on_threads(nodes, ranks_per_node, own) == [[[r, 10 * r] for r in range(world)]] * world
 
 
 @SHAPES

@@ -74,36 +74,31 @@ def export_after_a_forward(config: PretrainedConfig, lora: bool, directory: Path
         fcdp.save_adapters(model, directory / "adapters")
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformers_load_an_export(ranks: Pools, tmp_path: Path, name: str) -> None:
+def test_transformers_and_peft_load_what_was_written(
+    ranks: Pools, tmp_path: Path, name: str, lora: bool
+) -> None:
     original = language_model(CONFIGS[name])
+    base = {key: value.clone() for key, value in original.state_dict().items()}
+    expected = with_lora(original).state_dict() if lora else {}
     (tmp_path / "model").mkdir()
     # A model in parts, which stood here before: transformers would take it for the new one's.
     (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("stale")
-    ranks.run(4, export_after_a_forward, CONFIGS[name], False, tmp_path)
+    ranks.run(4, export_after_a_forward, CONFIGS[name], lora, tmp_path)
     assert {path.suffix for path in (tmp_path / "model").iterdir()} == {".json", ".safetensors"}
     assert [*(tmp_path / "model").glob("*.safetensors")] == [tmp_path / "model/model.safetensors"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert_equal(loaded.state_dict(), original.state_dict())
+    assert_equal(loaded.state_dict(), base)
     assert loaded.config.architectures == [type(original).__name__]
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert ("lm_head.weight" in stored) == (name == "untied_llama")
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_peft_loads_adapters_over_an_export(ranks: Pools, tmp_path: Path, name: str) -> None:
-    original = language_model(CONFIGS[name])
-    base = {key: value.clone() for key, value in original.state_dict().items()}
-    original = with_lora(original)
-    ranks.run(4, export_after_a_forward, CONFIGS[name], True, tmp_path)
-    stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    assert stored
-    assert all("lora_" in key for key in stored)
-    assert load_file(tmp_path / "model" / "model.safetensors").keys() <= base.keys()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert_equal(loaded.state_dict(), base)
-    loaded = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapters"))
-    assert_equal(loaded.state_dict(), original.state_dict())
+    if lora:
+        adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+        assert adapters
+        assert all("lora_" in key for key in adapters)
+        loaded = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapters"))
+        assert_equal(loaded.state_dict(), expected)
 
 
 def save_plain(directory: Path) -> tuple[dict[str, torch.Tensor], float]:

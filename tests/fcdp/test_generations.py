@@ -1,9 +1,13 @@
-"""State in two generations: what is read meanwhile, what a failure leaves, what is refused."""
+"""State in two generations: what is read meanwhile, what a failure leaves, what is refused.
+
+And files that are replaced whole, or stay as they were.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,3 +164,34 @@ def test_a_folder_of_another_model_or_in_use_is_refused(
     with pytest.raises(ValueError, match="about = 'a model': must be 'another', that of this"):
         _Training(tmp_path, "another")
     _goes_on(tmp_path, 1)
+
+
+def test_a_file_says_the_new_text_and_no_draft_stays(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    for data in (b"first", b"second"):
+        durable.replace(file, data)
+        assert file.read_bytes() == data
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "step.json"
+    durable.replace(file, b"first")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        durable.replace(file, b"second")
+    assert file.read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_what_counts_already_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system flushes no folders: who hears of a failure removes what it names."""
+    monkeypatch.setattr(durable, "flush", lambda path: os.fsync(9999))
+    durable.replace(tmp_path / "step.json", b"first")
+    assert (tmp_path / "step.json").read_bytes() == b"first"

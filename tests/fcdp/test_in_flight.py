@@ -1,21 +1,28 @@
-"""Reductions in flight, on exchanges that only note what is asked of them."""
+"""Reductions in flight: on exchanges that only note what is asked of them, and in training.
+
+And gathers on the CPU that somebody interrupts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fcdp.counts import Ledger
+import fcdp
+from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
+from fcdp.gathering import Gathering
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
-from fcdp.partial_gradients import OnDevice
-from fcdp.reduce_scatter import HierarchicalReduceScatter
-from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
+from tests.fcdp.stand_ins import NoFailures, StandInUnit
+from tests.fcdp.training import topology_of
+from tests.fcdp.upstream.models import mlps
+from tests.fcdp.upstream.test_hooks import before_each_backward
+from tests.ranks import Pools
 
 SUMS = (2.0, 4.0, 6.0, 8.0)
 
@@ -248,49 +255,67 @@ def test_a_gradient_that_a_failed_rank_keeps_from_arriving_is_never_read(
     assert exchanges.log == ["start blocks.1", "start blocks.0"]
 
 
-def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A unit's reduction over exchanges that note when they are asked for and waited for."""
-    unit: Any = StandInUnit("unit", 4)
-    topology: Any = Place(2, 0, ranks_per_node)
-    failures: Any = topology.failures
-    ledger = Ledger()
+def flying(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> tuple[list[str], set[type]]:
+    """What is in flight when each block's backward begins, and after it; types of gradients."""
+    model, topology = mlps(5, 6), topology_of(nodes, ranks_per_node)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    fcdp.shard(model, topology, units=model, mp_policy=policy)
+    seen: list[str] = []
 
-    def noting(output: Any, buffers: Any, op: Any, group: str, *_: Any) -> list[Pending]:
-        log.append(f"start {group}")
-        return [Then(lambda: log.append(f"wait {group}"))]
+    def look() -> None:
+        crossings = engine_of(model)._in_flight._crossings
+        seen.append("".join(crossing.unit.name for crossing in crossings))
 
-    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter", noting)
-    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter_parts", noting)
-    return HierarchicalReduceScatter(
-        unit, topology, OnDevice(ledger), InFlight(failures), ledger, encoded=None
-    )
-
-
-INSIDE = ["start intra of reductions", "wait intra of reductions"]
+    before_each_backward(model, look)
+    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    look()
+    gradients: list[Any] = [param.grad for param in model.parameters()]
+    return seen, {type(gradient._local_tensor) for gradient in gradients}
 
 
 @pytest.mark.parametrize(
-    ("hooked", "expected"),
-    [
-        (False, ["start inter of reductions", "computed", "wait inter of reductions"]),
-        (True, ["start inter of reductions", "wait inter of reductions", "computed"]),
-    ],
+    ("shape", "dtype"), [((2, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str
 )
-def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, hooked: bool, expected: list[str]
+def test_two_reductions_are_in_flight_and_none_after_backward(
+    ranks: Pools, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Inside the node it waits in either case."""
-    log: list[str] = []
-    reduce = reduction(2, log, monkeypatch)
-    reduce._unit.hooked = hooked
-    group: Any = None
+    """Also where FSDP2 casts what was reduced to the parameters' dtype."""
+    for seen, types in ranks.run(shape[0] * shape[1], flying, *shape, dtype):
+        assert seen == ["", "4", "43", "32", "21", ""]
+        assert types == {torch.Tensor}
 
-    def reduce_as_fsdp2_does() -> None:
-        gradients = reduce.allocate((8,), dtype=torch.float32, device=CPU)
-        output = reduce.allocate((2,), dtype=torch.float32, device=CPU)
-        assert type(gradients) is torch.Tensor
-        assert isinstance(output, Arriving) != hooked
-        reduce(output, gradients, group, dist.ReduceOp.SUM)
 
-    in_backward(reduce_as_fsdp2_does, lambda: log.append("computed"))
-    assert log == [*INSIDE, *expected]
+class Message:
+    """Arrives once; to wait for it again would take for ever."""
+
+    def __init__(self, interrupted: BaseException | None = None) -> None:
+        self.waited = 0
+        self._interrupted = interrupted
+
+    def wait(self) -> None:
+        self.waited += 1
+        assert self.waited == 1
+        if self._interrupted is not None:
+            raise self._interrupted
+
+
+@pytest.mark.parametrize("where", ["in the wait", "between two exchanges"])
+def test_what_was_interrupted_is_not_waited_for_again(where: str) -> None:
+    """Python delivers Ctrl-C as a wait returns, and FSDP2 waits again for what it holds."""
+    error = KeyboardInterrupt()
+    messages = [Message(error if where == "in the wait" else None), Message()]
+    forgotten: list[None] = []
+
+    def parts() -> Iterator[Sequence[Any]]:
+        yield messages[:1]
+        if where == "between two exchanges":
+            raise error
+        yield messages[1:]
+
+    failures: Any = NoFailures()
+    gathering = Gathering(parts(), failures, lambda: forgotten.append(None))
+    with pytest.raises(KeyboardInterrupt):
+        gathering.wait()
+    assert len(forgotten) == 1, "FSDP2 gathers anew what this gather has not brought"
+    assert gathering.wait()
+    assert [message.waited for message in messages] == [1, 0]

@@ -1,14 +1,17 @@
 """The ledger's bytes equal the closed forms (design.md, invariant 5; the kernel's count is compared
-in tests/experiments)."""
+in tests/experiments), and a profiler's timeline names what runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import fcdp
+from fcdp import ranges
 from fcdp.counts import Ledger
 from fcdp.engine import engine_of
 from tests.fcdp.training import Result, Run, Settings, train
@@ -138,3 +141,19 @@ def test_deferred_sums_take_a_slice_of_the_gradients_in_fp32(
     widening = 1 if param_dtype is None else 2
     assert peak == closed_form * widening
     assert pending == 0
+
+
+def test_a_profiler_sees_what_runs_inside_and_of_which_unit() -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+        ranges.named("cache_load", "blocks.0"),
+        ranges.named("reduce_intra"),
+    ):
+        pass
+    names = {event.name for event in seen.events() or ()}
+    assert {"fcdp::cache_load blocks.0", "fcdp::reduce_intra"} <= names
+
+
+def test_without_a_profiler_nothing_is_named() -> None:
+    with mock.patch("fcdp.ranges.record_function") as record, ranges.named("cache_load", "blocks"):
+        record.assert_not_called()

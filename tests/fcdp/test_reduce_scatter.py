@@ -1,4 +1,4 @@
-"""What is asked of which group, and that micro-batches give gradients to the same parameters."""
+"""Micro-batches of one unit, reduced between ranks that are threads or only note what is asked."""
 
 from __future__ import annotations
 
@@ -9,83 +9,384 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
-import fcdp
+from fcdp.arena import Arena
 from fcdp.codec import Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine
-from fcdp.partial_gradients import OnDevice
+from fcdp.exchange import Pending, Then
+from fcdp.in_flight import Arriving, InFlight
+from fcdp.partial_gradients import OnDevice, OnHost, Waiting, waiting_in
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from tests.fcdp.stand_ins import Place, StandInUnit
-from tests.fcdp.training import topology_of
-from tests.ranks import on_ranks
+from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
+from tests.fcdp.test_in_flight import in_backward
+
+NUMEL = 3
+SUM: Any = dist.ReduceOp.SUM
 
 
-class Sometimes(nn.Module):
-    """Of two layers of one unit, the second is used where the input is positive."""
+class Weight:
+    """A sharded parameter."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(3, 3)
-        self.sometimes = nn.Linear(3, 3)
+        self.grad: Any = None
+        self.requires_grad = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.always(x)
-        return self.sometimes(y) if x.sum() > 0 else y
-
-
-@pytest.mark.parametrize("codec", [None, fcdp.BlockInt8()], ids=["plain", "encoded"])
-@on_ranks(2)
-def test_gradients_of_other_parameters_are_refused(codec: fcdp.Codec | None) -> None:
-    model = nn.Sequential(Sometimes())
-    fcdp.shard(
-        model,
-        topology_of(2, 1),
-        units=[model[0]],
-        reduce_codec=codec,
-        error_feedback=codec is not None,
-    )
-    x = torch.ones(1, 3)
-    with fcdp.accumulate(model, last=False):
-        model(-x).sum().backward()
-    message = (
-        "other parameters received gradients in this micro-batch.*"
-        r"set_reduce_scatter_unused_params\(True\)"
-    )
-    with pytest.raises(RuntimeError, match=message), fcdp.accumulate(model, last=True):
-        model(x).sum().backward()
+    def wait(self) -> None:
+        """Have a ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
+        if waiting_in(self) is None:  # type: ignore[arg-type]
+            self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
 
 
-OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM]
+class Reducer:
+    """What reduces one unit on one rank, called as FSDP2 calls it."""
+
+    def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
+        self.topology, self.ledger = topology, Ledger()
+        given: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        self.weights = given.params
+        self.reduce = HierarchicalReduceScatter(
+            given,
+            topology,
+            OnDevice(self.ledger),
+            InFlight(NoFailures()),
+            self.ledger,
+            None,  # type: ignore[arg-type]
+            world,
+        )
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.reduce.allocate((numel,), dtype=dtype, device=CPU)
+
+    def wait(self, *weights: Weight) -> None:
+        """Let the gradients of ``weights`` wait, as after a micro-batch."""
+        for weight in weights:
+            weight.wait()
+        self.reduce._waiting = [weight.grad._local_tensor for weight in weights]
+
+    def __call__(self, gradients: torch.Tensor, *, last: bool = True, op: Any = SUM) -> Any:
+        """This rank's part, once it has arrived; ``None`` of a micro-batch that waits."""
+        self.reduce.requires_sync = last
+        buffer = self.allocate(gradients.numel(), gradients.dtype)
+        buffer.copy_(gradients)
+        output = self.allocate(gradients.numel() // self.topology.world_size, gradients.dtype)
+        group: Any = None
+        self.reduce(output, buffer, group, op)
+        buffer.fill_(torch.nan)  # FSDP2 uses it again
+        if isinstance(output, Waiting):
+            self.wait(*self.weights)
+            return None
+        return output.ended() if isinstance(output, Arriving) else output
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpType) -> None:
-    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
-    unit: Any = StandInUnit("unit", 4)
-    topology: Any = Place(2, 0, ranks_per_node)
-    group: Any = None
-    ledger = Ledger()
-    reduce = HierarchicalReduceScatter(
-        unit, topology, OnDevice(ledger), mock.Mock(), ledger, encoded=None
-    )
-    asked: list[Any] = []
+@pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG], ids=str)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
+def test_micro_batches_cross_nodes_once_as_their_sum(
+    nodes: int, ranks_per_node: int, op: Any
+) -> None:
+    world = nodes * ranks_per_node
 
-    def noting(_: Any, __: Any, op: Any, group: Any, *_coded: Any) -> list[Any]:
-        asked.append((op, group))
-        return []
+    def step(topology: Any) -> tuple[list[Any], list[bool], dict[str, dict[str, int]]]:
+        topology.inter = topology.intra = None  # of gathers, and no reductions'
+        reducer = Reducer(topology)
+        gradients = torch.arange(1.0, world * NUMEL + 1) * (topology.rank + 1)
+        outputs, pending = [], []
+        for last in (False, False, True, True):
+            output = reducer(gradients, last=last, op=op)
+            outputs.append(output if output is None else output.tolist())
+            pending.append(reducer.reduce.pending)
+        return outputs, pending, reducer.ledger.snapshot()
 
-    with (
-        mock.patch("fcdp.reduce_scatter.reduce_scatter", noting),
-        mock.patch("fcdp.reduce_scatter.reduce_scatter_parts", noting),
+    inside, across = 4 * (ranks_per_node - 1) * nodes * NUMEL * 4, 2 * (nodes - 1) * NUMEL * 4
+    sent = {"inter_node": {"reduce": across}} if nodes > 1 else {}
+    sent |= {"intra_node": {"reduce": inside}} if ranks_per_node > 1 else {}
+    for rank, (outputs, pending, bytes_sent) in enumerate(on_threads(nodes, ranks_per_node, step)):
+        once = torch.arange(1.0, world * NUMEL + 1).view(world, -1)[rank] * (world + 1) / 2
+        once *= 1 if op == dist.ReduceOp.AVG else world
+        if nodes == 1:  # nothing waits where nothing is to be saved
+            assert outputs == [once.tolist()] * 4
+        else:
+            assert outputs == [None] * 2 + [(3 * once).tolist(), once.tolist()]
+        assert pending == [nodes > 1, nodes > 1, False, False]
+        assert bytes_sent == sent
+
+
+def test_flat_each_micro_batch_goes_round_all_ranks_at_once() -> None:
+    def step(topology: Any) -> tuple[list[list[float]], bool, dict[str, dict[str, int]]]:
+        world, topology.intra, topology.reduce_intra = topology.intra, None, None
+        topology.nodes, topology.ranks_per_node = 2, 2
+        reducer = Reducer(topology, world=world)
+        gradients = torch.arange(4.0 * NUMEL) * 10**topology.rank
+        outputs = [reducer(times * gradients).tolist() for times in (1, 2)]
+        return outputs, reducer.reduce.pending, reducer.ledger.snapshot()
+
+    sent = 2 * 3 * NUMEL * 4
+    for rank, (outputs, pending, bytes_sent) in enumerate(on_threads(1, 4, step)):
+        once = torch.arange(4.0 * NUMEL).view(4, -1)[rank] * 1111
+        assert outputs == [once.tolist(), (2 * once).tolist()]
+        assert not pending
+        assert bytes_sent == {link: {"reduce": sent // 2} for link in ("inter_node", "intra_node")}
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "value"),
+    [(3, 28672.0), (2, 30000.0), (2, 2.0**-24), (5, 6400.0)],
+    ids=["sum", "two", "smallest", "five"],
+)
+def test_a_sum_in_fp16_neither_overflows_nor_vanishes(micro_batches: int, value: float) -> None:
+    def step(topology: Any) -> tuple[torch.dtype, float, int]:
+        reducer = Reducer(topology)
+        gradients = torch.full((2,), value, dtype=torch.float16)
+        for _ in range(micro_batches - 1):
+            reducer(gradients, last=False)
+        total = reducer(gradients)
+        return total.dtype, total.item(), reducer.ledger.total("inter_node")
+
+    expected = 2 * micro_batches * torch.tensor(value).half().item()
+    assert on_threads(2, 1, step) == [(torch.float32, expected, 2)] * 2
+
+
+def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
+    place: Any = Place(2, 0)
+    reducer = Reducer(place)
+    dtypes = []
+    for waits, last, dtype in (
+        *((False, True, torch.float16), (True, False, torch.float16), (True, True, torch.float16)),
+        (True, True, torch.bfloat16),
     ):
-        reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
-    averaged = op == dist.ReduceOp.AVG
-    across = op if averaged or ranks_per_node == 1 else dist.ReduceOp.SUM
-    inside = [(op, "intra of reductions")] if ranks_per_node > 1 else []
-    assert asked == [*inside, (across, "inter of reductions")]
+        reducer.reduce.discard()
+        if waits:
+            reducer.reduce._keep(torch.ones(8, dtype=dtype))
+            reducer.wait(*reducer.weights)
+        reducer.reduce.requires_sync = last
+        # An input, its output, and the next input.
+        dtypes.append([reducer.allocate(numel, dtype).dtype for numel in (8, 4, 8)])
+    half, wide, brain = torch.float16, torch.float32, torch.bfloat16
+    assert dtypes == [[half] * 3, [half] * 3, [half, wide, half], [brain] * 3]
+    assert reducer.allocate(4, half).dtype == wide  # of the input before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "last", "hooked", "world", "goes_on"),
+    [
+        (2, True, False, None, True),
+        (1, True, False, None, False),
+        (2, False, False, None, False),
+        (2, True, True, None, False),
+        (2, True, False, "all ranks", False),
+    ],
+)
+def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
+    nodes: int, last: bool, hooked: bool, world: Any, goes_on: bool
+) -> None:
+    place: Any = Place(nodes, 0, 2 // nodes)
+    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked), world)
+    reducer.reduce.requires_sync = last
+    given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
+    assert given == [False, goes_on]
+    assert not reducer.reduce._goes_on(torch.device("meta"))
+
+
+def test_what_waits_is_read_by_nobody_and_what_is_frozen_by_all() -> None:
+    weights = Weight(), Weight()
+    place: Any = Place(2, 0)
+    reducer = Reducer(place, StandInUnit("unit", 4, params=weights))
+    shown = torch.ones(1)
+    for weight in weights:
+        weight.grad = SimpleNamespace(_local_tensor=shown)
+    weights[1].requires_grad = False
+    reducer.reduce.requires_sync = False
+    buffer, output = (reducer.allocate(numel, torch.float32) for numel in (4, 2))
+    assert isinstance(output, Waiting)
+    assert output.stride() == (1,)
+    group: Any = None
+    reducer.reduce(output, buffer.fill_(1.0), group, SUM)
+    hidden, frozen = (weight.grad._local_tensor for weight in weights)
+    assert isinstance(hidden, Waiting)
+    assert frozen is shown
+
+
+def waiting() -> tuple[Reducer, list[Weight]]:
+    """Partial gradients of three parameters: of two in this micro-batch; the last is frozen."""
+    weights = [Weight() for _ in range(4)]
+    weights[3].requires_grad = False
+    place: Any = Place(2, 0)
+    reducer = Reducer(place, StandInUnit("unit", 4, params=tuple(weights)))
+    reducer.reduce._keep(torch.ones(2))
+    reducer.wait(*weights[:2])
+    return reducer, weights
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_some_gradients_given_up_between_micro_batches_are_an_error(
+    place: int, zeroed: bool
+) -> None:
+    reducer, weights = waiting()
+    weights[3].grad = torch.ones(1)  # of nobody's concern
+    reducer.reduce.drop_abandoned()
+    assert reducer.reduce.pending
+    if zeroed:
+        weights[place].grad._local_tensor.zero_()
+    else:
+        weights[place].grad = None
+    with pytest.raises(RuntimeError, match=r"unit: \.grad of some of its parameters were zeroed"):
+        reducer.reduce.drop_abandoned()
+    reducer.reduce.discard()
+    reducer.reduce.drop_abandoned()
+    assert not reducer.reduce.pending
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_that_are_gone_or_zeroed_were_given_up(zeroed: bool) -> None:
+    reducer, weights = waiting()
+    for weight in weights[:2]:
+        if zeroed:
+            weight.grad._local_tensor.zero_()
+        else:
+            weight.grad = None
+    reducer.reduce.drop_abandoned()
+    assert not reducer.reduce.pending
+    assert reducer.ledger.pending_bytes == 0
+
+
+class Noting(NoFailures):
+    """Notes that a backward was seen, from which a failure may be told."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def backward_runs(self, *_: Any, **__: Any) -> None:
+        self.seen += 1
+
+
+def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
+    def step(topology: Any) -> tuple[list[float], int]:
+        topology.failures = Noting()
+        reducer = Reducer(topology)
+        reducer(torch.ones(2), last=False)
+        reducer.weights[0].grad = None
+        total = reducer(torch.full((2,), 10.0))  # nobody has a ``.grad`` of before
+        return total.tolist(), topology.failures.seen
+
+    assert on_threads(2, 1, step) == [([20.0], 2)] * 2
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
+    reducer, _ = waiting()
+    reducer.reduce.requires_sync = last
+    said = r"^unit: other parameters received gradients .*set_reduce_scatter_unused_params\(True\)"
+    with pytest.raises(RuntimeError, match=said):
+        reducer.allocate(4, torch.float32)  # before FSDP2 uses it on another stream
+
+
+class Group:
+    """FSDP2's, of parameters that have a gradient or not."""
+
+    def __init__(self, count: int) -> None:
+        self.fsdp_params: Any = [Parameter() for _ in range(count)]
+        self.reduced: list[str] = []
+
+    def post_backward(self, *unused: Any) -> None:
+        self.reduced.append("".join(param.state for param in self.fsdp_params))
+
+
+class Parameter:
+    """One of FSDP2's."""
+
+    def __init__(self) -> None:
+        self.unsharded_accumulated_grad: torch.Tensor | None = None
+        self.unsharded_param = torch.ones(2)
+
+    @property
+    def state(self) -> str:
+        """Whether it has no gradient, zeros or ones."""
+        grad = self.unsharded_accumulated_grad
+        if grad is None:
+            grad = getattr(getattr(self, "_unsharded_param", None), "grad", None)
+        return "-" if grad is None else str(int(grad.sum()) // 2)
+
+
+def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() -> None:
+    place: Any = Place(2, 0)
+    unit: Any = StandInUnit("unit", 4)
+    unit.group = group = Group(4)
+    reducer = Reducer(place, unit)
+
+    def micro_batch(given: str, *, times: int = 1) -> str:
+        group.reduced.clear()
+        with reducer.reduce.accumulating():
+            for _ in range(times):
+                for param, has in zip(group.fsdp_params, given, strict=True):
+                    param.unsharded_accumulated_grad = torch.ones(2) if has == "1" else None
+                group.post_backward()
+        assert "post_backward" not in vars(group)
+        return " ".join(group.reduced)
+
+    assert micro_batch("1100") == "11--"
+    assert micro_batch("0010") == "--1-"  # nothing waits: another step has begun
+    reducer.reduce.drop_abandoned = lambda: None  # type: ignore[method-assign]  # no .grad here
+    reducer.reduce._keep(torch.ones(2))
+    assert micro_batch("1000") == "1-0-"
+    assert micro_batch("0000", times=2) == "0-0- ----"  # reduced once, as zeros
+    assert micro_batch("0001", times=2) == "0-01 0-01"
+    whole = SimpleNamespace(grad=torch.ones(2))  # not yet moved to where FSDP2 accumulates
+    group.fsdp_params[0]._unsharded_param = whole
+    assert micro_batch("0000") == "1-00"
+    whole.grad = None
+    assert micro_batch("0000") == "0-00"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of which group, and that it is waited for; nothing is exchanged."""
+    log: list[Any] = []
+
+    def noting(_: Any, __: Any, op: Any, group: str, *_coded: Any) -> list[Pending]:
+        log.append((op, group))
+        return [Then(lambda: log.append(f"wait {group}"))]
+
+    for name in ("reduce_scatter", "reduce_scatter_parts"):
+        monkeypatch.setattr(f"fcdp.reduce_scatter.{name}", noting)
+    return log
+
+
+INSIDE, ACROSS = "intra of reductions", "inter of reductions"
+
+
+@pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM], ids=str)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_gradients_are_scaled_once(ranks_per_node: int, op: Any, asked: list[Any]) -> None:
+    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
+    place: Any = Place(2, 0, ranks_per_node)
+    group: Any = None
+    Reducer(place).reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
+    across = op if op == dist.ReduceOp.AVG or ranks_per_node == 1 else SUM
+    inside = [(op, INSIDE), f"wait {INSIDE}"] if ranks_per_node > 1 else []
+    assert asked == [*inside, (across, ACROSS), f"wait {ACROSS}"]
+
+
+@pytest.mark.parametrize(
+    ("hooked", "after"),
+    [(False, ["computed", f"wait {ACROSS}"]), (True, [f"wait {ACROSS}", "computed"])],
+)
+def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_them(
+    hooked: bool, after: list[str], asked: list[Any]
+) -> None:
+    """Inside the node it waits in either case."""
+    place: Any = Place(2, 0, 2)
+    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked))
+    group: Any = None
+
+    def reduce() -> None:
+        gradients, output = (reducer.allocate(numel, torch.float32) for numel in (8, 2))
+        assert type(gradients) is torch.Tensor
+        assert isinstance(output, Arriving) != hooked
+        reducer.reduce(output, gradients, group, SUM)
+
+    in_backward(reduce, lambda: asked.append("computed"))
+    assert asked == [(SUM, INSIDE), f"wait {INSIDE}", (SUM, ACROSS), *after]
 
 
 @pytest.mark.parametrize(
@@ -96,21 +397,63 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
     device_type: str, allowed: int | None, asked: list[int]
 ) -> None:
     """Backward would wait for the reduction before, which crosses nodes; a user's limit stays."""
-    group = SimpleNamespace(reduce_scatter_max_input_buffers=allowed)
-    unit = mock.Mock(group=group)
-    topology = SimpleNamespace(
-        mesh=SimpleNamespace(device_type=device_type), reduce_inter=None, nodes=2
-    )
-    engine: Any = SimpleNamespace(
-        topology=topology,
-        ledger=Ledger(),
-        _encoded=[],
-        _reductions={},
-        _partials=mock.Mock(),
-        _world=None,
-        _exact=None,
-        _in_flight=mock.Mock(),
-    )
-    Engine._reduce_by_hierarchy(engine, unit, Codecs())  # type: ignore[arg-type]
+    unit = mock.Mock(group=SimpleNamespace(reduce_scatter_max_input_buffers=allowed))
+    topology = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), reduce_inter=None)
+    engine: Any = mock.MagicMock(topology=topology, _exact=None)
+    Engine._reduce_by_hierarchy(engine, unit, Codecs())
     calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list
     assert calls == [mock.call(number, recurse=False) for number in asked]
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture(params=["device", "host"])
+def partials(request: pytest.FixtureRequest, ledger: Ledger) -> Any:
+    if request.param == "device":
+        return OnDevice(ledger)
+    return OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+
+
+def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(partials: Any) -> None:
+    partial = torch.ones(4)
+    partials.add(partial, owned=False)
+    partial.fill_(100.0)
+    assert partials.take(torch.full((4,), 2.0)).tolist() == [3.0] * 4
+    assert partials.numel == 0
+
+
+def test_a_sum_that_was_taken_is_nobody_elses(partials: Any) -> None:
+    partials.add(torch.ones(4), owned=True)
+    taken = partials.take(torch.ones(4))
+    partials.add(torch.full((4,), 9.0), owned=True)
+    assert taken.tolist() == [2.0] * 4
+
+
+def test_narrow_gradients_are_added_in_single_precision(partials: Any) -> None:
+    for value in (1.0, 2**-9, 2**-9):
+        partials.add(torch.tensor([value], dtype=torch.bfloat16), owned=True)
+    assert partials.count == 3
+    total = partials.take(torch.tensor([2**-8 - 2**-10], dtype=torch.bfloat16))
+    assert total.dtype == torch.float32
+    # Added up in bfloat16 the small ones would each have been rounded away.
+    assert total.item() == 1 + 2**-7 - 2**-10
+    assert partials.count == 0
+
+
+def test_what_is_discarded_waits_no_more(partials: Any, ledger: Ledger) -> None:
+    partials.add(torch.ones(4), owned=True)
+    assert partials.numel == 4
+    partials.discard()
+    assert partials.numel == ledger.pending_bytes == 0
+
+
+def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
+    partials = OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+    for _ in range(3):
+        partials.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
+    partials.take(torch.ones(4))
+    for link in ("device_to_host", "host_to_device"):
+        assert ledger.snapshot()[link] == {"reduce": 3 * 4 * 4}

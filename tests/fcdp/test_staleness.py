@@ -1,22 +1,32 @@
-"""What makes entries stale, and that all ranks decide alike."""
+"""What makes entries stale, that all ranks decide alike, and what one rank takes for a write."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
+import torch.nn as nn
 
 import fcdp
+from fcdp import staleness
+from fcdp.cache.entry import Entry
 from fcdp.engine import engine_of
+from fcdp.guard import Guard
+from fcdp.staleness import Staleness, contents
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of
-from tests.ranks import on_ranks
+from tests.ranks import Pools, on_ranks
 
 # The adapters of each block have a unit of their own.
 SETTINGS = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
+PLAIN = Settings(2, 1)
 
 
 ADAPTERS = ["blocks.0.first.down", "blocks.1.first.down"]
@@ -89,10 +99,14 @@ EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
 ]
 
 
+#: Writes that are seen without a look at the contents, or because somebody holds a state dict.
+TOLD = (data_write, write_into_a_state_dict_on_rank_1)
+
+
 @on_ranks(2)
 def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
     for number, (before, between, expected) in enumerate(EVENTS):
-        run = Run(SETTINGS)
+        run = Run(replace(SETTINGS, detect_writes=between not in TOLD))
         engine, counts = engine_of(run.model), fcdp.ledger(run.model)
         if before is not None:
             before(run)
@@ -107,47 +121,6 @@ def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
         every = [unit.name for unit in engine.units]
         assert stale == (every if expected is None else expected), (number, stale)
         assert counts.misses == len(stale), number
-
-
-@on_ranks(2)
-def test_a_state_dict_is_watched_for_as_long_as_it_lives(tmp_path: Path) -> None:
-    """One that was taken passes ago, where nothing else looks."""
-    run = Run(replace(SETTINGS, reshard_after_forward=None, detect_writes=False))
-    model, tokens = run.model, next(run.data)
-    state = model.state_dict()
-
-    def loss() -> float:
-        with torch.no_grad():
-            found = loss_of(model, tokens).item()
-        model.reshard()  # the root's own unit stays gathered otherwise
-        return found
-
-    expected = loss()
-    checkpoint.save({"model": state}, checkpoint_id=tmp_path)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    changed = [loss(), loss()]
-    checkpoint.load({"model": state}, checkpoint_id=tmp_path)
-    after = loss()
-    watched = engine_of(model).staleness._watched.values()
-    assert all(each.contents is not None for each in watched)
-    del state
-    loss()
-    assert all(each.contents is None for each in watched), "nobody can write into it any more"
-    assert changed[0] == changed[1] != expected
-    assert after == expected
-
-
-@on_ranks(2)
-def test_a_write_in_mid_step_is_an_error_that_names_the_unit() -> None:
-    run = Run(Settings(2, 1))
-    loss = run.loss()
-    with torch.no_grad():
-        run.model.blocks[1].up.weight.mul_(2)
-    said = r"^blocks\.1: parameters were written in place.*fcdp\.invalidate"
-    with pytest.raises(RuntimeError, match=said):
-        loss.backward()
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False])
@@ -181,7 +154,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
 @on_ranks(2)
 def test_what_was_passed_over_and_missed_is_kept_from_then_on() -> None:
     """Nothing is kept of what a step will change; the guess that one comes is wrong here."""
-    run, misses = Run(Settings(2, 1, reshard_after_forward=False)), []
+    run, misses = Run(replace(PLAIN, reshard_after_forward=False)), []
     for _ in range(4):
         fcdp.ledger(run.model).reset()
         run.loss().backward()
@@ -189,3 +162,361 @@ def test_what_was_passed_over_and_missed_is_kept_from_then_on() -> None:
         misses.append(fcdp.ledger(run.model).misses)
     assert misses[0] == misses[1] > 0
     assert misses[2:] == [0, 0], misses
+
+
+def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Losses of forwards around an optimizer step, and how often the ranks had agreed by then."""
+    run = Run(PLAIN, engine)
+    model, batch = run.model, next(run.data)
+    loss_of(model, batch).backward()
+    found: list[torch.Tensor] = []
+    times = []
+    with mock.patch.object(staleness, "any_rank", wraps=staleness.any_rank) as agree:
+
+        def forwards() -> None:
+            with torch.no_grad():
+                found.extend(loss_of(model, batch) for _ in range(4))
+            times.append(agree.call_count)
+
+        with fcdp.unchanged(model) if engine == "fcdp" else nullcontext():
+            forwards()
+            run.optimizer.step()
+            forwards()
+        forwards()
+    return found, times
+
+
+@on_ranks(2)
+def test_under_unchanged_the_ranks_agree_once_and_a_step_is_seen() -> None:
+    ours, times = generated("fcdp")
+    theirs, _ = generated("fsdp2")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert ours[0] != ours[4]
+    assert times == [1, 2, 6], "once, again after the step, and then before each forward"
+
+
+def written(how: str) -> str:
+    """The error of a forward under ``fcdp.unchanged``, or after it, that follows a write."""
+    run = Run(PLAIN)
+    model, batch = run.model, next(run.data)
+    weight = model.blocks[1].down.weight
+
+    def forwards() -> None:
+        with fcdp.unchanged(model):
+            loss_of(model, batch)
+            weight.data.mul_(0.5) if how == "data" else weight.mul_(0.5)
+            loss_of(model, batch)
+        loss_of(model, batch)
+
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        forwards()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"), [("data", "where nothing shows"), ("place", "in place")]
+)
+def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: str) -> None:
+    for said in apart.run(2, written, how):
+        assert said.startswith(f"blocks.1: parameters were written {problem}")
+
+
+class Watched(StandInUnit):
+    """A unit of two parameters, each its own shard."""
+
+    def stamp(self) -> int:
+        return sum(param._version for param in self.params)
+
+
+def parameter() -> nn.Parameter:
+    param: Any = nn.Parameter(torch.ones(2))
+    param._local_tensor = param.detach()
+    return param  # type: ignore[no-any-return]
+
+
+class Rank:
+    """A rank that agrees with itself; ``asked`` has the flags of each agreement."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        detect: bool = True,
+        device_type: str = "cpu",
+        nodes: int = 2,
+        verify: bool = False,
+        lacking: tuple[str, ...] | None = None,
+        without_gradients: bool = False,
+        units: str = "ab",
+        wishes: list[bool] | None = None,
+    ) -> None:
+        self.asked: list[list[bool]] = []
+        monkeypatch.setattr("fcdp.staleness.any_rank", self._any_rank)
+        self.units: list[Any] = [
+            Watched(name, 8, params=(parameter(), parameter())) for name in units
+        ]
+        self.entries = [Entry(unit) for unit in self.units]
+        self.guard = Guard(self.units, CPU, STREAMS) if detect else None
+        topology: Any = SimpleNamespace(
+            **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
+        )
+        lacks = None if lacking is None else lambda unit: unit.name in lacking
+        self._begins = True
+        self.wished: list[bool] = []
+        self.staleness = Staleness(
+            self.entries,
+            topology,
+            self.guard,
+            lambda unit: self._begins,
+            lambda: without_gradients,
+            verify=verify,
+            lacks_base=lacks,
+            wish=None if wishes is None else lambda: wishes.pop(0),
+            agreed=self.wished.append,
+        )
+
+    def _any_rank(self, flags: list[bool], topology: Any) -> list[bool]:
+        self.asked.append([*flags])
+        return [*flags]
+
+    def gather(self, *, begins: bool = True) -> str:
+        """Begin a gather; return the units that became stale by it."""
+        before = [entry.generation for entry in self.entries]
+        self._begins = begins
+        self.staleness.settle(self.units[0])
+        return "".join(
+            unit.name
+            for unit, entry, was in zip(self.units, self.entries, before, strict=True)
+            if entry.generation > was
+        )
+
+    def update(self, *params: nn.Parameter) -> torch.optim.Optimizer:
+        """An optimizer that has told of its step, and left no trace of it."""
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        self.staleness.begin_step(optimizer)
+        self.staleness.end_step(optimizer)
+        return optimizer
+
+
+def test_all_is_stale_at_first_and_then_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for detect in (True, False):
+        rank = Rank(monkeypatch, detect=detect, without_gradients=not detect)
+        assert rank.gather(begins=False) == "ab"  # nobody has agreed yet
+        assert rank.gather() == ""
+        with torch.no_grad():
+            rank.units[1].params[1].add_(1)
+        assert rank.gather() == "b"
+        assert rank.gather() == ""
+
+
+@pytest.mark.parametrize("lacking", [None, ("b",)])
+def test_a_wish_reaches_all_and_no_unit(
+    monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...] | None
+) -> None:
+    rank = Rank(monkeypatch, wishes=[False, True, False], lacking=lacking)
+    assert [rank.gather(), rank.gather(), rank.gather()] == ["ab", "", ""]
+    assert rank.wished == [False, True, False]
+    assert [entry.based for entry in rank.entries] == [lacking is not None, False]
+    plain = Rank(monkeypatch)
+    plain.gather()
+    assert plain.wished == [False]
+
+
+def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    for begins, agreements in ((True, 1), (False, 1), (False, 1), (True, 2)):
+        rank.gather(begins=begins)
+        assert len(rank.asked) == agreements
+    rank.staleness.ask()
+    rank.gather(begins=False)
+    rank.gather(begins=False)
+    assert len(rank.asked) == 3
+    assert rank.asked[-1] == [False] * 4
+
+
+def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+
+    def agreements(*, begin: bool = True) -> int:
+        before = len(rank.asked)
+        for _ in range(2):
+            if begin:
+                rank.staleness.begin()
+            rank.gather(begins=False)
+        return len(rank.asked) - before
+
+    assert agreements() == 2
+    with rank.staleness.unchanged():
+        assert agreements() == 1
+        rank.staleness.ask()
+        assert agreements() == 1
+    assert agreements(begin=False) == 1
+    assert agreements() == 2
+
+
+@pytest.mark.parametrize(("nodes", "verify"), [(1, False), (1, True), (2, False)])
+def test_one_node_keeps_nothing_and_agrees_only_to_verify(
+    nodes: int, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, nodes=nodes, verify=verify)
+    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine[None])
+    assert rank.gather() == ("" if nodes == 1 and not verify else "ab")
+    with torch.no_grad():
+        rank.units[0].params[0].add_(1)
+    if nodes == 1 and not verify:
+        assert rank.gather(begins=False) == ""
+    rank.staleness.conclude()
+    assert len(rank.asked) == (0 if nodes == 1 and not verify else 1) + (nodes > 1)
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_an_optimizer_writes_what_has_a_gradient_or_may_have_one(
+    detect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, detect=detect, units="abc")
+    rank.gather()
+    (a, _), (b, _), (c, _) = (unit.params for unit in rank.units)
+    b.requires_grad_(False)  # frozen after backward
+    b.grad = torch.ones(2)
+    c.requires_grad_(False)
+    rank.update(a, b, c)
+    assert rank.gather(begins=False) == "ab"
+    rank.update(c)
+    rank.update(parameter())
+    assert len(rank.asked) == 2
+    assert rank.gather(begins=False) == ""
+    assert len(rank.asked) == 2  # nothing to agree on
+
+
+def test_what_is_stepped_is_stale_whenever_its_closure_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.gather()
+    optimizer = torch.optim.SGD([rank.units[1].params[0]], lr=1.0)
+    rank.staleness.begin_step(optimizer)
+    assert [rank.gather(), rank.gather()] == ["b", "b"]
+    rank.staleness.end_step(optimizer)
+    assert [rank.gather(begins=False), rank.gather()] == ["b", ""]
+
+
+def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.gather()
+    with torch.no_grad():
+        rank.units[0].params[0].add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"^a: parameters were written in place.*fcdp\.invalidate"
+    ):
+        rank.gather(begins=False)
+    rank.staleness.invalidate()
+    assert rank.gather(begins=False) == "ab"
+    assert rank.gather(begins=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("detect", "device_type", "seen"),
+    [(True, "cpu", "b"), (False, "cpu", ""), (True, "cuda", ""), (False, "cuda", "")],
+)
+def test_contents_are_compared_on_the_cpu_alone(
+    detect: bool, device_type: str, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, detect=detect, device_type=device_type)
+    rank.gather()
+    rank.units[1].params[0].data.add_(1)
+    assert rank.gather() == seen
+
+
+@pytest.mark.parametrize(
+    ("device_type", "without_gradients", "checks"),
+    [("cpu", True, 0), ("cuda", True, 1), ("cuda", False, 0)],
+)
+def test_the_guard_checks_where_contents_are_not_compared_and_no_gradients_computed(
+    device_type: str, without_gradients: bool, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for it, as it does in no step."""
+    rank = Rank(monkeypatch, device_type=device_type, without_gradients=without_gradients)
+    nothing = [False] * len(rank.units)
+    check = mock.Mock(return_value=(nothing, nothing))
+    monkeypatch.setattr(rank.guard, "check", check)
+    rank.gather()
+    assert check.call_count == checks
+
+
+def test_and_elsewhere_while_somebody_holds_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, detect=False)
+    rank.gather()
+    state = [unit.params[0].detach() for unit in rank.units]
+    rank.staleness.hand_out(state)
+    assert rank.gather() == ""
+    rank.units[1].params[0].data.add_(1)
+    rank.staleness.hand_out(state)  # which does not hide the write
+    assert rank.gather() == "b"
+    rank.units[0].params[0].data.add_(1)
+    assert rank.gather() == "a"
+    del state
+    rank.gather()
+    rank.units[0].params[0].data.add_(1)
+    assert rank.gather() == ""
+
+
+def test_what_has_no_memory_has_no_contents() -> None:
+    meta = SimpleNamespace(_local_tensor=torch.empty(2, device="meta"))
+    units: list[Any] = [Watched("", 8, params=params) for params in ((meta,), (meta, parameter()))]
+    assert [len(contents(unit)) for unit in units] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [("e", "e:"), ("bcd", "b, c, d:"), ("abde", "a, b, d and 1 more units:")]
+)
+def test_stale_parameters_that_were_used_are_an_error_once(
+    wrong: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, units="abcde")
+    rank.gather()
+    assert rank.guard is not None
+    for name in wrong:
+        rank.guard.compare(rank.units["abcde".index(name)], torch.ones(1))
+    with pytest.raises(RuntimeError, match=f"^{re.escape(named)} parameters were written"):
+        rank.staleness.conclude()
+    assert rank.gather(begins=False) == "abcde"
+    assert rank.gather() == ""
+
+
+def test_the_end_of_a_run_waits_for_what_the_guard_has_not_said_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    landed: list[bool] = []
+    assert rank.guard is not None
+    monkeypatch.setattr(rank.guard, "land", lambda: landed.append(not rank.asked))
+    rank.staleness.conclude()
+    assert landed == [True]
+    unguarded = Rank(monkeypatch, detect=False)
+    unguarded.staleness.conclude()
+    assert unguarded.asked == []
+
+
+def test_who_cannot_tell_a_difference_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, lacking=("a",))
+    rank.gather()
+    assert [entry.based for entry in rank.entries] == [False, True]
+    assert rank.gather() == ""
+    assert rank.asked[-1] == [False, False, False, False, True, False]
+    assert [entry.based for entry in rank.entries] == [False, True]
+
+
+def test_generations_of_other_ranks_are_compared_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, verify=True)
+    ahead = torch.tensor([[0, 0], [0, 1], [0, 1]])
+    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine + ahead)
+    with pytest.raises(RuntimeError, match="^b: rank 1 is at generation 3, rank 0 at 2$"):
+        rank.gather()
+    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, _: mine.expand(3, 2))
+    assert rank.gather() == ""

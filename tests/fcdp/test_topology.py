@@ -1,10 +1,12 @@
-"""Where ranks stand, and what is refused."""
+"""Where ranks stand, what is refused, and what the groups cost each process."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ import fcdp
 from fcdp.exchange import any_rank
 from fcdp.topology import connecting_lazily
 from tests.fcdp.training import topology_of
-from tests.ranks import Pools, on_ranks
+from tests.ranks import Pools, RankPool, on_ranks
 
 
 @on_ranks(2)
@@ -274,3 +276,53 @@ def test_nodes_that_nobody_tells_are_asked_for_on_every_rank() -> None:
         assert "ranks_per_node" in str(
             shape_or_error(lambda: fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1])))
         )
+
+
+NODES, RANKS_PER_NODE = 4, 3
+PEERS = (RANKS_PER_NODE - 1) + (NODES - 1)
+
+
+def sockets() -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+#: Of this rank: how many sockets it had before its topology, and that.
+MADE: list[tuple[int, fcdp.Topology]] = []
+
+
+def join_as_on_an_accelerator(rank: int, world_size: int, store: Path) -> None:
+    """Build a topology; gloo stands for the accelerator's own backend."""
+    before = sockets()
+    init = functools.partial(
+        dist.init_process_group, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
+    with (
+        mock.patch.object(torch.accelerator, "set_device_index"),
+        mock.patch.object(dist, "get_default_backend_for_device", return_value="gloo"),
+        mock.patch.object(dist, "init_process_group", init),
+    ):
+        MADE.append((before, fcdp.Topology.build(NODES, RANKS_PER_NODE, "cuda")))
+
+
+def taken() -> tuple[int, int]:
+    """Sockets that the topology takes as it is built, and once it has been used."""
+    [(before, topology)] = MADE
+    built = sockets() - before
+    assert any_rank([topology.rank == 5], topology) == [True]
+    dist.all_gather_object([None] * topology.world_size, topology.rank)
+    return built, sockets() - before
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts by /proc")
+def test_connections_grow_with_the_neighbours_not_with_the_world() -> None:
+    """Gathers, reductions and the host have groups with neighbours; 12 ranks have 11 others."""
+    pool = RankPool(NODES * RANKS_PER_NODE, join_as_on_an_accelerator)
+    try:
+        found = pool.run(taken)
+    finally:
+        pool.close()
+    # Each group has a socket that listens; the world adds neighbours on its ring.
+    listening = 7
+    assert max(map(max, found)) <= 3 * PEERS + listening + 2

@@ -17,11 +17,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.fcdp.walk import rank
 from tests.fcdp.walk.drive import Event, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
-from tests.fcdp.walk.seeds import Case, draw, draw_on_an_accelerator, run
+from tests.fcdp.walk.seeds import (
+    HANDLERS,
+    Case,
+    draw,
+    draw_on_an_accelerator,
+    run,
+    walk_on_rank,
+)
 from tests.ranks import Pools
 
 
@@ -69,7 +75,7 @@ def walk_on_an_accelerator(case: Case, directory: Path) -> str | None:
 
     try:
         _, tape = accelerator.run(
-            rank.walk_on_rank,
+            walk_on_rank,
             case.options.world_size,
             case.options,
             case.events,
@@ -90,35 +96,43 @@ def test_a_walk_on_an_accelerator_equals_that_of_fsdp2(
     assert failure is None, failure
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13's")
-def test_a_refused_micro_batch_leaves_no_memory_to_which_a_stream_still_writes(
-    apart: Pools, tmp_path: Path
-) -> None:
-    """Its refusal lets go of what FSDP2 holds, for whatever the next pass computes."""
-    kinds = {"freeze": 872495, "micro": 582145, "thaw": 75571, "backward": 727399, "evaluate": 1}
-    case = Case(53, Options(), tuple(Event(kind, seed) for kind, seed in kinds.items()))
-    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
-    assert failure is None, failure
+#: Walks that once went wrong, by number: on an accelerator or not, and what was done.
+MENDED: dict[int, tuple[bool, Options, dict[str, int]]] = {
+    # A refused micro-batch leaves memory to which a stream still writes: its refusal lets go of
+    # what FSDP2 holds, for whatever the next pass computes.
+    53: (
+        True,
+        Options(),
+        {"freeze": 872495, "micro": 582145, "thaw": 75571, "backward": 727399, "evaluate": 1},
+    ),
+    # What a backward that raised has left is in a later gradient: adapters of all blocks are one
+    # unit, of which no part has been reduced when it raises.
+    172: (
+        False,
+        Options(setup="shard", adapter_rank=1, frozen=True, policy="host"),
+        {"train": 637911, "boom_in_backward": 433330, "backward": 529913},
+    ),
+    # A model that was converted is not gathered anew: its parameters are new tensors, whose
+    # writes happen to add up to what they did before.
+    221: (
+        True,
+        Options(policy="device", width=6, adapter_rank=3, look_ahead=2, detect_writes=False),
+        {"rebuild": 696658, "evaluate": 267604, "convert": 448672, "train": 232008},
+    ),
+}
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13's")
-def test_what_a_backward_that_raised_has_left_is_in_no_later_gradient(
-    ranks: Pools, tmp_path: Path
+@pytest.mark.parametrize("seed_of_old", MENDED)
+def test_what_was_mended_stays_so(
+    ranks: Pools, apart: Pools, seed_of_old: int, tmp_path: Path
 ) -> None:
-    """Adapters of all blocks are one unit, of which no part has been reduced when it raises."""
-    options = Options(setup="shard", adapter_rank=1, frozen=True, policy="host")
-    kinds = {"train": 637911, "boom_in_backward": 433330, "backward": 529913}
-    case = Case(172, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
-    failure = run(ranks, case, tmp_path)
-    assert failure is None, failure
-
-
-def test_a_model_that_was_converted_is_gathered_anew(apart: Pools, tmp_path: Path) -> None:
-    """Its parameters are new tensors, whose writes happen to add up to what they did before."""
-    options = Options(policy="device", width=6, adapter_rank=3, look_ahead=2, detect_writes=False)
-    kinds = {"rebuild": 696658, "evaluate": 267604, "convert": 448672, "train": 232008}
-    case = Case(221, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
-    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    on_an_accelerator, options, kinds = MENDED[seed_of_old]
+    case = Case(seed_of_old, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
+    if on_an_accelerator:
+        (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    else:
+        failure = run(ranks, case, tmp_path)
     assert failure is None, failure
 
 
@@ -175,9 +189,9 @@ SABOTAGES = {
 def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
     """What a walk says that is led astray in its last event but one."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
-    rank.HANDLERS.update(SABOTAGES)
+    HANDLERS.update(SABOTAGES)
     try:
-        rank.walk_on_rank(options, events, directory)
+        walk_on_rank(options, events, directory)
     except WalkFailed as found:
         return str(found)
     return ""
@@ -202,6 +216,6 @@ def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str, found: str)
 def test_seeds_draw_every_shape_and_every_kind_of_event() -> None:
     cases = [draw(seed) for seed in range(30)]
     assert {(c.options.nodes, c.options.ranks_per_node) for c in cases} == {*SHAPES}
-    assert {event.kind for case in cases for event in case.events} == rank.HANDLERS.keys()
+    assert {event.kind for case in cases for event in case.events} == HANDLERS.keys()
     assert draw(7) == draw(7) != draw(8)
     assert draw(7).options == draw_options(7)

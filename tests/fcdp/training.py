@@ -109,7 +109,7 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
-    #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
+    #: What happens before step i: "eval" or "write".
     events: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -259,12 +259,12 @@ class Run:
 def train(settings: Settings, engine: str) -> Result:
     """Train on this rank with an engine of ``ENGINES``."""
     run = Run(settings, engine)
-    topology, model, optimizer, data = run.topology, run.model, run.optimizer, run.data
+    model, optimizer, data = run.model, run.optimizer, run.data
     # Read at the end: on an accelerator the host runs ahead.
     losses: list[Sequence[torch.Tensor]] = []
     norms: list[torch.Tensor] = []
     for step in range(settings.steps):
-        losses += _event(settings.events.get(step), model, topology, data)
+        losses += _event(settings.events.get(step), model, data)
         of_step: list[torch.Tensor] = []
         for micro in range(settings.accumulation):
             last = micro == settings.accumulation - 1
@@ -308,7 +308,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _event(
-    name: str | None, model: TinyLM, topology: fcdp.Topology, data: Iterator[torch.Tensor]
+    name: str | None, model: TinyLM, data: Iterator[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Do what users do between steps; return losses that it produced."""
     if name == "eval":
@@ -317,16 +317,9 @@ def _event(
             losses = [[loss_of(model, next(data))] for _ in range(2)]
         model.train()
         return losses
-    if name == "load":
-        state = {key: value.clone().mul_(0.9) for key, value in model.state_dict().items()}
-        model.load_state_dict(state)
-    elif name in ("write", "write_one_rank"):
-        # Shards of one rank change: the same bytes for every engine.
-        if name == "write" or topology.rank == topology.world_size - 1:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.to_local().mul_(0.5)
-    elif name == "freeze":
-        for param in model.blocks[0].parameters():
-            param.requires_grad_(False)
+    if name == "write":
+        # Shards change: the same bytes for every engine.
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(0.5)
     return []

@@ -84,7 +84,7 @@ def test_two_containers_train(run: Containers) -> None:
     started = run.start(steps=2)
     said = finish(started)
     assert started.returncode == 0, said
-    run.run.check_records()
+    run.run.check_record()
     run.check_nothing_runs()
 
 

@@ -55,7 +55,7 @@ def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:
 
 def test_the_committed_points_are_what_the_command_finds(study: BoundStudy) -> None:
     results = Path(__file__).parents[3] / "results"
-    committed = next(run for run in runs.load(results) if run.matrix == "bound")
+    (committed,) = runs.load(results, "bound")
     assert [row.settings for row in committed.rows] == [row.settings for row in study.rows]
     for ours, theirs in zip(study.rows, committed.rows, strict=True):
         assert ours.quantities == pytest.approx(dict(theirs.quantities))

@@ -1,12 +1,13 @@
-"""Settings of workers that train apart: what is allowed, and what a reader sees."""
+"""Settings of workers that train apart, the rule that they say, and how a late mean moves."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.co2.train import Rule
+from baselines.co2.train import OuterState, Rule
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 
 
@@ -51,3 +52,31 @@ def test_each_kind_has_its_rule() -> None:
     assert slowmo == Rule(5, momentum=0.7, by_learning_rate=True)
     co2 = Rule.of(CO2Settings(clip=None))
     assert co2 == Rule(12, momentum=0.2, penalty="first-steps")
+
+
+def _late(rule: Rule, rounds: int, gap: float = 1.0) -> list[float]:
+    """Where rounds that end at 0 whatever they start from go on from, each one round late."""
+    state = OuterState(torch.ones(1), torch.zeros(1))
+    sent, starts = [state.start.clone()], [1.0]
+    for _ in range(rounds):
+        arrived = sent.pop(0)
+        sent.append(state.start.clone())
+        state.absorb(rule, arrived, torch.tensor(gap), 0.1)
+        state.move(rule, 0.1)
+        starts.append(state.start.item())
+    return starts
+
+
+def test_what_a_round_solves_oscillates_when_it_is_late_unless_a_gap_damps_it() -> None:
+    assert _late(Rule(12), 12)[:7] == [1, 0, -1, -1, 0, 1, 1]
+    assert _late(Rule(12), 12)[6:] == _late(Rule(12), 6)
+    assert max(map(abs, _late(Rule(12), 24, gap=1.5)[-6:])) < 0.05
+    assert max(map(abs, _late(Rule(12, momentum=0.2), 24)[-6:])) > 5
+
+
+def test_the_gap_counts_steps_or_rounds_of_them() -> None:
+    moved, first = torch.tensor(6.0), torch.tensor(0.5)
+    assert Rule(4).staleness(moved, first) == 1
+    assert Rule(4, penalty="first-step").staleness(moved, first) == 13
+    assert Rule(4, penalty="first-steps").staleness(moved, first) == 4
+    assert Rule(4, penalty="first-step").staleness(moved, torch.zeros(())) == 1  # no step at all

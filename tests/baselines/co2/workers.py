@@ -12,11 +12,10 @@ import torch.nn as nn
 from baselines.co2.train import LocalSteps, build
 from baselines.schedule import CO2, LOCAL_SGD, STREAMING, Schedule
 from baselines.settings import CO2Settings, LocalSGDSettings, StreamingSettings
-from baselines.strategy import Job
+from tests.baselines.jobs import LEARNING_RATE, job
 from tests.fcdp.training import topology_of
 
 WIDTH = 6
-LEARNING_RATE = 0.01
 #: The paper's update alone: nothing is scaled, clipped or remembered.
 PLAIN: dict[str, Any] = {"outer_momentum": 0.0, "clip": None, "penalty": "none"}
 
@@ -67,18 +66,15 @@ def batches(rank: int) -> Iterator[torch.Tensor]:
 def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
     """This rank's part of a worker."""
     trained = model()
-    job = Job(
-        topology=topology_of(training.nodes, training.ranks_per_node),
-        blocks=list(trained)[: getattr(training.settings, "fragments", 1)],
-        dtype=torch.float32,
-        learning_rate=LEARNING_RATE,
-        micro_batch=2,
+    given = job(
+        topology_of(training.nodes, training.ranks_per_node),
+        list(trained)[: getattr(training.settings, "fragments", 1)],
         accumulation=training.accumulation,
         settings=training.settings,
         schedule=training.schedule,
         loss=loss,
     )
-    return trained, build(trained, job)
+    return trained, build(trained, given)
 
 
 def flat(of: nn.Module) -> torch.Tensor:

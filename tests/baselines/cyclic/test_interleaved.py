@@ -18,10 +18,11 @@ from tests.baselines.cyclic.training import (
     alike,
     batch,
     interleaved,
-    job_of,
     made,
     trained,
 )
+from tests.baselines.jobs import job
+from tests.fcdp.training import topology_of
 from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -65,7 +66,7 @@ def _losses(ranks: int) -> list[float]:
 def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(count)))
-    job = job_of(model, 1, 1, CyclicSettings(), _homogeneous, count)
+    given = {"accumulation": count, "settings": CyclicSettings(), "loss": _homogeneous}
     # Before the strategy has its hooks.
     saved = SavedBytes(model.parameters())
     with saved.counted():
@@ -76,7 +77,7 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
     del graphs, graph
     assert saved.now == 0
     model.zero_grad()
-    trainable = build(model, job)
+    trainable = build(model, job(topology_of(1, 1), model, **given))
     for _ in range(3):
         trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
     told: Any = trainable.take_metrics()
@@ -102,8 +103,7 @@ def test_more_stages_than_micro_batches_are_refused() -> None:
 
 @on_ranks(1)
 def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting() -> None:
-    model, job = made(1, 1, CyclicSettings(), k=3)
-    trainable = build(model, job)
+    trainable = build(*made(1, 1, CyclicSettings(), k=3))
     trainable.step([batch(number, 0) for number in range(3)])
     lanes = [flight.lane for flight in trainable._flights]
     assert lanes

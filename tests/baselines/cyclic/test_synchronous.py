@@ -15,7 +15,6 @@ from baselines.settings import CyclicSettings
 from tests.baselines.cyclic.training import (
     ADAMW,
     BLOCKS,
-    LEARNING_RATE,
     Tied,
     alike,
     batch,
@@ -23,6 +22,7 @@ from tests.baselines.cyclic.training import (
     made,
     trained,
 )
+from tests.baselines.jobs import LEARNING_RATE
 from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,11 +14,11 @@ from baselines.cyclic.ring import Executor, Owned
 from baselines.cyclic.synchronous import Cyclic
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, Loss, load
+from baselines.strategy import Job, load
+from tests.baselines.jobs import job as job_of
 from tests.fcdp.training import topology_of
 
 WIDTH, VOCABULARY, BLOCKS = 6, 11, 5
-LEARNING_RATE = 0.01
 ADAMW = AdamW()
 
 
@@ -64,34 +64,17 @@ def batch(micro_batch: int, step: int) -> torch.Tensor:
 def made(
     nodes: int, ranks_per_node: int, settings: CyclicSettings, *, frozen: bool = False, k: int = 1
 ) -> tuple[Tied, Job]:
-    """Return a model, the same on all ranks, and its job; ``frozen``: half of its parameters."""
+    """Return a model, the same on all ranks, and its job of ``k`` micro-batches per step on each.
+
+    ``frozen``: half of its parameters.
+    """
     torch.manual_seed(1)
     model = Tied()
     if frozen:
         for name, param in model.named_parameters():
             param.requires_grad_("into" in name or "norm" in name)
-    return model, job_of(model.blocks, nodes, ranks_per_node, settings, loss, k)
-
-
-def job_of(
-    blocks: Iterable[nn.Module],
-    nodes: int,
-    ranks_per_node: int,
-    settings: CyclicSettings,
-    of: Loss,
-    k: int = 1,
-) -> Job:
-    """Training on so many ranks, with ``k`` micro-batches per step on each."""
-    return Job(
-        topology=topology_of(nodes, ranks_per_node),
-        blocks=[*blocks],
-        dtype=torch.float32,
-        learning_rate=LEARNING_RATE,
-        micro_batch=2,
-        accumulation=k,
-        settings=settings,
-        loss=of,
-    )
+    topology = topology_of(nodes, ranks_per_node)
+    return model, job_of(topology, model.blocks, accumulation=k, settings=settings, loss=loss)
 
 
 @dataclass

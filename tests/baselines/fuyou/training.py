@@ -14,6 +14,7 @@ from baselines.fuyou.train import Fuyou
 from baselines.settings import FuyouSettings
 from baselines.strategy import Job
 from experiments.worker import models, workloads
+from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 
@@ -41,11 +42,9 @@ def made(
 ) -> tuple[nn.Module, Job]:
     spec = model_spec(family, layers=layers, width=width, heads=2)
     model, blocks = models.build(cell("fsdp2", model=spec, tuning=tuning, sequence_length=LENGTH))
-    topology = topology_of(nodes, 1)
-    optimizer = optimizers.AdamW(inverse_sqrt_after=3)
-    return model, Job(
-        topology, blocks, DTYPES[dtype], 1e-2, SEQUENCES, k, chosen, optimizer=optimizer
-    )
+    own = {"accumulation": k, "settings": chosen}
+    own["optimizer"] = optimizers.AdamW(inverse_sqrt_after=3)
+    return model, job(topology_of(nodes, 1), blocks, dtype=DTYPES[dtype], **own)
 
 
 def batches() -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from baselines.luwu.wire import SWITCH, Connection, Keys, Listener
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job
 from fcdp.generations import RECORD
-from tests.baselines.cyclic.training import LEARNING_RATE, Tied, batch, loss
-from tests.baselines.jobs import job as job_without_group
+from tests.baselines.cyclic.training import Tied, batch, loss
+from tests.baselines.jobs import LEARNING_RATE, alone, job
 
 KEYS = Keys.of("5a" * 32)
 #: Smaller than a block of the model: several chunks each.
@@ -95,12 +95,8 @@ def model_of(frozen: bool) -> Tied:
 
 def job_of(model: Tied, rank: int, workers: int, settings: LuWuSettings, dtype: torch.dtype) -> Job:
     """A worker's training."""
-    made = job_without_group([*model.blocks], dtype=dtype)
-    mesh: Any = type("Mesh", (), {"device_type": "cpu"})
-    topology = replace(made.topology, nodes=workers, ranks_per_node=1, rank=rank, mesh=mesh)
-    return replace(
-        made, topology=topology, settings=settings, loss=loss, learning_rate=LEARNING_RATE
-    )
+    topology = alone(workers, 1, rank, type("Mesh", (), {"device_type": "cpu"}))
+    return job(topology, model.blocks, dtype=dtype, settings=settings, loss=loss)
 
 
 def trained(
@@ -118,8 +114,8 @@ def trained(
     def work(rank: int) -> Any:
         torch.set_num_threads(1)  # sums of LayerNorm's backward depend on it
         model = model_of(frozen)
-        job = job_of(model, rank, workers, settings, dtype)
-        worker = LuWu(model, job, partial(connect, made.address))
+        given = job_of(model, rank, workers, settings, dtype)
+        worker = LuWu(model, given, partial(connect, made.address))
         for _ in range(steps):
             worker.step([batch(rank, worker.steps_done)])
         found = then(worker)

@@ -148,7 +148,7 @@ class Slurm:
     def wait_until_ended(self, job: str, within_s: float = 280) -> str:
         """Wait until a job has ended; its state."""
         look = ("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
-        active = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
+        active = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
         wait_until(lambda: self.call(*look).strip() not in active, within_s, every_s=0.3)
         return self.call(*look).strip()
 

@@ -44,8 +44,11 @@ class _Slow:
 _slow: list[_Slow] = []
 
 
-def leave_a_thread_inside_of_torch(directory: str) -> None:
-    """Return while a thread waits in torch, which comes back when Python has begun to end."""
+def _leave_a_thread_inside_of_torch(directory: str) -> None:
+    """Have a thread wait in torch, which comes back when Python has begun to end.
+
+    As gloo's could: they wait for the interpreter to let go of a tensor.
+    """
     import torch.distributed as dist
 
     _slow.append(_Slow())
@@ -57,7 +60,7 @@ def leave_a_thread_inside_of_torch(directory: str) -> None:
 
 
 def describe(directory: str) -> None:
-    """Write down what the rank sees."""
+    """Write down what the rank sees, and return while a thread is inside of torch."""
     import torch
 
     rank = int(os.environ["RANK"])
@@ -71,6 +74,7 @@ def describe(directory: str) -> None:
         "threads": torch.get_num_threads(),
     }
     Path(directory, f"{rank}.json").write_text(json.dumps(seen))
+    _leave_a_thread_inside_of_torch(directory)
 
 
 def show_file(path: str) -> None:

@@ -28,8 +28,6 @@ from tests.experiments.clusters.launches import numbers, pids_below, run
 from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
-RANKS = 1
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -37,8 +35,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def cluster_of(*hosts: str, ranks: int = RANKS) -> RentedCluster:
-    allocation = Allocation(Ssh(hosts), ranks, head="127.0.0.1")
+def cluster_of(*hosts: str) -> RentedCluster:
+    """Nodes of two ranks each, which one process of theirs forks."""
+    allocation = Allocation(Ssh(hosts), 2, head="127.0.0.1")
     return RentedCluster(allocation, allocation.spec.model_copy(update={"port": free_port()}))
 
 
@@ -61,32 +60,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedCluster]
             yield built
 
 
-@pytest.fixture(scope="module")
-def larger(cluster: RentedCluster) -> Iterator[RentedCluster]:
-    """The same with two ranks per node."""
-    with cluster_of("localhost", "localhost", ranks=2) as built:
-        yield built
-
-
-def test_ranks_of_both_nodes_meet(cluster: RentedCluster, tmp_path: Path) -> None:
-    assert run(cluster, tmp_path, "add_up") == Outcome("ok")
-    logs = ["node0.log", "node1.log", "rank0.log", "rank1.log"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == logs
-
-
-def test_a_rank_that_returned_is_not_aborted_by_a_thread_of_torch(
-    cluster: RentedCluster, tmp_path: Path
-) -> None:
-    """As gloo's threads could: they wait for the interpreter to let go of a tensor."""
-    outcome = run(cluster, tmp_path, "leave_a_thread_inside_of_torch", str(tmp_path))
-    assert outcome == Outcome("ok")
-    assert sorted(path.name for path in tmp_path.glob("*.ended")) == ["0.ended", "1.ended"]
-
-
-def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
-    outcome = run(larger, tmp_path / "logs", "describe", str(tmp_path), GIVEN="$value")
+def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
+    outcome = run(cluster, tmp_path / "logs", "describe", str(tmp_path), GIVEN="$value")
     assert outcome == Outcome("ok")
     for rank in range(4):
+        assert (tmp_path / f"{rank}.ended").exists()
         text = (tmp_path / f"{rank}.json").read_text()
         assert markers(text) == []
         seen = json.loads(text)["environment"]
@@ -108,26 +86,25 @@ def test_the_network_is_described_without_secrets_and_not_limited(cluster: Rente
 
 
 @pytest.mark.parametrize(
-    ("nodes", "how", "rank", "error"),
+    ("how", "rank", "error"),
     [
-        ("larger", "raise and clean up", 3, "ValueError: the cause of it all"),
-        ("cluster", "vanish", 1, "before its function returned"),
-        ("cluster", "SIGKILL", 0, "killed by signal SIGKILL"),
+        ("raise and clean up", 3, "ValueError: the cause of it all"),
+        ("SIGKILL", 0, "killed by signal SIGKILL"),
     ],
 )
 def test_the_rank_that_failed_first_is_named(
-    request: pytest.FixtureRequest, tmp_path: Path, nodes: str, how: str, rank: int, error: str
+    cluster: RentedCluster, tmp_path: Path, how: str, rank: int, error: str
 ) -> None:
-    outcome = run(request.getfixturevalue(nodes), tmp_path, "fail", how, str(rank))
+    outcome = run(cluster, tmp_path, "fail", how, str(rank))
     assert (outcome.state, outcome.rank) == ("failed", rank), outcome.error
     assert error in str(outcome.error)
 
 
 def when_all_linger(folder: Path, act: Callable[[], None]) -> threading.Thread:
-    """Start a thread that waits for both ranks' pids and acts."""
+    """Start a thread that waits for all ranks' pids and acts."""
 
     def wait_and_act() -> None:
-        wait_until(lambda: len(list(folder.glob("*.pids"))) == 2, 100)
+        wait_until(lambda: len(list(folder.glob("*.pids"))) == 4, 100)
         act()
 
     thread = threading.Thread(target=wait_and_act)
@@ -157,7 +134,7 @@ def test_a_launch_that_does_not_end_is_ended(
     # The store is open at node 0's address only.
     assert listens == [True, False]
     # What the ranks had started in sessions of their own has ended too.
-    assert len(pids_below(tmp_path)) == 6
+    assert len(pids_below(tmp_path)) == 12
     assert not any(map(is_running, pids_below(tmp_path)))
 
 
@@ -193,6 +170,8 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
     # Those of the killed node's ranks die with it; what they had started is Slurm's or sshd's.
     wait_until_ended([json.loads(p.read_text())[0] for p in tmp_path.glob("*.pids")])
     assert run(cluster, tmp_path / "next", "add_up") == Outcome("ok")
+    logs = [*(f"node{node}.log" for node in range(2)), *(f"rank{rank}.log" for rank in range(4))]
+    assert sorted(path.name for path in (tmp_path / "next").iterdir()) == logs
 
 
 def test_a_node_that_falls_silent_is_lost(
@@ -223,7 +202,7 @@ def test_nothing_outlives_a_killed_runner(tmp_path: Path) -> None:
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
     )
     try:
-        wait_until(lambda: len(list(tmp_path.glob("*.pids"))) == 2, 100)
+        wait_until(lambda: len(list(tmp_path.glob("*.pids"))) == 4, 100)
     finally:
         runner.send_signal(signal.SIGKILL)
         runner.wait()
@@ -245,8 +224,8 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
     cell.write_text("a cell")
     with cluster_of("localhost", "localhost") as cluster:
         assert run(cluster, run_folder / "logs", "show_file", str(cell)) == Outcome("ok")
-    texts = [(run_folder / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
-    assert texts == ["a cell\n"] * 2
+    texts = [(run_folder / "logs" / f"rank{rank}.log").read_text() for rank in range(4)]
+    assert texts == ["a cell\n"] * 4
 
 
 @pytest.mark.parametrize(

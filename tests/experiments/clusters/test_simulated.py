@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
 from experiments.matrix.reader import MatrixCell
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
+from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
@@ -105,7 +108,10 @@ def test_rented_nodes_are_not_known_and_only_simulations_recompute() -> None:
 def test_the_command_simulates_a_matrix_of_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No privileges, no namespaces; records apart from those of the cells that really ran."""
+    """No privileges, no namespaces; records apart from those of the cells that really ran.
+
+    As every run it sweeps what killed ones left.
+    """
     from experiments import terminal
     from experiments.commands import kinds, session
 
@@ -113,7 +119,14 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     monkeypatch.setattr(kinds, "enter_namespace", lambda: pytest.fail("is not needed"))
     monkeypatch.setattr(terminal, "raise_them", lambda: None)
     monkeypatch.setattr(session, "finish", lambda *arguments, **options: True)
-    printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"fcdp-{os.stat('/proc/self/ns/pid').st_ino}-{2**22 - 1}-1-0-x"
+    left.mkdir()
+    said = printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
+    assert "2 cells · simulated cluster, 2 nodes × 2 ranks" in said
+    assert "emulated" not in said
+    assert str(ROOT) not in said
+    assert not left.exists()
     found = read_records(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
     # Also what this machine could not run.
     assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}

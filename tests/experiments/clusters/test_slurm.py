@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import time
@@ -15,15 +14,9 @@ import pytest
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.engines import Slurm, require, slurm
-from tests.experiments.clusters.lasting_cell import LastingCell
-from tests.experiments.clusters.own_program import Training, programs, ranks
-from tests.experiments.clusters.two_nodes import (
-    Run,
-    check_lost,
-    check_that_it_goes_on,
-    programs_of_ranks,
-)
+from tests.experiments.clusters.engines import Slurm, end, require, slurm
+from tests.experiments.clusters.own_program import Training, programs
+from tests.experiments.clusters.two_nodes import Run, check_lost, programs_of_ranks
 from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("privileged")
@@ -49,60 +42,45 @@ def allocate(cluster: Slurm) -> dict[str, str]:
     return {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[0-1]"}
 
 
-def lose(cluster: Slurm, network: Network, node: int) -> None:
-    """Have a node go dark, as far as processes can."""
-    cluster.slurmd[node].kill()
-    cluster.slurmd[node].wait()
-    for pid in namespaces.processes(network.nodes[node]):
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_two_cells_train_in_a_batch_job(cluster: Slurm, network: Network, tmp_path: Path) -> None:
-    run = Run(tmp_path, [], {})
-    cluster.wait_until_idle()
-    log = tmp_path / "batch.log"
-    job = cluster.call(
-        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
-        f"--export=ALL,FCDP_RANKS_PER_NODE=1,VENV={Path(sys.executable).parent.parent}",
-        *("launch/slurm.sbatch", " ".join(run.command(steps=2))),
-    ).strip()
-    # With --wait sbatch itself looks after 2, 10 and 42 seconds.
-    assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
-    run.check_records()
-    assert programs_of_ranks(network) == []
-
-
 def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
     started = run.start(steps=10**6)
     run.wait_until_it_trains()
     cluster.call("scancel", run.variables["SLURM_JOB_ID"])
     check_lost(started, run, time.monotonic())
     wait_until(lambda: programs_of_ranks(network) == [])
-    run.variables |= allocate(cluster)
-    check_that_it_goes_on(run)
-    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
 
 
-def test_a_killed_slurmd_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
+def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queued_again(
+    cluster: Slurm, run: Run, network: Network
+) -> None:
+    """By ``launch/slurm.sbatch``, after a notice before its time is up."""
     started = run.start(steps=10**6)
     run.wait_until_it_trains()
     killed = time.monotonic()
-    cluster.slurmd[1].send_signal(signal.SIGKILL)
-    cluster.slurmd[1].wait()
+    end(cluster.slurmd[1])
     check_lost(started, run, killed)
     # Nobody tells the node's ranks; they notice that the runner is silent.
     wait_until(lambda: programs_of_ranks(network) == [])
     cluster.slurmd[1] = cluster.start(1)
-    run.variables |= allocate(cluster)
-    check_that_it_goes_on(run)
-    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
+    cluster.wait_until_idle()
+    log, lost = run.folder / "batch.log", run.steps()
+    job = cluster.call(
+        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
+        f"--export=ALL,FCDP_RANKS_PER_NODE=1,VENV={Path(sys.executable).parent.parent}",
+        *("launch/slurm.sbatch", " ".join([*run.command(150), "--set", "checkpoint_every=10"])),
+    ).strip()
+    wait_until(lambda: run.steps() > lost + 10, 200)
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
+    # With --wait sbatch itself looks after 2, 10 and 42 seconds.
+    assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
+    assert run.check_record().resumed_at
+    assert programs_of_ranks(network) == []
 
 
-@pytest.mark.timeout(3600)
 def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
-    cluster: Slurm, network: Network, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: Slurm, network: Network, tmp_path: Path
 ) -> None:
-    """By ``launch/train.sbatch``: after a notice before its time is up, and at ``requeue``."""
+    """By ``launch/train.sbatch``: after a notice before its time is up, and without a node."""
     training = Training(tmp_path)
     cluster.wait_until_idle()
     job = cluster.call(
@@ -112,70 +90,21 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
         *(str(ROOT / "launch/train.sbatch"), *training.words),
     ).strip()
 
-    def wait_until_queued() -> None:
+    def queue_again(*words: str) -> None:
+        cluster.call(*words, job)
         wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
 
-    kinds, draw = ["notice", "requeue"], random.Random(0)
-    exhaustive = request.config.getoption("--exhaustive")
-    if exhaustive:
-        kinds = draw.sample([*kinds, "rank", "node"] * 3, 10)
     training.goes_on()
-    for kind in kinds:
-        if kind == "rank":
-            draw.choice(ranks()).kill()
-        elif kind == "node":
-            lose(cluster, network, 1)
-            training.check_that_it_goes_on("a node fewer", ranks=1)
-            cluster.slurmd[1] = cluster.start(1)
-            cluster.call("scontrol", "requeue", job)
-            wait_until_queued()
-        else:
-            notice = ("scancel", "--batch", "--signal=USR1")
-            cluster.call(*(notice if kind == "notice" else ("scontrol", "requeue")), job)
-            wait_until_queued()
-        training.check_that_it_goes_on(kind)
+    queue_again("scancel", "--batch", "--signal=USR1")
+    training.check_that_it_goes_on("notice")
+    # The node goes dark, as far as processes can.
+    end(cluster.slurmd[1])
+    for pid in namespaces.processes(network.nodes[1]):
+        os.kill(pid, signal.SIGKILL)
+    training.check_that_it_goes_on("a node fewer", ranks=1)
+    cluster.slurmd[1] = cluster.start(1)
+    queue_again("scontrol", "requeue")
+    training.check_that_it_goes_on("requeue")
     cluster.call("scancel", job)
     cluster.wait_until_ended(job)
     assert programs() == []
-    if exhaustive:
-        training.check_losses()
-
-
-@pytest.mark.timeout(3600)
-def test_a_cell_goes_on_where_it_is_queued_again(
-    cluster: Slurm, network: Network, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """By ``launch/slurm.sbatch``; nobody gives the command again."""
-    if not request.config.getoption("--exhaustive"):
-        pytest.skip("trains for minutes: runs with --exhaustive")
-    kinds = ["requeue", "rank", "runner", "node", "notice"] * 2
-    random.Random(1).shuffle(kinds)
-    calm, cell = (LastingCell(tmp_path / name, network, len(kinds)) for name in ("calm", "cell"))
-
-    def submit(cell: LastingCell) -> str:
-        cluster.wait_until_idle()
-        settings = ",".join(f"{name}={value}" for name, value in cell.variables.items())
-        return cluster.call(
-            *("sbatch", "--parsable", "--nodes=2", f"--output={tmp_path}/log.txt"),
-            *(f"--export=ALL,{settings}", str(ROOT / "launch/slurm.sbatch"), cell.command),
-        ).strip()
-
-    def lose_for_a_while() -> None:
-        lose(cluster, network, 1)
-        wait_until(lambda: "down" in cluster.call("sinfo", "--noheader", "--format=%T"), 90)
-        cluster.slurmd[1] = cluster.start(1)
-
-    assert cluster.wait_until_ended(submit(calm), 600) == "COMPLETED"
-    job = submit(cell)
-    cell.check_ends(
-        kinds,
-        {
-            "requeue": lambda: cluster.call("scontrol", "requeue", job),
-            "rank": lambda: cell.ranks(1)[0].kill(),
-            "runner": lambda: cell.runner().kill(),
-            "node": lose_for_a_while,
-            "notice": lambda: cluster.call("scancel", "--batch", "--signal=USR1", job),
-        },
-    )
-    assert cluster.wait_until_ended(job, 600) == "COMPLETED"
-    assert cell.measured().losses == calm.measured().losses

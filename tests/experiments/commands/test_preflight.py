@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters.interface import Outcome
+from experiments.clusters.interface import ClusterError, Outcome
 from experiments.commands import preflight
 from experiments.preflight.schema import Preflight
 from tests import programs
@@ -45,5 +45,5 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     failed = Outcome("failed", 3, "ValueError: the cause of it all")
     monkeypatch.setattr(StandInCluster, "run", lambda *_, **__: failed)
     message = "failed: rank 3: ValueError: the cause"
-    with StandInCluster() as cluster, pytest.raises(preflight.PreflightError, match=message):
+    with StandInCluster() as cluster, pytest.raises(ClusterError, match=message):
         preflight.measure(cluster, None, tmp_path / "logs")

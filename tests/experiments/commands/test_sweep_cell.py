@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments import terminal
 from experiments.commands.sweep_cell import pick
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
 from tests import programs
-from tests.experiments.stand_in import matrix_file
+from tests.experiments.command_line import command
+from tests.experiments.stand_in import matrix_file, take_the_place_of_clusters
 from tests.experiments.tracking import offline
 
 SWEEP = ROOT / "experiments/sweeps/tau-batch.yaml"
@@ -48,31 +50,24 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
         pick(reader.read("tau-batch"), arguments)
 
 
-#: Variables of W&B's agent, offline, and of a cluster's stand-in.
-OFFLINE = {
-    "PYTHONPATH": str(ROOT),
-    "STAND_IN": "{}",
-    "WANDB_MODE": "offline",
-    "WANDB_SWEEP_ID": "a-sweep",
-}
+#: Variables of W&B's agent, offline.
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SWEEP_ID": "a-sweep"}
 
 
 @pytest.mark.ranks
-def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path)
-    settings = ["--strategy=fcdp", "--inter_bandwidth_bits_per_s=10000000"]
-
-    def call(run: str) -> None:
-        words = ("-m", "tests.experiments.stand_in", "sweep-cell", file, *settings)
-        variables = {**OFFLINE, "WANDB_RUN_ID": run}
-        programs.printed(sys.executable, *words, folder=tmp_path, within_s=100, **variables)
-
-    call("first")
-    records = tmp_path / "runs/small/records.jsonl"
-    assert len(records.read_text().splitlines()) == 1
-    # Another run of the same sweep asks for the same cell: it is not measured again.
-    call("second")
-    assert len(records.read_text().splitlines()) == 1
+def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run of the same sweep asks for the same cell: it is not measured again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "raise_them", lambda: None)
+    take_the_place_of_clusters(monkeypatch.setattr, {})
+    settings = ("--strategy=fcdp", "--inter_bandwidth_bits_per_s=10000000")
+    for run in ("first", "second"):
+        words = ("sweep-cell", matrix_file(tmp_path), *settings)
+        result = command(*words, **OFFLINE, WANDB_RUN_ID=run)
+        assert result.exit_code == 0, result.output
+        assert len((tmp_path / "runs/small/records.jsonl").read_text().splitlines()) == 1
     runs = (tmp_path / "runs/small/wandb").glob("offline-run-*")
     assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
 
@@ -81,7 +76,8 @@ def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: P
 def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     """Every twelfth point of the grid, by W&B's agent, read back from the offline files."""
     words = ("-m", "tests.experiments.tracking.sweep_agent", SWEEP, "12")
-    variables = {**OFFLINE, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {**OFFLINE, "PATH": path, "PYTHONPATH": str(ROOT)}
     done = programs.ended(sys.executable, *words, folder=tmp_path, within_s=250, **variables)
     found = offline.runs(tmp_path / "runs/tau-batch")
     points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]

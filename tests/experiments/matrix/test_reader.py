@@ -367,11 +367,6 @@ def test_files_that_are_no_matrix_at_all(tmp_path: Path, content: bytes, line: i
         reader.read(str(file))
 
 
-def test_unknown_names_have_a_hint() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'quickstart'\?"):
-        reader.read("quikstart")
-
-
 def test_values_and_merge_keys_are_those_of_safe_load(tmp_path: Path) -> None:
     text = textwrap.dedent(
         """\

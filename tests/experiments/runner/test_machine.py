@@ -24,12 +24,13 @@ def test_steal_is_a_share_of_the_time_that_has_passed(
     stat = tmp_path / "stat"
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     counters(stat, idle=1000, steal=10)
-    watch = runner.Watch()
+    runner.machine(0.5)
     counters(stat, idle=1060, steal=50)
-    assert watch.machine().steal_share == pytest.approx(0.4)
+    found = runner.machine(0.5)
+    assert (found.load, found.steal_share) == (0.5, pytest.approx(0.4))
     # Each call begins anew.
     counters(stat, idle=1160, steal=50)
-    assert watch.machine().steal_share == 0.0
+    assert runner.machine(0.5).steal_share == 0.0
 
 
 def test_this_machine_can_be_watched() -> None:

@@ -144,10 +144,20 @@ def test_a_cluster_is_built_only_if_there_is_something_to_run(
     assert run(matrix, directory, Unbuildable(), finished) == finished
 
 
+def test_a_cell_that_comes_to_no_new_checkpoint_fails(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
+    file = matrix_file(tmp_path, strategies="fcdp", links="unshaped")
+    matrix = reader.read(str(file), changes={"checkpoint_every": 2})
+    cluster = StandInCluster(behaviours={"": "raise"})
+    (only,) = run(matrix, directory, cluster)
+    assert (only.state, len(cluster.started)) == ("failed", 3)
+
+
 @pytest.mark.parametrize(
     ("happens", "raised", "said"),
     [
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
         (
             LostNodeError("node 1 is lost"),
             runner.RunError,
@@ -157,7 +167,7 @@ def test_a_cluster_is_built_only_if_there_is_something_to_run(
     ids=["interrupt", "lost node"],
 )
 def test_what_ends_the_run_tears_the_cluster_down_and_keeps_what_is_finished(
-    matrix: Matrix, directory: RunDirectory, happens: BaseException, raised: Any, said: str
+    matrix: Matrix, directory: RunDirectory, happens: BaseException, raised: Any, said: str | None
 ) -> None:
     class Ended(StandInCluster):
         def run(self, *arguments: Any, **options: Any) -> Outcome:

@@ -30,38 +30,42 @@ def files(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_run_a_cell_that_ran_and_no_second_one(tmp_path: Path) -> None:
-    records = [
-        record(cell(seed=1)),
-        record(cell(seed=2), "failed", "an error"),
-        record(cell(seed=3), "skipped", "a reason"),
+def test_a_run_a_cell_that_ran_and_one_of_the_report_and_no_second_one(tmp_path: Path) -> None:
+    """The report's has a table and charts, and all files as an artifact."""
+    ran = [
+        record(cell(matrix="suite/small")),
+        record(cell(strategy="fsdp2", matrix="suite/small"), "oom", "rank 1: out of memory"),
     ]
-    result = export(records, tmp_path)
-    assert (result.mode, result.runs, result.warnings) == ("offline", 2, ())
-    runs = list((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2
-    # A resumed matrix exports its records again.
-    assert export([*records, record(cell(seed=4))], tmp_path).runs == 1
-
-
-def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
-    ran = [record(cell(seed=seed, matrix="suite/small")) for seed in (1, 2)]
+    skipped = record(cell(seed=3, matrix="suite/small"), "skipped", "a reason")
     report = tmp_path / "report"
-    assert export(ran, tmp_path, report).runs == 2  # it could not be drawn
+    result = export([*ran, skipped], tmp_path, report)  # it could not be drawn
+    assert (result.mode, result.runs, result.warnings) == ("offline", 2, ())
     report.mkdir()
     (tmp_path / "records.jsonl").write_text("the records")
     (report / "comparison.md").write_text("the table")
     (report / "losses.png").write_bytes(FIGURE)
     assert export(ran, tmp_path, report).runs == 1
     assert export(ran, tmp_path, report).runs == 0
-    stored = [run.read_bytes() for run in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
-    (content,) = [content for content in stored if b"suite-small-report" in content]
-    for name in (b"comparison.md", b"losses.png", b"records.jsonl", b"report"):
-        assert name in content
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
+    (run,) = (run for run in offline.runs(tmp_path) if run.job_type == "report")
+    (stored,) = (path.read_bytes() for path in run.folder.glob("run-*.wandb"))
+    for name in (b"suite-small-report", b"comparison.md", b"losses.png", b"records.jsonl"):
+        assert name in stored
     staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
     assert {b"the table", FIGURE, b"the records"} <= set(staged)
-    # A resumed matrix has another report.
-    assert export([*ran, record(cell(seed=3, matrix="suite/small"))], tmp_path, report).runs == 2
+    (point,) = run.history
+    assert point["cells"]["_type"] == "table-file"
+    assert point["figures/losses"]["_type"] == "image-file"
+    table = json.loads((run.folder / "files" / point["cells"]["path"]).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["strategy"] for row in rows] == ["fcdp", "fsdp2"]
+    assert [row["tokens_per_s"] for row in rows] == [ran[0].tokens_per_s, None]
+    assert rows[0]["link"] == "100 Mbit/s"
+    assert {"charts/tokens_per_s", "charts/inter_node_megabytes_per_step"} <= set(
+        run.config["_wandb"]["visualize"]
+    )
+    # A resumed matrix exports its records again, and has another report.
+    assert export([*ran, record(cell(seed=4, matrix="suite/small"))], tmp_path, report).runs == 2
 
 
 def test_a_run_that_was_cut_short_is_written_again(
@@ -99,26 +103,6 @@ def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
     assert [point.get("step_seconds") for point in run.history] == [None, 0.4, 0.5, 0.6]
     assert not any("step" in point for point in run.history)
     assert run.summary["step_seconds_median"] == 0.5
-
-
-def test_the_reports_run_has_a_table_and_charts(tmp_path: Path) -> None:
-    ran = [record(cell()), record(cell(strategy="fsdp2"), "oom", "rank 1: out of memory")]
-    (report := tmp_path / "report").mkdir()
-    (tmp_path / "records.jsonl").write_text("the records")
-    (report / "losses.png").write_bytes(FIGURE)
-    export(ran, tmp_path, report)
-    (run,) = (run for run in offline.runs(tmp_path) if run.job_type == "report")
-    (point,) = run.history
-    assert point["cells"]["_type"] == "table-file"
-    assert point["figures/losses"]["_type"] == "image-file"
-    table = json.loads((run.folder / "files" / point["cells"]["path"]).read_text())
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    assert [row["strategy"] for row in rows] == ["fcdp", "fsdp2"]
-    assert [row["tokens_per_s"] for row in rows] == [record(cell()).tokens_per_s, None]
-    assert rows[0]["link"] == "100 Mbit/s"
-    assert {"charts/tokens_per_s", "charts/inter_node_megabytes_per_step"} <= set(
-        run.config["_wandb"]["visualize"]
-    )
 
 
 def test_the_key_is_nowhere(tmp_path: Path) -> None:

@@ -67,19 +67,11 @@ def test_the_configuration_of_a_built_in_family_is_the_same_model(family: Any) -
     assert logits(theirs).equal(logits(built_in))
 
 
-ADAPTED = {
-    "qwen2": {"self_attn.q_proj", "self_attn.v_proj"},
-    "llama": {f"self_attn.{name}_proj" for name in "qkvo"},
-    "gpt2": {"attn.c_attn", "attn.c_proj"},
-}
-
-
-@pytest.mark.parametrize("family", ADAPTED)
-def test_lora_adapts_what_is_usual_of_the_family(family: str) -> None:
-    _, found = models.build(of(family, tuning="lora"))
+def test_lora_adapts_what_is_usual_of_the_family() -> None:
+    _, found = models.build(of("qwen2", tuning="lora"))
     for block in found:
         trained = {n.partition(".lora_")[0] for n, p in block.named_parameters() if p.requires_grad}
-        assert trained == ADAPTED[family]
+        assert trained == {"self_attn.q_proj", "self_attn.v_proj"}
 
 
 def test_lora_adapts_all_linear_layers_of_the_blocks_of_an_unknown_family() -> None:

@@ -6,47 +6,25 @@ Bytes are the kernel's, of each link apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
-from tests.experiments import cells
-from tests.experiments.cells import CellResult, cell
+from tests.experiments.cells import FAILING_WORKER, CellResult, Runner
 
 CLUSTER = ClusterSpec(nodes=4, ranks_per_node=1, groups=2)
 INTERVAL = 2
 OVER_FCDP = {"worker": "nodes", "nodes_per_worker": 2, "interval": INTERVAL}
+ROUNDS = {"warmup_steps": 2, "steps": 4}
+WHOLE = {"interval": INTERVAL, "held_out": 4, **ROUNDS}
 #: What crosses a link a step beside the payload: acknowledgements, headers, agreements, barriers.
 FIXED_BYTES = 16_000
-
-Runner = Callable[..., CellResult]
 
 
 def links(inside: int, between: int) -> dict[str, int]:
     """Limits of the links of a group and of those between groups, in bits per second."""
     return {"inter_bandwidth_bits_per_s": inside, "inter_group_bandwidth_bits_per_s": between}
-
-
-@pytest.fixture(scope="module")
-def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(CLUSTER, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
-        yield built
-
-
-@pytest.fixture(scope="module")
-def run(cluster: EmulatedCluster, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Run a cell of whole rounds with the links of ``settings``."""
-
-    def run_one(strategy: str, **settings: Any) -> CellResult:
-        wanted = cell(strategy, cluster=CLUSTER, warmup_steps=2, steps=4, **settings)
-        return cells.run(cluster, wanted, tmp_path_factory.mktemp("cells") / "cell")
-
-    return run_one
 
 
 def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
@@ -56,7 +34,7 @@ def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
 
 
 def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runner) -> None:
-    finished = run("co2", **OVER_FCDP, **links(10**9, 10**8))
+    finished = run("co2", **ROUNDS, **OVER_FCDP, **links(10**9, 10**8))
     measured = finished.measurement
     between = measured.inter_group_bytes_per_step
     inside = finished.sent - between
@@ -70,16 +48,15 @@ def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runne
 
 @pytest.mark.parametrize("strategy", ["co2", "local-sgd", "diloco", "streaming-diloco"])
 def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strategy: str) -> None:
-    finished = run(strategy, interval=INTERVAL, inter_bandwidth_bits_per_s=None)
+    finished = run(strategy, **WHOLE)
     exchanged = crossing(finished, 4) / INTERVAL
     assert finished.measurement.inter_node_bytes_closed_form == exchanged
     assert exchanged <= finished.sent <= 1.05 * exchanged + FIXED_BYTES
 
 
 def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner) -> None:
-    settings = {"interval": INTERVAL, "inter_bandwidth_bits_per_s": None, "held_out": 4}
-    plain = run("streaming-diloco", **settings)
-    told = run("streaming-diloco", **settings, held_out_every=2)
+    plain = run("streaming-diloco", **WHOLE)
+    told = run("streaming-diloco", **WHOLE, held_out_every=2)
     losses = told.measurement.held_out_losses
     assert list(losses) == [2, 4, 6]
     assert losses[6] == told.measurement.held_out_loss
@@ -92,27 +69,24 @@ def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner
     ("settings", "how"), [({}, "SIGKILL"), (OVER_FCDP, "raise")], ids=["whole", "over fcdp"]
 )
 def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
-    cluster: EmulatedCluster, tmp_path: Path, settings: dict[str, Any], how: str
+    run: Runner, settings: dict[str, Any], how: str
 ) -> None:
-    wanted = cell("co2", cluster=CLUSTER, **{**settings, "interval": 1})
-    failed = cells.run(cluster, wanted, tmp_path / "cell", cells.FAILING_WORKER, how, "2")
+    failed = run("co2", FAILING_WORKER, how, "2", **{**settings, "interval": 1})
     assert (failed.outcome.state, failed.outcome.rank) == ("failed", 2), failed.outcome.error
     said = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
     assert said in str(failed.outcome.error)
     assert failed.seconds < 120
-    progress = (tmp_path / "cell/progress.jsonl").read_text(encoding="utf-8")
+    progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
     # Others may end the step that it failed in, and then wait for its displacement.
     assert [json.loads(line)["step"] for line in progress.splitlines()] in ([1], [1, 2])
-    assert not (tmp_path / "cell/measurement.json").exists()
+    assert not (failed.directory / "measurement.json").exists()
 
 
-def test_each_link_has_its_own_limit(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_each_link_has_its_own_limit(run: Runner) -> None:
     """FCDP over all nodes crosses both links."""
-    wanted = cell("fcdp", cluster=CLUSTER, steps=2, **links(10**9, 2 * 10**7))
-    result = cells.run(cluster, wanted, tmp_path / "cell")
+    result = run("fcdp", steps=2, **links(10**9, 2 * 10**7))
     measured = result.measurement
     between = measured.inter_group_bytes_per_step
     assert 0 < between < result.sent
     # Some of it leaves in the free burst.
     assert sum(measured.step_seconds) > 0.7 * 2 * 8 * between / 2e7
-    assert json.loads((tmp_path / "cell/cell.json").read_text())["cluster"]["groups"] == 2

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
-from tests.experiments import cells
-from tests.experiments.cells import cell
+from tests.experiments.cells import Runner
 
+CLUSTER = ClusterSpec(nodes=2, ranks_per_node=1)
 #: Headers, encryption and acknowledgements beside the payload, and the measurement's own messages.
 FRAMING = 0.05
 
 
-def test_each_link_carries_what_the_table_says_and_losses_are_fsdp2s(
-    privileged: None, tmp_path: Path
-) -> None:
-    spec = ClusterSpec(nodes=2, ranks_per_node=1)
-    settings = {"cluster": spec, "chunk_bytes": 65536, "inter_bandwidth_bits_per_s": 10**8}
-    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker.worker"]) as cluster:
-        found = {
-            strategy: cells.run(cluster, cell(strategy, **settings), tmp_path / strategy)
-            for strategy in ("luwu", "fsdp2")
-        }
-    mine = found["luwu"].measurement
-    assert mine.losses == pytest.approx(found["fsdp2"].measurement.losses, rel=1e-4)
+def test_each_link_carries_what_the_table_says_and_losses_are_fsdp2s(run: Runner) -> None:
+    settings = {"chunk_bytes": 65536, "inter_bandwidth_bits_per_s": 10**8}
+    mine, fsdp2 = (run(strategy, **settings).measurement for strategy in ("luwu", "fsdp2"))
+    assert mine.losses == pytest.approx(fsdp2.losses, rel=1e-4)
     parameters = 4 * mine.parameters
     links = mine.link_bytes_per_step
     assert links is not None

@@ -14,8 +14,6 @@ from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
-FAMILIES: list[Literal["gpt2", "llama"]] = ["gpt2", "llama"]
-
 #: Per family and block: the projections that get adapters, with their inputs and outputs.
 PROJECTIONS = {
     # GPT-2 projects to Q, K and V at once.
@@ -62,12 +60,11 @@ def test_a_frozen_type_needs_something_frozen_that_is_gathered_in_it(given: dict
         cell("fcdp", frozen_dtype="bfloat16", **given)
 
 
-@pytest.mark.parametrize("rank", [2, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PROJECTIONS)
 def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
-    family: Literal["gpt2", "llama"], rank: int
+    family: Literal["gpt2", "llama"],
 ) -> None:
-    model, blocks = build(family, tuning="lora", lora_rank=rank)
+    model, blocks = build(family, tuning="lora", lora_rank=2)
     for block in blocks:
         trained = {
             name: tuple(param.shape)
@@ -77,7 +74,7 @@ def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
         assert trained == {
             f"{projection}.lora_{factor}.default.weight": shape
             for projection, (inputs, outputs) in PROJECTIONS[family].items()
-            for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank)))
+            for factor, shape in (("A", (2, inputs)), ("B", (outputs, 2)))
         }
     in_blocks = {id(param) for block in blocks for param in block.parameters()}
     for name, param in model.named_parameters():

@@ -3,54 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from baselines.description import ExtraProcess
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.commands.kinds import PRELOADED
 from experiments.records.objective import GRPO
-from tests.experiments import cells
-from tests.experiments.cells import CLUSTER, WORKER, CellResult, cell, model_spec
+from tests.experiments.cells import CellResult, Runner, model_spec
 
 HERE = "tests.experiments.worker.test_rollout"
-SMALL = model_spec("gpt2", layers=1, width=32, heads=2)
-
-Runner = Callable[..., CellResult]
-
-
-@pytest.fixture(scope="module")
-def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(CLUSTER, preload=[*PRELOADED, "experiments.worker.worker"]) as built:
-        yield built
+SETTINGS = {
+    "model": model_spec("gpt2", layers=1, width=32, heads=2),
+    "sequence_length": 16,
+    "micro_batch": 4,
+    "inter_bandwidth_bits_per_s": 5 * 10**6,
+}
 
 
-@pytest.fixture
-def run(cluster: EmulatedCluster, tmp_path: Path) -> Runner:
-    def run_one(rollout: str, entry: str = WORKER, **settings: Any) -> CellResult:
-        wanted = cell(
-            "fcdp",
-            model=SMALL,
-            objective=GRPO(kind="grpo", new_tokens=6, group=4, rollout=rollout),
-            sequence_length=16,
-            micro_batch=4,
-            inter_bandwidth_bits_per_s=5 * 10**6,
-            **settings,
-        )
-        return cells.run(cluster, wanted, tmp_path / rollout, entry)
-
-    return run_one
+def generated(run: Runner, rollout: str, *entry: str, **settings: Any) -> CellResult:
+    """Run a cell whose answers come from there."""
+    objective = GRPO(kind="grpo", new_tokens=6, group=4, rollout=rollout)
+    return run("fcdp", *entry, objective=objective, **SETTINGS, **settings)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_answers_are_the_trainers_bit_for_bit(run: Runner, tuning: str) -> None:
     """Tokens decide rewards, and they and the old probabilities losses; publications cross."""
     settings = {"tuning": tuning, "dtype": "bfloat16"}
-    inside, beside = (run(name, **settings).measurement for name in ("trainer", "process"))
+    inside, beside = (
+        generated(run, name, **settings).measurement for name in ("trainer", "process")
+    )
     assert beside.losses == inside.losses
     assert beside.rewards == inside.rewards
     assert inside.rewards is not None
@@ -64,7 +47,7 @@ def test_answers_are_the_trainers_bit_for_bit(run: Runner, tuning: str) -> None:
 
 
 def test_answers_may_be_a_version_behind(run: Runner) -> None:
-    measured = run("behind").measurement
+    measured = generated(run, "behind").measurement
     assert measured.versions_behind == 1
     assert measured.generation_bytes is not None
 
@@ -90,7 +73,7 @@ def _interrupted(*_: Any) -> Any:
 def test_a_rollout_that_fails_ends_the_ranks_and_says_why(run: Runner) -> None:
     broken = ExtraProcess("rollout", f"{HERE}:fail_in_mid_answer")
     with mock.patch.object(GRPO, "extra", (broken,)):
-        result = run("process")
+        result = generated(run, "process")
     assert result.outcome.state == "failed"
     assert "rollout: " in str(result.outcome.error)
     assert "no room for keys and values" in str(result.outcome.error)
@@ -114,7 +97,7 @@ def interrupted_worker(cell_file: str, output_directory: str) -> None:
 
 
 def test_an_interrupted_generation_ends_all_ranks(run: Runner) -> None:
-    result = run("trainer", f"{HERE}:interrupted_worker")
+    result = generated(run, "trainer", f"{HERE}:interrupted_worker")
     assert result.outcome.state == "failed"
     assert "in mid generation" in str(result.outcome.error)
     assert result.seconds < 120, "none waits for its time limit"

@@ -1,15 +1,14 @@
 """Real cells on an emulated cluster: what crosses between nodes, what is learnt, how ranks fail.
 
-Every cell is run once, when a test first asks for it. Bytes are the kernel's: what the busiest
-node's interface has sent, headers and the ranks' own messages included.
+Bytes are the kernel's: what the busiest node's interface has sent, headers and the ranks' own
+messages included.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -22,9 +21,17 @@ from experiments.commands.kinds import PRELOADED
 from experiments.records.objective import GRPO
 from experiments.records.workload import OwnModel
 from tests.experiments import cells, operators
-from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, model_spec
+from tests.experiments.cells import (
+    FAILING_WORKER,
+    NODES,
+    RANKS_PER_NODE,
+    CellResult,
+    Runner,
+    model_spec,
+)
 
-STRATEGIES = ("deepspeed-zero3", "deepspeed-hpz", "fsdp2", "fcdp")
+ZERO3 = ("deepspeed-zero3", "fsdp2")
+STRATEGIES = (*ZERO3, "deepspeed-hpz", "fcdp")
 #: What is held out takes six micro-batches, each of which would be gathered for.
 LORA = {"tuning": "lora", "held_out": 6}
 ACCUMULATION_4 = {"accumulation": 4, "steps": 2}
@@ -36,8 +43,6 @@ BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 #: the measured steps. Measured on four blocks: 8 to 11 kB a step.
 FIXED_BYTES = 16_000
 
-Runner = Callable[..., CellResult]
-
 
 @pytest.fixture(scope="module")
 def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
@@ -45,21 +50,6 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     preload = [*PRELOADED, "deepspeed", "experiments.worker.worker"]
     with EmulatedCluster(cells.CLUSTER, preload) as built:
         yield built
-
-
-@pytest.fixture(scope="module")
-def run(cluster: EmulatedCluster, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Run a cell, or return how it ended when it was run before."""
-    directory = tmp_path_factory.mktemp("cells")
-    finished: dict[str, CellResult] = {}
-
-    def run_once(strategy: str, settings: Mapping[str, Any] | None = None) -> CellResult:
-        wanted = cell(strategy, **(settings or {}))
-        if wanted.id not in finished:
-            finished[wanted.id] = cells.run(cluster, wanted, directory / wanted.id)
-        return finished[wanted.id]
-
-    return run_once
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +66,31 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
 
+@pytest.mark.parametrize(
+    ("strategy", "how", "rank"), [("fcdp", "SIGKILL", 2), ("deepspeed-zero3", "raise", 3)]
+)
+def test_a_rank_that_fails_in_mid_step_ends_the_cell(
+    run: Runner, strategy: str, how: str, rank: int
+) -> None:
+    """First in this file: what others find of the same cells is none the worse for it."""
+    failed = run(strategy, FAILING_WORKER, how, f"{rank}")
+    assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), failed.outcome.error
+    error = str(failed.outcome.error)
+    if how == "raise":
+        assert error.startswith("Traceback")
+        for part in ("ValueError: the cause of it all", "cells.py", "in step"):
+            assert part in error
+    else:
+        assert error == f"killed by signal {how}"
+    # The step before it was whole, and the one that it failed in was not.
+    progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line)["step"] for line in progress.splitlines()] == [1]
+    assert not (failed.directory / "measurement.json").exists()
+    assert failed.seconds < 120
+    again = run(strategy).measurement.losses
+    assert again == pytest.approx(run("fsdp2").measurement.losses, rel=1e-5)
+
+
 @pytest.mark.cluster  # what this repository is for, before each merge too
 @pytest.mark.parametrize(
     ("settings", "itemsize"),
@@ -86,11 +101,11 @@ def test_fcdp_sends_one_gather_and_one_reduction_a_step(
     run: Runner, settings: dict[str, Any], itemsize: int
 ) -> None:
     """However many micro-batches there are; FSDP2 sends more than twice as much."""
-    fcdp, least = run("fcdp", settings), payload(run("fcdp", settings), itemsize)
+    fcdp, least = run("fcdp", **settings), payload(run("fcdp", **settings), itemsize)
     assert fcdp.measurement.trainable_parameters == fcdp.measurement.parameters
     assert least <= fcdp.sent <= 1.05 * least
     assert fcdp.measurement.inter_node_bytes_closed_form == least
-    assert run("fsdp2", settings).sent >= 2.5 * fcdp.sent
+    assert run("fsdp2", **settings).sent >= 2.5 * fcdp.sent
     ledger = fcdp.measurement.ledger_bytes_per_step
     assert sum(ledger["inter_node"].values()) == pytest.approx(fcdp.sent, rel=0.02)
     # One gather before the forward, none for the backward, one reduction.
@@ -99,7 +114,7 @@ def test_fcdp_sends_one_gather_and_one_reduction_a_step(
 
 
 def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> None:
-    small, large = (run("fcdp", {**LORA, "lora_rank": rank}) for rank in (8, 32))
+    small, large = (run("fcdp", **LORA, lora_rank=rank) for rank in (8, 32))
     assert payload(large) == 4 * payload(small)
     growth = (large.sent - small.sent) / (payload(large) - payload(small))
     # Headers add some; a busy machine acknowledges in more packets, in either of the two runs.
@@ -108,7 +123,7 @@ def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> N
 
 
 def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
-    saved = {name: run(name).sent / run(name, LORA).sent for name in STRATEGIES}
+    saved = {name: run(name).sent / run(name, **LORA).sent for name in STRATEGIES}
     assert saved["fcdp"] > 20
     assert saved["fsdp2"] < 4
     assert saved["deepspeed-zero3"] < 4
@@ -134,8 +149,8 @@ def test_each_choice_sends_what_its_closed_form_says(
     run: Runner, settings: dict[str, Any], describes: str, off: float
 ) -> None:
     """And learns the same, bit for bit where nothing is rounded or summed otherwise."""
-    finished = run("fcdp", settings)
-    plain = run("fcdp", LORA if LORA.items() <= settings.items() else {})
+    finished = run("fcdp", **settings)
+    plain = run("fcdp", **(LORA if LORA.items() <= settings.items() else {}))
     least = finished.measurement.inter_node_bytes_closed_form
     assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
     assert finished.measurement.policy == describes
@@ -143,42 +158,39 @@ def test_each_choice_sends_what_its_closed_form_says(
     assert finished.measurement.losses == expected
 
 
-@pytest.mark.parametrize("strategy", ["co2", "local-sgd"])
-def test_whole_workers_of_a_node_send_their_displacement_once(run: Runner, strategy: str) -> None:
-    finished = run(strategy, {"interval": 1, "steps": 2})
+def test_whole_workers_of_a_node_send_their_displacement_once(run: Runner) -> None:
+    finished = run("co2", interval=1, steps=2)
     least = finished.measurement.inter_node_bytes_closed_form
     assert least == payload(finished)
     assert least <= finished.sent <= 1.05 * least + FIXED_BYTES < 1.4 * least
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed-zero3"])
-def test_accumulation_multiplies_the_bytes_of_zero3(run: Runner, strategy: str) -> None:
-    assert run(strategy, ACCUMULATION_4).sent > 2 * run(strategy).sent
+def test_accumulation_multiplies_the_bytes_of_zero3(run: Runner) -> None:
+    for strategy in ZERO3:
+        assert run(strategy, **ACCUMULATION_4).sent > 2 * run(strategy).sent
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed-zero3"])
 @pytest.mark.parametrize(
     "settings", [{}, LORA, ACCUMULATION_4], ids=["full", "lora", "accumulation"]
 )
-def test_all_strategies_learn_the_same(
-    run: Runner, strategy: str, settings: dict[str, Any]
-) -> None:
-    fcdp, other = run("fcdp", settings), run(strategy, settings)
+def test_all_strategies_learn_the_same(run: Runner, settings: dict[str, Any]) -> None:
+    fcdp = run("fcdp", **settings)
     losses = fcdp.measurement.losses
     assert len(losses) == fcdp.cell.warmup_steps + fcdp.cell.steps
-    assert losses == pytest.approx(other.measurement.losses, rel=1e-5)
     # Four steps of LoRA, which starts with B = 0, move the loss by less than batches differ.
     assert settings is LORA or losses[-1] < losses[0]
+    for strategy in ZERO3:
+        assert losses == pytest.approx(run(strategy, **settings).measurement.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fcdp", "fsdp2"])
-def test_bfloat16_learns_nearly_the_same(run: Runner, strategy: str) -> None:
-    half, whole = run(strategy, BFLOAT16), run(strategy)
-    losses = half.measurement.losses
-    expected = whole.measurement.losses[: len(losses)]
-    assert losses == pytest.approx(expected, rel=1e-3)
-    assert losses != expected
-    assert half.sent < 0.6 * whole.sent
+def test_bfloat16_learns_nearly_the_same(run: Runner) -> None:
+    for strategy in ("fcdp", "fsdp2"):
+        half, whole = run(strategy, **BFLOAT16), run(strategy)
+        losses = half.measurement.losses
+        expected = whole.measurement.losses[: len(losses)]
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert losses != expected
+        assert half.sent < 0.6 * whole.sent
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -198,15 +210,16 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert set(measured.phase_seconds) == {"forward", "backward", "optimizer"}
     mean = fmean(measured.step_seconds)
     assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean
+    assert measured.held_out_loss is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner, strategy: str) -> None:
-    measured, fsdp2 = (run(name, LORA).measurement for name in (strategy, "fsdp2"))
-    assert run(strategy).measurement.held_out_loss is None
-    assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
-    # Before it has learnt anything it is log(256), on data alike.
-    assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0] + 0.1
+def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner) -> None:
+    fsdp2 = run("fsdp2", **LORA).measurement
+    for strategy in STRATEGIES:
+        measured = run(strategy, **LORA).measurement
+        assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
+        # Before it has learnt anything it is log(256), on data alike.
+        assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0] + 0.1
 
 
 def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
@@ -215,7 +228,7 @@ def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
         "loss": "tests.experiments.own_model:loss",
         "held_out": 2,
     }
-    fcdp, fsdp2 = (run(strategy, own).measurement for strategy in ("fcdp", "fsdp2"))
+    fcdp, fsdp2 = (run(strategy, **own).measurement for strategy in ("fcdp", "fsdp2"))
     assert fcdp.parameters == 2 * 256 * 16 + 256 + 2 * (16 * 16 + 16)
     assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-5)
     assert fcdp.losses[-1] < fcdp.losses[0]
@@ -240,7 +253,7 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
     answers = GRPO(kind="grpo", new_tokens=16, group=2)
     settings = {"objective": answers, "micro_batch": 2, "accumulation": 2, "steps": 2}
     fcdp, fsdp2, once = (
-        run(strategy, {**settings, **own})
+        run(strategy, **settings, **own)
         for strategy, own in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
     )
     half = payload(fcdp) / 2
@@ -273,39 +286,11 @@ def test_progress_is_reported_step_by_step(run: Runner) -> None:
     assert [line["loss"] for line in lines] == pytest.approx(finished.measurement.losses, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how", "rank"), [("fcdp", "SIGKILL", 2), ("deepspeed-zero3", "raise", 3)]
-)
-def test_a_rank_that_fails_in_mid_step_ends_the_cell(
-    cluster: EmulatedCluster, run: Runner, tmp_path: Path, strategy: str, how: str, rank: int
-) -> None:
-    failed = cells.run(
-        cluster, cell(strategy), tmp_path / "cell", cells.FAILING_WORKER, how, str(rank)
-    )
-    assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), failed.outcome.error
-    assert failed.outcome.error is not None
-    if how == "raise":
-        assert failed.outcome.error.startswith("Traceback")
-        assert "ValueError: the cause of it all" in failed.outcome.error
-        assert "cells.py" in failed.outcome.error
-        assert "in step" in failed.outcome.error
-    else:
-        assert failed.outcome.error == f"killed by signal {how}"
-    # The step before it was whole, and the one that it failed in was not.
-    progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
-    assert [json.loads(line)["step"] for line in progress.splitlines()] == [1]
-    assert not (failed.directory / "measurement.json").exists()
-    assert failed.seconds < 120
-    # And the next cell is none the worse for it.
-    again = cells.run(cluster, cell(strategy), tmp_path / "again")
-    assert again.measurement.losses == run(strategy).measurement.losses
-
-
 def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -> None:
     four = {"model": model_spec("gpt2", layers=4)}
-    together = run("cyclic", four).measurement.losses
+    together = run("cyclic", **four).measurement.losses
     for form in ("cyclic-ring", "cyclic-zero"):
-        finished = run(form, four)
+        finished = run(form, **four)
         least = finished.measurement.inter_node_bytes_closed_form
         assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
         assert finished.measurement.losses == pytest.approx(together, rel=1e-4)

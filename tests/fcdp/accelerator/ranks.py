@@ -21,26 +21,7 @@ import fcdp.direct_io
 from tests.fcdp.accelerator.device import NAME, Device, Stream, driving, here, read_by_address
 from tests.fcdp.accelerator.group import BACKEND, Abandoned, Group, Hub
 from tests.fcdp.accelerator.tape import Tape
-
-
-class Unfailing:
-    """In place of :class:`fcdp.failure.Failures`: threads of one process fail together."""
-
-    place = 0
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    completing = waiting
-
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
-
-    begins = backward_runs = forward_ends = announce = _nothing
-
-    def raise_out_of_step(self) -> None:
-        raise AssertionError("ranks are out of step")
+from tests.fcdp.stand_ins import NoFailures
 
 
 class Threads:
@@ -133,7 +114,7 @@ def _one_process() -> Iterator[None]:
         mock.patch("fcdp.checksum._keys", _keys),
         mock.patch("fcdp.checksum.bytes_of", _bytes_of),
         mock.patch("fcdp.checksum._BLOCK", 1024),  # as many keys would be most of the memory
-        mock.patch("fcdp.topology.Failures", Unfailing),
+        mock.patch("fcdp.topology.Failures", return_value=NoFailures()),
         mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
         mock.patch("fcdp.checkpoint.background.ThreadPoolExecutor", Threads),
         mock.patch("torch.distributed.new_group", _new_group),

@@ -1,4 +1,7 @@
-"""The cache on ranks: what is refused, what falls to the next tier, what is verified."""
+"""The cache on ranks: what is refused, what falls to the next tier, what is verified.
+
+And what comes next, told from the pass before.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 
 import fcdp
 from fcdp.arena import Arena
+from fcdp.cache.cache import GatherOrder
 from fcdp.cache.memory import Usage
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.host import HostTier
@@ -58,22 +62,6 @@ def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any],
     assert arena.call_count == 0
 
 
-def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> str:
-    with said() as (printed, _):
-        shard_tiny(nodes, ranks_per_node, options)
-    return printed.getvalue()
-
-
-def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
-    first, *others = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
-    (line,) = first.splitlines()
-    assert line == (
-        "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
-        "2 × (cache 12 KiB, partial gradients 12 KiB)"
-    )
-    assert others == ["", "", ""]
-
-
 def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
     """The device takes one entry and no more."""
     allocate = DeviceTier._allocate
@@ -97,29 +85,6 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Po
         "device cache: the device has no 0.0 MiB free for blocks.0; "
         "using the next tier for what does not fit"
     ]
-
-
-def no_memory_on_rank_1(policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
-    """Neither its device nor its host takes an entry that was meant for the device."""
-    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
-    takes = ((DeviceTier, "_allocate"), (HostTier, "_take_more"))
-    with ExitStack() as stack:
-        for tier, method in takes if topology_of(2, 1).rank == 1 else ():
-            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
-            stack.enter_context(refuse)
-        losses = [run.step() for _ in range(4)]
-    counts = fcdp.ledger(run.model)
-    return losses, counts.hits, counts.misses
-
-
-@pytest.mark.parametrize("policy", [fcdp.DeviceCache(), fcdp.Budget(device=10**9)])
-def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
-    ranks: Pools, policy: fcdp.CachePolicy
-) -> None:
-    short = ranks.run(2, no_memory_on_rank_1, policy)
-    assert [losses for losses, _, _ in short] == ranks.run(2, train_on_host)
-    assert short[0][1:] == short[1][1:], "ranks disagree about hits"
-    assert short[0][1] == 0
 
 
 @on_ranks(2)
@@ -209,56 +174,63 @@ def test_auto_moves_entries_to_the_device_and_back() -> None:
     assert found == ["host", "host", "device", "host", "host"], found
 
 
-def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
-    """One rank's disk fails in mid-run; all go on together."""
-    policy = fcdp.DiskCache(Path(directory))
-    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
-    losses = []
-    write, read = os.pwritev, os.preadv
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "made up")
-
-    for step in range(4):
-        broken_now = step in (1, 2) and run.topology.rank == rank
-        os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
-        losses.append(run.step())
-    counts = fcdp.ledger(run.model)
-    return losses, counts.hits, counts.misses
-
-
 def train_on_host() -> list[float]:
     run = Run(Settings(2, 1, adapter_rank=3))
     return [run.step() for _ in range(4)]
 
 
-def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks.run(2, train_on_host)
-    healthy = ranks.run(2, lose_the_disk, str(tmp_path), -1)
-    broken = ranks.run(2, lose_the_disk, str(tmp_path), 1)
-    assert [losses for losses, _, _ in broken] == expected
+def breaking(what: str, step: int) -> ExitStack:
+    """Have this rank keep nothing in memory, or have its disk fail in mid-run."""
+    stack = ExitStack()
+    if what == "memory":  # neither device nor host takes an entry that was meant for the device
+        for tier, method in ((DeviceTier, "_allocate"), (HostTier, "_take_more")):
+            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
+            stack.enter_context(refuse)
+    elif what == "disk" and step in (1, 2):
+        for name in ("pwritev", "preadv"):
+            failing = OSError(errno.ENOSPC, "made up")
+            stack.enter_context(mock.patch.object(os, name, side_effect=failing))
+    return stack
+
+
+def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
+    """Losses, hits and misses; on rank 1 something breaks."""
+    run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
+    losses = []
+    for step in range(4):
+        with breaking(what if run.topology.rank == 1 else "", step):
+            losses.append(run.step())
+    counts = fcdp.ledger(run.model)
+    return losses, counts.hits, counts.misses
+
+
+def test_what_one_rank_cannot_keep_costs_gathers_and_nothing_else(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    expected, disk = ranks.run(2, train_on_host), fcdp.DiskCache(tmp_path)
+    healthy = ranks.run(2, train_where, "", disk)
     assert [losses for losses, _, _ in healthy] == expected
-    assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
-    assert broken[0][2] > healthy[0][2]
+    for what, policy in (
+        ("memory", fcdp.DeviceCache()),
+        ("memory", fcdp.Budget(device=10**9)),
+        ("disk", disk),
+    ):
+        broken = ranks.run(2, train_where, what, policy)
+        assert [losses for losses, _, _ in broken] == expected
+        assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
+        assert broken[0][2] > healthy[0][2]
+        assert what == "disk" or broken[0][1] == 0
 
 
-@pytest.mark.parametrize("what", ["entry", "generation"])
 @on_ranks(2)
-def test_verify_names_unit_rank_and_generation(what: str) -> None:
+def test_verify_names_unit_rank_and_generation() -> None:
     run = Run(Settings(2, 1, verify=True))
     engine, rank = engine_of(run.model), run.topology.rank
     loss = run.loss()
-    if what == "entry":
-        engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
-        other = rf"^blocks\.0: rank {rank} read from the host cache other bytes.*generation 2"
-        with pytest.raises(RuntimeError, match=other):
-            loss.backward()
-    else:
+    engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
+    other = rf"^blocks\.0: rank {rank} read from the host cache other bytes.*generation 2"
+    with pytest.raises(RuntimeError, match=other):
         loss.backward()
-        engine.entries[engine.units[1]].generation += rank
-        ahead = r"^blocks\.0: rank 1 is at generation 3, rank 0 at 2$"
-        with pytest.raises(RuntimeError, match=ahead):
-            run.loss()
 
 
 @pytest.mark.parametrize(
@@ -298,3 +270,38 @@ def test_stale_entries_are_not_fetched_ahead() -> None:
             for entry in entries:  # as the ranks agree when a pass begins
                 entry.generation += 1
     assert counts == [3, 3], "those that are fresh"
+
+
+PASS: Any = ["a", "b", "c", "b", "a"]
+
+
+def passed(order: GatherOrder, units: Any, depth: int = 2, gradients: bool = True) -> list[str]:
+    order.begin(gradients)
+    return ["".join(map(str, order.follow(unit, depth))) for unit in units]
+
+
+def test_the_first_pass_is_learnt_and_the_second_foreseen() -> None:
+    order = GatherOrder()
+    assert passed(order, PASS) == [""] * 5
+    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
+
+
+def test_a_pass_that_goes_another_way_foresees_nothing_from_there() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    assert passed(order, ["a", "c", "c", "b", "a", "b"]) == ["bc", "", "ba", "a", "", ""]
+
+
+def test_forwards_that_gather_nothing_do_not_erase_what_is_known() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    order.begin(True)
+    assert passed(order, PASS, depth=1) == ["b", "c", "b", "a", ""]
+
+
+def test_an_evaluation_between_steps_makes_no_step_unknown() -> None:
+    order = GatherOrder()
+    passed(order, PASS)
+    assert passed(order, "abc", gradients=False) == [""] * 3
+    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
+    assert passed(order, "abc", gradients=False) == ["bc", "c", ""]

@@ -1,8 +1,12 @@
-"""Which tier each policy chooses, by arithmetic alone."""
+"""Which tier each policy chooses, by arithmetic alone, and how much memory is left.
+
+And policies by name.
+"""
 
 from __future__ import annotations
 
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fcdp
+from fcdp.cache import memory
 from fcdp.cache.memory import Usage
+from fcdp.cache.named import parse
 from tests.fcdp.stand_ins import Place, StandInUnit
 
 PLACE: Any = Place(2, 0)
@@ -25,17 +31,23 @@ def usage(used: int, total: int = 100) -> Usage:
     return Usage(used, used, total)
 
 
-def test_policies_are_values_that_travel() -> None:
-    for policy in (
-        fcdp.HostCache(),
-        fcdp.NoCache(),
-        fcdp.DeviceCache(),
-        fcdp.DiskCache(Path("/tmp")),
-        fcdp.Threshold(0.8),
-        fcdp.Budget(host=3),
-        fcdp.Auto(),
-    ):
+SHOWN = {
+    "NoCache()": fcdp.NoCache(),
+    "DeviceCache()": fcdp.DeviceCache(),
+    "HostCache()": fcdp.HostCache(),
+    "Threshold(tau=0.8)": fcdp.Threshold(0.8),
+    "Auto(reserve=0.1, measured_gathers=4)": fcdp.Auto(),
+    "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')": fcdp.Budget(
+        device=2**30, disk=3 * 2**39, directory=Path("/tmp")
+    ),
+}
+
+
+def test_policies_are_values_that_travel_and_are_shown_as_they_are_made() -> None:
+    for text, policy in SHOWN.items():
+        assert repr(policy) == text
         assert pickle.loads(pickle.dumps(policy)) == policy
+    assert fcdp.DiskCache("/tmp") == fcdp.DiskCache(Path("/tmp"))  # type: ignore[arg-type]
 
 
 def test_below_the_threshold_the_device_takes_a_unit_at_it_the_host() -> None:
@@ -90,9 +102,14 @@ def test_frozen_units_come_before_trainable_ones() -> None:
     ("make", "words"),
     [
         (lambda: fcdp.Threshold(1.1), "tau = 1.1"),
+        (lambda: fcdp.Threshold("0.8"), "^tau = '0.8': must be between 0 and 1"),
         (lambda: fcdp.Budget(host=-1), "host = -1"),
+        (lambda: fcdp.Budget(host="16 GiB"), "^host = '16 GiB': must be bytes, a whole number"),
+        (lambda: fcdp.Budget(device=1.5 * 2**30), "^device = 1610612736.0: must be bytes, a whole"),
         (lambda: fcdp.Budget(disk=1), "needs a directory"),
         (lambda: fcdp.Auto(reserve=1.0), "reserve = 1.0"),
+        (lambda: fcdp.Auto(measured_gathers=-1), "^measured_gathers = -1: must be a count"),
+        (lambda: fcdp.DiskCache(None), "^directory = None: must be a path"),
     ],
 )
 def test_bad_values_are_refused(make: Any, words: str) -> None:
@@ -110,3 +127,90 @@ def test_auto_measures_fills_the_headroom_and_backs_off() -> None:
     # Somebody else took memory: the unit at hand leaves, and does not come back.
     assert not placement.admits(units[3], usage(95))
     assert [placement.admits(unit, usage(65)) for unit in units] == [False, False, True, False]
+
+
+TEMPORARY = Path(tempfile.gettempdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("none", fcdp.NoCache()),
+        ("device", fcdp.DeviceCache()),
+        ("host", fcdp.HostCache()),
+        ("disk", fcdp.DiskCache(TEMPORARY)),
+        ("threshold(0.8)", fcdp.Threshold(0.8)),
+        ("budget(device=1.5 KiB, host=2GiB)", fcdp.Budget(device=1536, host=2**31)),
+        ("budget(disk=7)", fcdp.Budget(disk=7, directory=TEMPORARY)),
+        ("auto", fcdp.Auto()),
+    ],
+)
+def test_names_stand_for_policies(text: str, policy: fcdp.CachePolicy) -> None:
+    assert parse(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ram", "allowed are none, device, host"),
+        ("host(1)", "takes no argument"),
+        ("threshold", "takes one number"),
+        ("threshold(2)", "tau = 2.0"),
+        ("budget(gpu=1)", "device, host and disk"),
+        ("budget(host=much)", "'much' is not a size"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_allowed(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="policy = ") as error:
+        parse(text)
+    assert words in str(error.value)
+
+
+V1 = {
+    "memory.limit_in_bytes": "1000\n",
+    "memory.usage_in_bytes": "700\n",
+    "memory.stat": "cache 300\ntotal_active_file 50\ntotal_inactive_file 150\n",
+}
+V2 = {
+    "memory.max": "1000\n",
+    "memory.current": "700\n",
+    "memory.stat": "anon 300\nactive_file 50\ninactive_file 150\n",
+}
+
+
+def write(group: Path, files: dict[str, str]) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (group / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "files"),
+    [
+        ("4:memory:/job/step", "memory/job/step", V1),
+        ("4:memory:/job/step", "memory/job", V1),  # a limit of the group around it
+        ("4:cpu,memory:/elsewhere", "memory", V1),  # a container's root
+        ("0::/job/step", "job/step", V2),
+        ("0::/job/step", "job", V2),
+        ("0::/", ".", V2),
+    ],
+)
+def test_a_group_leaves_its_limit_less_what_it_cannot_give_up(
+    tmp_path: Path, line: str, group: str, files: dict[str, str]
+) -> None:
+    write(tmp_path / "groups" / group, files)
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
+    assert memory._left_to_groups(tmp_path / "groups", tmp_path / "own") == [500]
+
+
+def test_the_tightest_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = memory.available_host_memory()
+    monkeypatch.setattr(memory, "_left_to_groups", lambda: [free // 2, free // 4])
+    assert memory.available_host_memory() == free // 4
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "groups", V2 | {"memory.max": "max\n"})
+    (tmp_path / "own").write_text("0::/\n")
+    assert memory._left_to_groups(tmp_path / "groups", tmp_path / "own") == []
+    assert memory._left_to_groups(tmp_path / "groups", tmp_path / "absent") == []

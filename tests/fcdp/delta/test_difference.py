@@ -1,4 +1,7 @@
-"""A difference turns one version of a shard to the other, bit for bit, in few bytes."""
+"""A difference turns one version of a shard to the other, bit for bit, in few bytes.
+
+And a message leads from one version to the next, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcdp.delta.difference import CHUNK, apply, capacity, encode
+from fcdp.delta import message
+from fcdp.delta.difference import CHUNK, apply, encode
+from tests.fcdp.delta.arriving import arrives
 
 LENGTHS = [0, 1, 7, 127, 128, 129, 1000, CHUNK - 1, CHUNK, CHUNK + 3]
 
@@ -24,22 +29,10 @@ def _updated(count: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return _words((weights + scale * torch.randn(count)).bfloat16()), _words(weights.bfloat16())
 
 
-def _round_trip(new: torch.Tensor, base: torch.Tensor) -> int:
-    encoded = encode(new, base)
-    assert encoded.numel() <= capacity(new.numel())
-    # As it arrives: at the beginning of a longer buffer.
-    arrived = torch.full((capacity(new.numel()) + 5,), 255, dtype=torch.uint8)
-    arrived[: encoded.numel()] = encoded
-    out = base.clone()
-    assert apply(arrived, out) == encoded.numel()
-    assert torch.equal(out, new)
-    return encoded.numel()
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1.0])
 def test_updates_of_every_size_arrive(scale: float) -> None:
     for count in LENGTHS:
-        _round_trip(*_updated(count, scale))
+        arrives(*_updated(count, scale))
 
 
 ADVERSARIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,7 +50,7 @@ ADVERSARIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
     base = torch.randn(5000).to(dtype)
     new = ADVERSARIES[adversary](base.clone())
-    taken = _round_trip(_words(new), _words(base))
+    taken = arrives(_words(new), _words(base))
     assert taken <= 1.01 * 2 * base.numel()
 
 
@@ -66,7 +59,7 @@ def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
 )
 def test_small_updates_take_few_bits(scale: float, most: float) -> None:
     count = CHUNK
-    assert 8 * _round_trip(*_updated(count, scale)) <= most * count
+    assert 8 * arrives(*_updated(count, scale)) <= most * count
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 2**16))
@@ -80,3 +73,62 @@ def test_damage_is_told_or_makes_other_words(place: int, value: int, cut: int) -
     arrived = encoded[: max(1, encoded.numel() - cut % 3 * 100)]
     with contextlib.suppress(ValueError):
         assert apply(arrived, out) <= arrived.numel()
+
+
+DTYPES = sorted(message.DTYPES, key=str)
+
+
+def _versions(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.randn(count, dtype=torch.float64)
+    return (weights * (1 + 1e-4 * torch.randn(count))).to(dtype), weights.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 2, 129, 5001])
+def test_shards_of_each_dtype_arrive(count: int, dtype: torch.dtype) -> None:
+    new, base = _versions(count, dtype)
+    for version, before in ((7, base), (message.ALONE, None)):
+        written = message.write(new, before, version)
+        most = message.most_bytes(new)
+        assert written.numel() <= most <= new.nbytes + 40
+        row = base.clone()
+        assert message.read(torch.cat([written, written.new_full((3,), 9)]), row, version)
+        assert torch.equal(row.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
+    new, base = _versions(1000, dtype)
+    written = message.write(new, base, 7)
+    with pytest.raises(ValueError, match="from version 7 of a shard, of which 6 is here"):
+        message.read(written, base.clone(), 6)
+    if dtype.itemsize == 2:  # of wider ones nothing is held here that is small to tell
+        with pytest.raises(ValueError, match="damaged|another checksum"):
+            message.read(written, new.clone(), 7)  # not the base
+    for length in (0, 8, 15, 16, 20):
+        with pytest.raises(ValueError, match="cut|damaged"):
+            message.read(written[:length], base.clone(), 7)
+    with pytest.raises(ValueError, match="cut"):
+        message.read(message.whole(new)[:-1], base.clone(), 7)
+    for place in (17, 40, written.numel() - 3):
+        damaged = written.clone()
+        damaged[place] ^= 64
+        row = base.clone()
+        try:
+            message.read(damaged, row, 7)
+        except ValueError:
+            continue
+        assert torch.equal(row, new), place  # a count that this form does not have
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_a_whole_shard_is_told_from_a_difference_from_any_version(version: int) -> None:
+    new, base = _versions(9, torch.bfloat16)
+    row = base.clone()
+    told = message.write(new, base, version)
+    assert not message.is_whole(told)
+    with pytest.raises(ValueError, match=f"from version {version} of a shard"):
+        message.read(told, row, message.ALONE)
+    assert message.is_whole(message.whole(new))
+    assert not message.read(message.whole(new), row, version)
+    assert torch.equal(row, new)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fcdp.delta import exponents
-from fcdp.delta.difference import CHUNK, apply, capacity, encode
+from fcdp.delta.difference import CHUNK, apply, encode
 from fcdp.delta.huffman import zstd
+from tests.fcdp.delta.arriving import arrives
 
 #: Words: about a block, a granule, a chunk.
 COUNTS = (1, 2, 255, 256, 257, 5000, CHUNK, CHUNK + 3)
@@ -18,15 +19,6 @@ def gradients(count: int, scale: float = 1e-4) -> torch.Tensor:
     return (torch.randn(count) * scales * scale).bfloat16().view(torch.int16)
 
 
-def arrives(words: torch.Tensor) -> int:
-    encoded = encode(words, None)
-    assert encoded.numel() <= capacity(words.numel())
-    out = torch.full_like(words, -1)
-    assert apply(torch.cat([encoded, encoded.new_full((5,), 255)]), out) == encoded.numel()
-    assert torch.equal(out, words)
-    return encoded.numel()
-
-
 @pytest.mark.parametrize("count", [0, *COUNTS])
 def test_words_arrive(count: int) -> None:
     for words in (
@@ -35,7 +27,7 @@ def test_words_arrive(count: int) -> None:
         torch.randint(-(2**15), 2**15, (count,)).to(torch.int16),
         (torch.arange(count) * 129 - 2**15).to(torch.int16),
     ):
-        arrives(words)
+        arrives(words, None)
 
 
 def test_every_word_arrives_beside_every_mean() -> None:
@@ -62,7 +54,7 @@ def test_what_is_told_stays_readable() -> None:
 
 def test_gradients_take_about_eleven_bits_of_sixteen() -> None:
     words = gradients(CHUNK)
-    assert 10 < 8 * arrives(words) / words.numel() < 11.2
+    assert 10 < 8 * arrives(words, None) / words.numel() < 11.2
 
 
 def test_blocks_of_any_magnitude_take_as_few_bits() -> None:
@@ -96,7 +88,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
 
 def test_where_nothing_is_to_be_gained_words_go_as_they_are() -> None:
     words = torch.randint(-(2**15), 2**15, (CHUNK + 3,)).to(torch.int16)
-    assert arrives(words) == words.nbytes + 2 * 16
+    assert arrives(words, None) == words.nbytes + 2 * 16
 
 
 @pytest.mark.parametrize("coding", ["packed", "entropy"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fcdp.delta import difference, gaps, huffman
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
 from fcdp.delta.huffman import zstd
+from tests.fcdp.delta.arriving import arrives
 
 CODINGS: tuple[Coding, ...] = ("entropy", "ordered")
 
@@ -28,22 +29,12 @@ def _compressed(told: list[int], end: int = zstd.ZstdCompressor.FLUSH_FRAME) -> 
     return torch.tensor([*coder.compress(bytes(told), end)], dtype=torch.uint8)
 
 
-def _arrives(new: torch.Tensor, base: torch.Tensor, coding: Coding) -> int:
-    encoded = encode(new, base, coding)
-    assert encoded.numel() <= difference.capacity(new.numel())
-    out = base.clone()
-    longer = torch.cat([encoded, encoded.new_full((5,), 255)])
-    assert apply(longer, out) == encoded.numel()
-    assert torch.equal(out, new)
-    return encoded.numel()
-
-
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.3, 1.0])
 def test_numbers_arrive(share: float, coding: Coding) -> None:
     for count in (0, 1, 127, 5000, CHUNK + 3):
         base = torch.randn(count).bfloat16().view(torch.int16)
-        _arrives(base + _drawn(count, share), base, coding)
+        arrives(base + _drawn(count, share), base, coding)
 
 
 @given(
@@ -53,7 +44,7 @@ def test_numbers_arrive(share: float, coding: Coding) -> None:
 def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
     numbers = [number for zeros, last in runs for number in (*[0] * zeros, last)]
     base = torch.arange(len(numbers), dtype=torch.int32).to(torch.int16)
-    _arrives(base + torch.tensor(numbers, dtype=torch.int16), base, coding)
+    arrives(base + torch.tensor(numbers, dtype=torch.int16), base, coding)
 
 
 def test_what_a_byte_holds_takes_one() -> None:
@@ -72,7 +63,7 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     frequencies = counts / count
     entropy = float(-(frequencies * frequencies.log2()).sum())
     base = torch.zeros(count, dtype=torch.int16)
-    bits = 8 * _arrives(numbers, base, "entropy") / count
+    bits = 8 * arrives(numbers, base, "entropy") / count
     assert bits <= 1.2 * entropy
     packed = 8 * encode(numbers, base).numel() / count
     assert bits < 0.7 * packed
@@ -80,15 +71,15 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     small = (torch.rand(count) < 0.5).short()
     words = (small * 0x3000 + (1 - small) * 0x3C00).short()
     some = numbers * small
-    ordered = _arrives(words + some, words, "ordered")
-    assert ordered < 0.97 * _arrives(words + some, words, "entropy")
+    ordered = arrives(words + some, words, "ordered")
+    assert ordered < 0.97 * arrives(words + some, words, "entropy")
 
 
 @pytest.mark.parametrize("coding", CODINGS)
 def test_words_that_are_too_few_for_a_table_are_sent_as_they_are(coding: Coding) -> None:
     numbers = torch.full((8,), 100, dtype=torch.int16)
     base = torch.zeros_like(numbers)
-    assert _arrives(numbers, base, coding) == difference.capacity(numbers.numel())
+    assert arrives(numbers, base, coding) == difference.capacity(numbers.numel())
 
 
 def test_runs_of_zeros_of_any_length_arrive() -> None:
@@ -96,12 +87,12 @@ def test_runs_of_zeros_of_any_length_arrive() -> None:
         for more in (0, 1, 63):
             numbers = torch.zeros(64 * zeros + more + 1, dtype=torch.int16)
             numbers[-1] = 1
-            _arrives(numbers, torch.zeros_like(numbers), "entropy")
+            arrives(numbers, torch.zeros_like(numbers), "entropy")
 
 
 def test_numbers_of_a_byte_take_hardly_more_than_it() -> None:
     numbers = torch.randint(-100, 100, (5000,)).short()
-    assert _arrives(numbers, torch.zeros_like(numbers), "entropy") < 1.3 * numbers.numel()
+    assert arrives(numbers, torch.zeros_like(numbers), "entropy") < 1.3 * numbers.numel()
 
 
 def test_files_of_publications_stay_readable() -> None:

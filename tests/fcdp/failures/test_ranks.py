@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +19,28 @@ from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures.made_up import SOON_S
 from tests.ranks import Pools, on_ranks
+
+
+@pytest.mark.parametrize("kind", ["receive", "send", "all-reduce"])
+@on_ranks(2)
+def test_any_wait_over_gloo_can_be_ended(kind: str) -> None:
+    """Another thread breaks the group in mid-exchange, on rank 0."""
+    began = time.monotonic()
+    group = dist.new_group(timeout=timedelta(seconds=150))
+    if dist.get_rank() == 0:
+        works = {
+            "receive": lambda: group.recv([torch.empty(3)], 1, 0),
+            "send": lambda: group.send([torch.empty(1 << 26)], 1, 0),
+            "all-reduce": lambda: group.allreduce([torch.ones(3)]),
+        }
+        work = works[kind]()
+        thread = threading.Timer(0.3, failure.break_all, [failure.backends_of(group)])
+        thread.start()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        thread.join()
+    dist.barrier()
+    assert time.monotonic() - began < SOON_S
 
 
 class Exchanges:

@@ -1,16 +1,17 @@
-"""What readers hold is what the trainer has, to the bit, or an earlier version, whole."""
+"""What readers hold is what the trainer has, to the bit, or an earlier version, whole.
+
+Which files are a version, what they may tell, and which state they may be written to.
+"""
 
 from __future__ import annotations
 
 import http.server
 import json
-import os
 import shutil
-import signal
-import sys
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,12 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp import durable
+from fcdp.publication.parts import Part
+from fcdp.publication.patch import pack
+from fcdp.publication.place import File, Place
+from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
+from tests.fcdp.checkpoints import kill_at
 from tests.fcdp.training import Settings, TinyLM, whole
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
@@ -216,14 +222,6 @@ def test_gaps_and_damage_are_refused_until_an_anchor_heals_them(
     equal(reader.state, last)
 
 
-def test_a_state_that_does_not_fit_is_left_alone(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(4, publish_versions, tmp_path, 1)
-    state = {"norm.weight": torch.ones(5, dtype=torch.bfloat16)}
-    with pytest.raises(ValueError, match=r"norm.weight is torch.bfloat16 \(5,\); must be"):
-        fcdp.Subscriber(tmp_path, state).update()
-    assert [*state] == ["norm.weight"]
-
-
 @on_ranks(4)
 def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: Path) -> None:
     run = Run(BF16, tmp_path, {})
@@ -258,16 +256,8 @@ def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
     now = held(run.model, BF16)
     if run.topology.rank == 0:
         torch.save(now, f"{place}-next")
-    steps: list[None] = []
-
-    def follow(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename") and str(place) in str(args[0]):
-            steps.append(None)
-            if len(steps) == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     if run.topology.rank == rank:
-        sys.addaudithook(follow)
+        kill_at(place, killed_at, ("open", "os.rename"))
     run.publish()
 
 
@@ -355,3 +345,68 @@ def test_a_transfer_that_breaks_off_is_not_applied(ranks: Pools, tmp_path: Path)
             assert reader.update() == 3
         equal(reader.state, last)
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 4, 5), torch.int32), ((2**16, 2**16, 1), torch.int64)]
+)
+def test_places_of_a_part_are_those_of_the_whole_flat_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    part = Part("weight", shape, (shape[0] - 2, shape[1] - 1, 0), (2, 1, 1))
+    found = part.flat(torch.arange(part.numel))
+    last = shape[0] * shape[1] * shape[2] - shape[2]
+    assert found.dtype == dtype
+    assert found.tolist() == [last - shape[1] * shape[2], last]
+
+
+def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    for part, parts in ((0, 2), (0, 4), (3, 4)):
+        place.write(File("deltas", 1, part, parts), b"")
+    assert place.whole("deltas") == {}
+    place.write(File("deltas", 2, 0, 1), b"")
+    assert place.whole("deltas") == {2: [File("deltas", 2, 0, 1)]}
+
+
+def test_a_zero_that_has_changed_its_sign_is_told() -> None:
+    part, dtype = Part("weight", (2,), (0,), (2,)), torch.bfloat16
+    before, now = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([-0.0, 1.0], dtype=dtype)
+    publisher: Any = SimpleNamespace(
+        _sent={dtype: before}, _options=SimpleNamespace(compressed=False)
+    )
+    tensors, names, changed = _Publisher._difference(publisher, {dtype: [part]}, {dtype: now})
+    assert (names, changed, tensors["weight.indices"].tolist()) == (["weight"], 1, [0])
+
+
+def test_a_file_of_another_version_than_its_name_says_is_refused(tmp_path: Path) -> None:
+    data = pack({"weight": torch.ones(1)}, {"model_version": "2", "parts": "{}", "frozen": "0"})
+    Place(tmp_path).write(File("anchors", 1, 0, 1), data)
+    with pytest.raises(ValueError, match="is of version 2: was it renamed"):
+        fcdp.Subscriber(tmp_path).update()
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (torch.zeros(2), r"torch.float32 \(2,\); must be .*bfloat16"),
+        (torch.zeros(5, dtype=torch.bfloat16), r"torch.bfloat16 \(5,\); must be"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_left_alone(
+    tmp_path: Path, held: torch.Tensor, said: str
+) -> None:
+    reader = fcdp.Subscriber(tmp_path, {"weight": held})
+    values, part = torch.ones(2, dtype=torch.bfloat16), Part("weight", (2,), (0,), (2,))
+    with pytest.raises(ValueError, match=f"weight is {said}"):
+        reader._write([("other", part, values), ("weight", part, values)])
+    assert [*reader.state] == ["weight"]
+    assert not reader.state["weight"].any()
+
+
+@on_ranks(4)
+def test_all_ranks_go_on_behind_what_the_first_has_found(tmp_path: Path) -> None:
+    """Another one sees a part of a later version already."""
+    run = Run(BF16, tmp_path, {})
+    with mock.patch.object(Place, "highest", return_value=6 * (run.topology.rank == 2)):
+        assert run.publish().version == 1

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -17,6 +17,8 @@ import fcdp
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import VOCABULARY
 from tests.ranks import Pools
+
+M = TypeVar("M", bound=nn.Module)
 
 #: Nodes × ranks per node. Two summands have one order; the second shape has a hierarchy.
 PAIR = (2, 1)
@@ -45,6 +47,15 @@ class Run:
         if self.cached:
             fcdp.cache_parameters(model, self.topology, **options)
             self._models.append(model)
+
+    def set_up(
+        self, model: M, units: Sequence[nn.Module | list[nn.Module]] | None = None, **options: Any
+    ) -> M:
+        """Shard ``units``, or the model's own or its parts and then itself, and turn FCDP on."""
+        own: Any = getattr(model, "units", lambda: [*model.children(), model])
+        self.shard(own() if units is None else units, **options)
+        self.cache(model)
+        return model
 
     def see(self, label: str, value: Any) -> None:
         """Keep a copy of ``value``; of what is sharded, this rank's part."""

@@ -22,9 +22,7 @@ def test_gradients_of_several_micro_batches(
     run: Run, mode: str, reshard: bool, reshard_backward: bool
 ) -> None:
     """Three micro-batches per step, of which ``mode`` says which are reduced."""
-    model = mlps(3, 5)
-    run.shard([*model, model], reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(mlps(3, 5), reshard_after_forward=reshard)
     for step in steps(run, model):
         for micro in range(3):
             last = micro == 2
@@ -88,9 +86,7 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
 @cases()
 def test_evaluation_between_micro_batches(run: Run) -> None:
     """A forward without gradients, between micro-batches that are not reduced."""
-    model = mlps(2, 5)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(2, 5))
     for step in steps(run, model):
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
@@ -102,9 +98,7 @@ def test_evaluation_between_micro_batches(run: Run) -> None:
 @cases(("every",), ("no_sync",))
 def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
     """A unit that an early micro-batch uses and the last does not."""
-    model = Branches(6)
-    run.shard([model.left, model.right, model])
-    run.cache(model)
+    model = run.set_up(Branches(6))
     for step in steps(run, model):
         for micro in range(2):
             if mode == "no_sync":

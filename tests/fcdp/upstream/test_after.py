@@ -35,8 +35,7 @@ def test_a_parent_is_sharded_after_fcdp(run: Run) -> None:
 def test_the_root_is_not_sharded(run: Run) -> None:
     """The root itself is not sharded: each layer is a root for FSDP2."""
     model = mlps(3, 6)
-    run.shard([*model])
-    run.cache(model)
+    run.set_up(model, [*model])
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
 
 

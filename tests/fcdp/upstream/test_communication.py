@@ -58,8 +58,11 @@ def test_units_are_gathered_and_reduced_as_often(run: Run, reshard: bool | None)
     run.see_gradients(model)
 
 
-def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
-    """Gathers across nodes in forward and backward, and those from the cache in backward."""
+def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int, list[int]]:
+    """Gathers across nodes in forward and backward, and those from the cache in backward.
+
+    And how often each unit is gathered again per step, as FCDP planned it.
+    """
     run = Run(topology_of(2, 1), cached=True)
     model = transformer(run, reshard_after_forward=reshard)
     run.cache(model)
@@ -67,7 +70,8 @@ def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
     loss = loss_of(run, model)
     forward = ledger.misses
     loss.backward()
-    return forward, ledger.misses - forward, ledger.hits
+    reuses = [unit.reuses for unit in engine_of(model).units]
+    return forward, ledger.misses - forward, ledger.hits, reuses
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,9 @@ def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
 def test_backward_gathers_nothing_across_nodes(
     ranks: Pools, reshard: bool | None, hits: int
 ) -> None:
-    assert ranks.run(2, gathers_across_nodes, reshard) == [(LAYERS + 1, 0, hits)] * 2
+    *found, reuses = ranks.run(2, gathers_across_nodes, reshard)[0]
+    assert found == [LAYERS + 1, 0, hits]
+    assert reshard is None or reuses == [int(reshard)] * (LAYERS + 1)
 
 
 @cases()
@@ -90,14 +96,6 @@ def test_resharding_by_hand(run: Run) -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
         run.see("backward", collectives(loss.backward))
-
-
-def see_collectives(run: Run, model: nn.Module, step: int) -> None:
-    """One forward and backward: how often FSDP2 gathers in each, and the gradients."""
-    losses: list[torch.Tensor] = []
-    run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))
-    run.see("backward", collectives(losses[0].backward))
-    run.see_gradients(model)
 
 
 @cases(
@@ -119,7 +117,10 @@ def test_set_reshard_after_forward(
         run.cache(model)
     optimizer = adam(model)
     for step in range(3):
-        see_collectives(run, model, step)
+        losses: list[torch.Tensor] = []
+        run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))  # noqa: B023
+        run.see("backward", collectives(losses[0].backward))
+        run.see_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:  # and back again in mid-run
@@ -220,16 +221,3 @@ def test_set_all_reduce_hook(run: Run) -> None:
     train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
     run.see("hook", seen)
     assert len(seen) == 3 * (LAYERS + 1)
-
-
-def planned_reuses(reshard: bool) -> list[int]:
-    """How often each unit is gathered again per step, as FCDP planned it."""
-    run = Run(topology_of(2, 1), cached=True)
-    model = transformer(run, reshard_after_forward=reshard)
-    run.cache(model)
-    return [unit.reuses for unit in engine_of(model).units]
-
-
-def test_units_that_stay_gathered_are_not_planned_as_reused(ranks: Pools) -> None:
-    assert ranks.run(2, planned_reuses, True)[0] == [1] * (LAYERS + 1)
-    assert ranks.run(2, planned_reuses, False)[0] == [0] * (LAYERS + 1)

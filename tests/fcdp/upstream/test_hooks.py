@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fcdp
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.running import Run, cases
-from tests.ranks import Pools
+from tests.ranks import on_ranks
 
 
 def sharded(run: Run) -> nn.Sequential:
@@ -64,9 +62,7 @@ def test_hooks_on_gradients(run: Run, when: str) -> None:
 @cases((True,), (False,))
 def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
     """Each parameter is stepped in backward, as soon as its gradient is there."""
-    model = mlps(3, 4)
-    run.shard([*model, model], reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(mlps(3, 4), reshard_after_forward=reshard)
     optimizers = {
         param: torch.optim.AdamW([param], lr=0.05, eps=1e-3) for param in model.parameters()
     }
@@ -84,56 +80,58 @@ def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
         run.see_params(model)
 
 
-def accumulated(register: str) -> tuple[list[float], list[float], str]:
-    """What a hook sees of one parameter in each micro-batch, what FSDP2 would have shown it, and
-    the refusal if there was one."""
-    runs: dict[bool, list[float]] = {}
-    refusal = ""
-    for cached in (False, True):
-        run = Run(topology_of(2, 1), cached=cached)
-        model = sharded(run)
-        for layer in model:
-            layer.set_force_sum_reduction_for_comms(True)  # as FCDP does on the CPU
-        run.cache(model)
-        seen: list[float] = []
-
-        def look(gradient: torch.Tensor, seen: list[float] = seen) -> None:
-            seen.append(float(local(gradient).abs().sum()))
-
-        hook_on(model, register, look)
-        try:
-            for micro in range(3):
-                last = micro == 2
-                scope: Any = contextlib.nullcontext()
-                if cached:
-                    scope = fcdp.accumulate(model, last=last)
-                else:
-                    model.set_requires_gradient_sync(last)
-                with scope:
-                    model(run.input(4, 4, step=micro)).sum().backward()
-        except (RuntimeError, ValueError) as error:
-            refusal = str(error)
-        runs[cached] = seen
-    return runs[True], runs[False], refusal
-
-
-def hook_on(model: nn.Module, kind: str, look: Any) -> None:
-    param = next(model.parameters())
-    if kind == "post_accumulate":
-        param.register_post_accumulate_grad_hook(lambda param: look(param.grad))
+@pytest.mark.parametrize("kind", ["post-accumulate-gradient", "all-reduce"])
+@on_ranks(2)
+def test_hooks_under_accumulate_are_refused(kind: str) -> None:
+    """They would see no gradient, or the sum of one micro-batch alone."""
+    run = Run(topology_of(2, 1), cached=True)
+    model = sharded(run)
+    run.cache(model)
+    if kind == "all-reduce":
+        model[0].set_all_reduce_hook(print)
     else:
-        first = next(module for module in model.children() if isinstance(module, FSDPModule))
-        first.set_all_reduce_hook(look)
+        next(model.parameters()).register_post_accumulate_grad_hook(print)
+    refused = r"fcdp\.accumulate\(last=False\): 0 has a post-.* or an all-reduce hook"
+    with pytest.raises(RuntimeError, match=refused), fcdp.accumulate(model, last=False):
+        raise AssertionError("the micro-batch began")
+    with fcdp.accumulate(model, last=True):
+        model(run.input(4, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("register", ["post_accumulate", "all_reduce"])
-def test_hooks_under_accumulate_see_the_sum_or_are_refused(ranks: Pools, register: str) -> None:
-    """As when FSDP2 does not synchronise: once, in the last micro-batch, and never zeros."""
-    for seen, expected, refusal in ranks.run(2, accumulated, register):
-        assert len(expected) == 1
-        if refusal:
-            assert seen == []
-            assert "hook" in refusal
-            assert "fcdp.accumulate" in refusal
-        else:
-            assert seen == pytest.approx(expected, rel=1e-5)
+def before_each_backward(model: nn.Sequential, look: Callable[[], None]) -> None:
+    """Call ``look`` when the gradient of a block's output has been computed."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        look()
+
+    for block in model:
+        block.register_forward_hook(lambda _, inputs, output: output.register_hook(hook) and None)
+
+
+@cases(("outputs", False), ("modules", False), ("outputs", True), ("callbacks", False))
+def test_hooks_may_read_gradients_in_backward(run: Run, who: str, only_rank_0: bool) -> None:
+    """Every gradient that is there, when a block's backward begins or ends, or at the very end.
+
+    As with FSDP2 on the CPU, which waits; on one rank alone too.
+    """
+    model = run.set_up(mlps(5, 6))
+    reads = run.topology.rank == 0 or not only_rank_0
+
+    def look() -> None:
+        if reads:
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    run.see(f"{who} {name}", param.grad)
+
+    if who == "modules":
+        for block in model:
+            block.register_full_backward_hook(lambda *_: look())
+    elif who == "outputs":
+        before_each_backward(model, look)
+    else:
+        engine = torch.autograd.Variable._execution_engine
+        before_each_backward(model, lambda: engine.queue_callback(look))
+    for step in range(2):
+        model(run.input(4, 6, step=step).requires_grad_()).sum().backward()
+        run.see_gradients(model)
+        model.zero_grad()

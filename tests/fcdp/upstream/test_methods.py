@@ -40,8 +40,7 @@ def test_ignored_parameters(run: Run, whole_module: bool) -> None:
     """Some parameters stay whole on each rank; their gradients are the caller's business."""
     model = Outer()
     kept = set(model.inner.ignored.parameters()) if whole_module else {model.scale}
-    run.shard([model.inner.proj, model.inner, model], ignored_params=kept)
-    run.cache(model)
+    run.set_up(model, [model.inner.proj, model.inner, model], ignored_params=kept)
     assert all(not isinstance(param, DTensor) for param in kept)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
@@ -101,9 +100,7 @@ def test_a_forward_method_inside_the_model(run: Run, cached_first: bool) -> None
 @cases((False,), (True,))
 def test_a_forward_method_of_the_root(run: Run, writes: bool) -> None:
     """Training goes through the method alone, and evaluation through ``forward``."""
-    model = Captioner()
-    run.shard([model.vision, model.projector, model])
-    run.cache(model)
+    model = run.set_up(Captioner())
     register_fsdp_forward_method(model.vision, "features")
     register_fsdp_forward_method(model, "score")
     optimizer = adam(model)
@@ -144,8 +141,7 @@ def test_shard_placement_fn(run: Run) -> None:
     def place(param: nn.Parameter) -> Shard:
         return Shard(1 if param.ndim > 1 else 0)
 
-    run.shard([model.in_proj, model.out_proj, model], shard_placement_fn=place)
-    run.cache(model)
+    run.set_up(model, shard_placement_fn=place)
 
     def contiguous(module: nn.Module, args: object) -> None:
         assert all(param.is_contiguous() for param in module.parameters())
@@ -160,9 +156,7 @@ def test_shard_placement_fn(run: Run) -> None:
 @cases()
 def test_slices_of_a_sharded_container(run: Run) -> None:
     """What FSDP2 gives a module's class and indexing stays as it is."""
-    model = mlps(3, 4)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(3, 4))
     assert type(model).__name__ == "FSDPSequential"
     part = model[:2]
     run.see("part", part(run.input(2, 4)))

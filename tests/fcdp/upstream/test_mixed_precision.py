@@ -59,8 +59,7 @@ def test_each_module_casts_for_itself(run: Run, root_casts: bool, second: Any, o
     model = Saving()
     run.shard([model.first], mp_policy=MixedPrecisionPolicy(BF16))
     run.shard([model.second], mp_policy=MixedPrecisionPolicy(second, output_dtype=output))
-    run.shard([model], mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=root_casts))
-    run.cache(model)
+    run.set_up(model, [model], mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=root_casts))
     for step in range(2):
         y = model(run.input(4, 8, step=step))
         run.see("output", y)
@@ -86,8 +85,7 @@ class Mixed(nn.Module):
 def test_an_integer_parameter_and_a_late_thaw(run: Run) -> None:
     """One layer is frozen in the first forward, and thaws afterwards."""
     model = Mixed()
-    run.shard([model], mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    run.cache(model)
+    run.set_up(model, [model], mp_policy=MixedPrecisionPolicy(BF16, FP32))
     model.layers[0].requires_grad_(False)
     with torch.no_grad():
         run.see("evaluated", model(run.input(4, 16)))
@@ -104,8 +102,7 @@ def test_frozen_parameters_of_another_dtype_in_one_group(run: Run) -> None:
     model = nn.Sequential(MLP(8), MLP(8))
     for mlp in model:
         mlp.in_proj.to(BF16).requires_grad_(False)
-    run.shard([*model, model])
-    run.cache(model)
+    run.set_up(model)
     for step in steps(run, model):
         with torch.autocast("cpu", BF16):
             loss = model(run.input(4, 8, step=step)).sum()

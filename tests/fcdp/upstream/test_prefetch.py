@@ -30,9 +30,7 @@ def test_modules_to_prefetch(run: Run, ahead: int, reshard: bool, checkpointing:
 @cases()
 def test_prefetching_is_changed_in_mid_run(run: Run) -> None:
     """Set after FCDP, and changed in mid-run."""
-    model = mlps(4, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(4, 6))
 
     def loss(step: int) -> torch.Tensor:
         for here, there in itertools.pairwise(model):
@@ -68,8 +66,7 @@ class Branches(nn.Module):
 @cases((True, True), (False, True), (True, False))
 def test_unshard_within_forward(run: Run, async_op: bool, reshard: bool) -> None:
     model = Branches(async_op=async_op)
-    run.shard([*model.parts, model], reshard_after_forward=reshard)
-    run.cache(model)
+    run.set_up(model, [*model.parts, model], reshard_after_forward=reshard)
     train(run, model, adam(model), lambda step: model(run.input(3, 6, step=step)).sum())
     assert all(isinstance(handle, UnshardHandle) == async_op for handle in model.handles)
 
@@ -77,9 +74,7 @@ def test_unshard_within_forward(run: Run, async_op: bool, reshard: bool) -> None
 @cases((True,), (False,))
 def test_unshard_before_forward(run: Run, async_op: bool) -> None:
     """The first layers are gathered while the batch is fetched, before the model's forward."""
-    model = mlps(3, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(3, 6))
 
     def loss(step: int) -> torch.Tensor:
         for layer in model[:2]:
@@ -94,8 +89,7 @@ def test_unshard_before_the_first_forward(run: Run) -> None:
     """Before the root has ever run forward."""
     model = mlps(2, 6)
     reference = copy.deepcopy(model)
-    run.shard([*model, model])
-    run.cache(model)
+    run.set_up(model)
     for layer, wanted in zip(model, reference, strict=True):
         layer.unshard()
         for param, value in zip(layer.parameters(), wanted.parameters(), strict=True):
@@ -119,9 +113,7 @@ def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
 @cases()
 def test_set_post_optim_event(run: Run) -> None:
     """The gathers wait for an event of the caller's; on the CPU a stand-in."""
-    model = mlps(3, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(3, 6))
 
     def tell(*_: object) -> None:
         model.set_post_optim_event(torch.Event("cpu"))
@@ -147,9 +139,7 @@ def test_set_unshard_in_backward(run: Run) -> None:
 @cases()
 def test_reset_iter_state_after_an_exception(run: Run) -> None:
     """After ``reset_iter_state`` training goes on where a forward raised."""
-    model = mlps(3, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(3, 6))
     armed = [False]
 
     def explode(*_: object) -> None:

@@ -68,8 +68,7 @@ def test_a_state_dict_that_is_kept(run: Run) -> None:
     """One state dict, taken before training, follows the parameters."""
     torch.manual_seed(42)
     model = nn.Linear(4, 4, bias=False)
-    run.shard([model], reshard_after_forward=True)
-    run.cache(model)
+    run.set_up(model, [model], reshard_after_forward=True)
     state = model.state_dict()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(4):
@@ -128,9 +127,7 @@ def test_a_model_initialised_from_the_meta_device(run: Run, cached_first: bool) 
 @cases()
 def test_a_full_state_dict_from_rank_0(run: Run) -> None:
     """A full state dict on rank 0, broadcast into a model that has changed since."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(2, 6))
     optimizer = adam(model)
     x = run.input(4, 6)
     model(x).sum().backward()
@@ -163,9 +160,7 @@ def test_a_full_state_dict_from_rank_0(run: Run) -> None:
 @cases((False,), (True,))
 def test_parts_of_a_state_dict(run: Run, assign: bool) -> None:
     """``strict=False`` with some of the keys, into a sub-module too."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(2, 6))
     x = run.input(4, 6)
     for step in range(3):
         run.see(f"output {step}", model(x))
@@ -190,9 +185,7 @@ def load_nothing(model: nn.Module) -> None:
 @cases()
 def test_a_load_that_is_refused(run: Run) -> None:
     """A load that is refused leaves the model and its cache usable."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
+    model = run.set_up(mlps(2, 6))
     x = run.input(4, 6)
     for step in range(2):
         output = model(x)

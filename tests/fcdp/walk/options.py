@@ -64,8 +64,9 @@ class Options:
     set_to_none: bool = True
     divide_factor: float | None = None
     detect_writes: bool = True
-    #: Whether gathers tell differences.
-    differences: bool = False
+    #: How what crosses nodes is coded, without loss: differences of gathers by this rule, and parts
+    #: of reductions; ``None``: not at all.
+    coding: Literal["always", "smallest"] | None = None
     exchanges: Exchanges = "hierarchical"
 
     @property
@@ -76,6 +77,20 @@ class Options:
     def unit(self) -> float:
         """What gradients are multiples of: FSDP2 divides by the ranks, which must be exact."""
         return 2.0**-24 * (1 if self.world_size % 3 else 3)
+
+    @property
+    def caching(self) -> dict[str, Any]:
+        """Arguments of ``fcdp.shard`` and ``fcdp.cache_parameters`` alike."""
+        return {
+            "look_ahead": self.look_ahead,
+            "partial_gradients": self.partials,
+            "verify": self.verify,
+            "poison": self.poison,
+            "detect_writes": self.detect_writes,
+            "exchanges": self.exchanges,
+            "gather_codec": fcdp.Delta(self.coding) if self.coding is not None else None,
+            "reduce_codec": fcdp.Exact("always") if self.coding is not None else None,
+        }
 
     def trains_at_first(self, name: str) -> bool:
         if self.adapter_rank:
@@ -118,7 +133,7 @@ def draw_options(seed: int) -> Options:
         optimizer=random.choice([*OPTIMIZERS]),
         set_to_none=random.random() < 0.6,
         divide_factor=random.choice([None, None, None, 1.0, 8.0]),
-        differences=random.random() < 0.5,
+        coding=random.choice([None, None, "always", "smallest"]),
     )
-    plain = options.partials == "device" and not options.differences
+    plain = options.partials == "device" and options.coding is None
     return replace(options, exchanges="flat" if plain and seed % 2 else "hierarchical")

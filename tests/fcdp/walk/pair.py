@@ -186,38 +186,20 @@ class Pair:
                 units=model.blocks,
                 policy=self.policy,
                 reshard_after_forward=options.reshard_after_forward,
-                look_ahead=options.look_ahead,
-                partial_gradients=options.partials,
-                verify=options.verify,
-                poison=options.poison,
-                detect_writes=options.detect_writes,
-                gather_codec=fcdp.Delta("always") if options.differences else None,
-                exchanges=options.exchanges,
+                **options.caching,
             )
         else:
-            for module in (*model.blocks, model):
-                fully_shard(
-                    module,
-                    mesh=self.topology.mesh,
-                    reshard_after_forward=options.reshard_after_forward,
-                )
+            self._fully_shard(model)
             self.cache(model)
         return model
 
     def cache(self, model: Net) -> None:
-        options = self.options
-        fcdp.cache_parameters(
-            model,
-            self.topology,
-            self.policy,
-            look_ahead=options.look_ahead,
-            partial_gradients=options.partials,
-            verify=options.verify,
-            poison=options.poison,
-            detect_writes=options.detect_writes,
-            gather_codec=fcdp.Delta("always") if options.differences else None,
-            exchanges=options.exchanges,
-        )
+        fcdp.cache_parameters(model, self.topology, self.policy, **self.options.caching)
+
+    def _fully_shard(self, model: Net, **how: Any) -> None:
+        reshard = self.options.reshard_after_forward
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=self.topology.mesh, reshard_after_forward=reshard, **how)
 
     def _make_reference(self, seed: int) -> Net:
         """Plain FSDP2, its parameters cut as those of the cached copy are."""
@@ -228,13 +210,7 @@ class Pair:
                 model.parameters(), self.cached.model.parameters(), strict=True
             )
         }
-        for module in (*model.blocks, model):
-            fully_shard(
-                module,
-                mesh=self.topology.mesh,
-                reshard_after_forward=self.options.reshard_after_forward,
-                shard_placement_fn=cuts.__getitem__,  # type: ignore[arg-type]
-            )
+        self._fully_shard(model, shard_placement_fn=cuts.__getitem__)
         return model
 
     def difference(self, *, gradients: bool) -> str | None:

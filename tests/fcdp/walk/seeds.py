@@ -1,17 +1,20 @@
-"""Walks by number: what a seed draws, and how the ranks of a test run it."""
+"""Walks by number: what a seed draws, and how ranks walk it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import faulthandler
+import inspect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.fcdp.walk.drive import Event
+from tests.fcdp.walk import passes, storage, writes
+from tests.fcdp.walk.drive import Event, Handler, Walk, WalkFailed
 from tests.fcdp.walk.options import Options, draw_options
-from tests.fcdp.walk.rank import HANDLERS, place_of, walk_on_rank
 from tests.ranks import Pools, RankFailure
 
 EVENTS = 30
@@ -56,6 +59,43 @@ _UNSEEN = {
 }
 _ACCELERATOR_SHAPES = [(2, 2), (3, 2), (2, 1)]
 
+#: Events by kind: the public functions of the modules that have them.
+HANDLERS: dict[str, Handler] = {
+    name: function
+    for module in (passes, writes, storage)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and not name.startswith("_")
+}
+
+#: An event that takes longer is a hang, and its stack is dumped.
+_HANG_S = 60
+
+
+def walk_on_rank(options: Options, events: Sequence[Event], directory: Path) -> list[str]:
+    """Walk through all events; return what was done. Raises ``WalkFailed`` with the place.
+
+    Says in a file of ``directory`` where it is, and there dumps its stack if it hangs.
+    """
+    with open(place_of(directory, dist.get_rank()), "w") as place:
+        walk = Walk(options, directory)
+        for index, event in enumerate(events):
+            place.seek(place.truncate(0))
+            print(f"event {index}, {event}", file=place, flush=True)
+            faulthandler.dump_traceback_later(_HANG_S, file=place)
+            try:
+                problem = walk.go(event, HANDLERS[event.kind])
+            except Exception as error:
+                raise WalkFailed(f"event {index}, {walk.notes[-1]}: {error!r}") from error
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            if problem is not None:
+                raise WalkFailed(f"event {index}, {walk.notes[-1]}: {problem}")
+        return walk.notes
+
+
+def place_of(directory: Path, rank: int) -> Path:
+    return directory / f"place.{rank}"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -93,7 +133,7 @@ def draw_on_an_accelerator(seed: int) -> Case:
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         detect_writes=False,
-        differences=False,  # the coder is the CPU's
+        coding=None,  # the coder is the CPU's
     )
     return replace(case, options=options)
 

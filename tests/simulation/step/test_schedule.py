@@ -48,53 +48,6 @@ def test_one_node_sends_nothing_to_others(strategy: str) -> None:
     assert framing.messages(*framed(alone)) == 0
 
 
-def test_least_bytes_of_the_schedules() -> None:
-    """docs/memory.md: ZeRO-3 sends 2·P + P_trained a micro-batch, FCDP twice P_trained a step."""
-    share, count = 1 / 2, 3
-    given_workload = workload("fcdp")
-    model = 2 * given_workload.parameters
-    root = 2 * given_workload.model.root_parameters
-    zero3 = predicted("zero3", accumulation=count)
-    assert zero3.inter_node_bytes == pytest.approx(
-        share * (count * (2 * model - root) + model), rel=1e-3
-    )
-    fcdp = predicted("fcdp", accumulation=count)
-    assert fcdp.inter_node_bytes == pytest.approx(share * 2 * model, rel=1e-3)
-    trained = 2 * workload("fcdp", lora=True).trained
-    frozen = predicted("fcdp", lora=True, accumulation=count)
-    # Rank-8 factors are padded to 16 ranks.
-    assert trained * share <= frozen.inter_node_bytes <= 4 * trained * share
-
-
-def test_what_is_frozen_never_crosses_again() -> None:
-    found = predicted("fcdp", lora=True).moved_bytes
-    model = 2 * workload("fcdp", lora=True).model.parameters
-    assert found["inter_node"]["forward"] < 0.02 * model
-    assert "backward" not in found["inter_node"]
-    # Every gather reads (n−1)/n of the model from the hosts; the root stays from forward on.
-    assert found["host_to_device"]["forward"] == pytest.approx(model / 2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("policy", "link", "absent"),
-    [
-        ("none", None, ("host_to_device", "disk")),
-        ("device", None, ("host_to_device", "disk")),
-        ("host", "host_to_device", ("disk",)),
-        ("disk", "disk", ()),
-    ],
-)
-def test_policies_read_from_their_tier(
-    policy: str, link: str | None, absent: tuple[str, ...]
-) -> None:
-    found = predicted("fcdp", policy=policy)
-    again = found.moved_bytes["inter_node"].get("backward", 0)
-    assert (again > 0) == (policy == "none")
-    assert link is None or found.moved_bytes[link]["backward"] > 0
-    for other in absent:
-        assert other not in found.moved_bytes
-
-
 def test_a_threshold_divides_between_device_and_host() -> None:
     """Never on the device at 0; all of it at 1; in between, what comes first in forward."""
     on = hardware()
@@ -149,12 +102,6 @@ def test_recomputation_costs_a_forward() -> None:
         predicted("fcdp", on=slow, recomputed=share).step_seconds for share in (0.0, 1.0)
     )
     assert recomputed / kept == pytest.approx(4 / 3, rel=0.01)
-
-
-def test_accumulation_defers_what_crosses_nodes() -> None:
-    for strategy, times in {"fcdp": 1, "fsdp2-hsdp": 1, "ddp": 1, "fsdp2": 3}.items():
-        once, thrice = (predicted(strategy, accumulation=k).inter_node_bytes for k in (1, 3))
-        assert thrice == pytest.approx(times * once), strategy
 
 
 def test_exchanges_as_a_cell_chooses_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -147,14 +146,6 @@ def test_a_ring_hides_what_ddp_sends_at_once() -> None:
     found = predict(workload, hardware)
     assert found.busy["inter_node"] > 0.4
     assert found.step_seconds <= 1.1 * (computed + 2 * update)
-
-
-@given(COUNTS)
-def test_each_stage_has_one_micro_batch_in_every_slot(count: int) -> None:
-    for slot in range(2 * count):
-        phases = [phase for _, phase in in_slot(slot, count, count)]
-        stages = Counter(phase if phase < count else 2 * count - 1 - phase for phase in phases)
-        assert stages == dict.fromkeys(range(count), 1)
 
 
 @given(COUNTS, st.data())
