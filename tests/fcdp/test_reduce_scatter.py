@@ -432,6 +432,15 @@ def test_a_sum_that_was_taken_is_nobody_elses(partials: Any) -> None:
     assert taken.tolist() == [2.0] * 4
 
 
+def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
+    waiting = OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+    for _ in range(3):
+        waiting.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
+    waiting.take(torch.ones(4))
+    for link in ("device_to_host", "host_to_device"):
+        assert ledger.bytes[link] == {"reduce": 3 * 4 * 4}, link
+
+
 def test_narrow_gradients_are_added_in_single_precision(partials: Any) -> None:
     for value in (1.0, 2**-9, 2**-9):
         partials.add(torch.tensor([value], dtype=torch.bfloat16), owned=True)
@@ -448,12 +457,3 @@ def test_what_is_discarded_waits_no_more(partials: Any, ledger: Ledger) -> None:
     assert partials.numel == 4
     partials.discard()
     assert partials.numel == ledger.pending_bytes == 0
-
-
-def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
-    partials = OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
-    for _ in range(3):
-        partials.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
-    partials.take(torch.ones(4))
-    for link in ("device_to_host", "host_to_device"):
-        assert ledger.snapshot()[link] == {"reduce": 3 * 4 * 4}

