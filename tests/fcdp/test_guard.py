@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.guard import Guard
+from fcdp.staleness import Staleness
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
 from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of
@@ -227,3 +230,19 @@ def test_training_on_is_an_error_on_all_ranks_within_two_passes(
     for passes, text in found:
         assert 1 <= passes <= 3  # used once or twice; the next pass, or the one after, says so
         assert "blocks.1: parameters were written where nothing shows it" in text
+
+
+@on_ranks(2)
+def test_nothing_is_written_of_a_run_whose_last_pass_used_stale_parameters(tmp_path: Path) -> None:
+    """Whatever writes it asks first, as the next pass would."""
+    run = Run(Settings(2, 1))
+    for write in (
+        partial(fcdp.save, run.model, run.optimizer, tmp_path),
+        partial(fcdp.save_adapters, run.model, tmp_path),
+        partial(fcdp.export, run.model, tmp_path),
+        partial(fcdp.publish, run.model, tmp_path),
+    ):
+        stale = mock.patch.object(Staleness, "conclude", side_effect=RuntimeError("stale"))
+        with stale, pytest.raises(RuntimeError, match="^stale$"):
+            write()
+    assert not [*tmp_path.iterdir()]

@@ -101,9 +101,9 @@ def trains(run: Run, layout: Layout, how: str) -> None:
 
 def check_bytes(layout: Layout, model: nn.Module) -> None:
     """Each shard crosses nodes once per step, as its gradients do: no other dimension's."""
-    shards = sum(unit.shard_bytes for unit in engine_of(model).units)
-    if layout.data == 2:  # which divides all rows
-        assert shards == sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
+    units = engine_of(model).units
+    shards = sum(unit.shard_bytes for unit in units)
+    assert shards == sum(param.to_local().nbytes for unit in units for param in unit.params)
     sent = fcdp.ledger(model).snapshot()
     across = (layout.nodes - 1) * shards * STEPS
     assert sent["inter_node"] == {"forward": across, "reduce": across}
