@@ -65,7 +65,7 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that form a process group: of gloo on loopback, or by ``join``."""
+    """``world_size`` processes that form one gloo group on loopback, or ``join`` otherwise."""
 
     def __init__(self, world_size: int, join: Join | None = None) -> None:
         if not _FORKED:
