@@ -1,7 +1,4 @@
-"""The host cache on a GPU: page-locked, and no copy that waits for compute.
-
-That copies wait for each other is shown in all orders by tests/fcdp/test_streams.py.
-"""
+"""The host cache on a GPU: page-locked, ordered by events, no copy that waits for compute."""
 
 from __future__ import annotations
 
@@ -48,6 +45,33 @@ def make(shard_bytes: int) -> Made:
 def test_the_arena_is_page_locked() -> None:
     made = make(1 << 20)
     assert made.tier._areas[made.unit].rows.is_pinned()
+
+
+def test_an_entry_is_read_after_its_copy_has_landed() -> None:
+    """The copy out is held back by a long kernel; the copy in must wait for it by itself."""
+    made = make(4 << 20)
+    with torch.cuda.stream(made.streams.copies_out):
+        torch.cuda._sleep(200_000_000)
+    made.tier.store(made.unit, made.filled(3.0))
+    loaded = made.filled(-1.0)
+    made.tier.load(made.unit, loaded)
+    torch.cuda.synchronize()
+    assert (loaded.memory[1] == 3).all()
+    assert (loaded.memory[0] == -1).all()
+
+
+def test_an_entry_is_overwritten_after_its_last_read() -> None:
+    made = make(4 << 20)
+    made.tier.store(made.unit, made.filled(1.0))
+    torch.cuda.synchronize()
+    loaded = made.filled(0.0)
+    loaded.home = torch.cuda.Stream()
+    with torch.cuda.stream(loaded.home):
+        torch.cuda._sleep(200_000_000)
+    made.tier.load(made.unit, loaded)
+    made.tier.store(made.unit, made.filled(2.0))
+    torch.cuda.synchronize()
+    assert (loaded.memory[1] == 1).all()
 
 
 def test_storing_does_not_hold_up_the_current_stream() -> None:
