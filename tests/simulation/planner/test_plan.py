@@ -10,7 +10,6 @@ import pytest
 
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import table, titles
-from simulation.planner.request import Request
 from simulation.planner.search import shortfalls, tie
 from tests.experiments.command_line import rendered
 from tests.simulation.planner.made_up import config_file, rented, request
@@ -39,12 +38,6 @@ def test_plain_sharding_where_it_is_as_fast() -> None:
     made = found(gbit_s=100, strategies=("fsdp2", "fcdp", "hpz"))
     assert made.strategy == "fsdp2"
     assert "FCDP gains nothing here for its 43.4 GB of host memory a node" in made.reason
-
-
-def test_replicas_where_they_fit(tmp_path: Path) -> None:
-    made = found(model=str(config_file(tmp_path)), gbit_s=1, lora_rank=8)
-    assert made.strategy == "ddp"
-    assert made.reason.startswith("FCDP is worth nothing here for its ")
 
 
 def test_a_cache_that_does_not_fit_is_said() -> None:
@@ -118,11 +111,6 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
     assert narrow.strategy == "ddp"
     assert {v.strategy for v in narrow.verdicts} == {"ddp", "fsdp2", "fsdp2-hsdp"}
     assert narrow.option.footprint.device["parameters"] < 0.36 * 2 * 8.03e9
-
-
-def test_all_that_pytorch_users_would_take_is_compared_by_default() -> None:
-    asked = Request(model="gpt-10b", hardware=rented("a40", 2, 8), lora_rank=8)
-    assert set(RIVALS) < set(asked.strategies)
 
 
 def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> None:
