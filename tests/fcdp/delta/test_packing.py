@@ -166,6 +166,13 @@ def test_no_other_form_takes_fewer_bytes_where_the_sample_is_true() -> None:
         assert difference.encode(new, base).numel() <= min(sizes) + 1 or not groups.any()
 
 
+def test_a_sample_looks_at_other_columns_of_a_matrix_each_time() -> None:
+    base = torch.zeros(2**13, 64, dtype=torch.int16)
+    new = base.clone()
+    new[:, 32:] = 3
+    assert difference._choose(new.view(-1), base.view(-1)) == 4
+
+
 def test_what_is_taken_lies_inside_of_what_arrived() -> None:
     reader = difference._Reader(torch.arange(6, dtype=torch.uint8), 2)
     assert reader.take(2, torch.int16).view(torch.uint8).tolist() == [2, 3, 4, 5]
