@@ -1,4 +1,4 @@
-"""What a strategy is given, with what most tests have of it."""
+"""The job that a strategy is given, with the values that most tests have."""
 
 from __future__ import annotations
 

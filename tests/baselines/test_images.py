@@ -62,7 +62,7 @@ def trained(strategy: str) -> tuple[list[float], list[float]]:
     return losses, [*before, *trainable.evaluate(first).tolist()]
 
 
-#: Of each rank.
+#: Losses, and held-out measures before and after, per rank.
 Trained = list[tuple[list[float], list[float]]]
 
 

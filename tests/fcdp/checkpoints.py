@@ -74,7 +74,7 @@ def errors_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-#: Of the interpreter, before it changes files.
+#: Events that the interpreter announces before it changes files.
 _CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 

@@ -21,7 +21,7 @@ from fcdp.streams import Streams
 
 
 class NoFailures:
-    """Of ranks that never fail, or of threads of one process, which fail together."""
+    """Failures of ranks that never fail, or of threads of one process, which fail together."""
 
     place = 0
 

@@ -133,7 +133,7 @@ DAMAGE: Mapping[str, Damage] = {
 
 
 def damage_of(path: Path, number: int) -> dict[str, Damage]:
-    """What may befall a file, and what is said of it besides its name."""
+    """Damage that may befall a file, and what is said of it besides its name."""
     found: dict[str, Damage] = {}
     for what, change in random_damage(path.stat().st_size, number).items():
         words = "are not as saved" if "flip" in what else "bytes; must have"
@@ -155,7 +155,7 @@ def load_damaged(directory: Path, name: str, number: int) -> None:
     for what, (change, words) in damage_of(path, number).items():
         with changed(path, run.topology.rank, change):
             message = refusal_of(run, directory)
-        # Of one that is lost the folder is named, and what it lacks.
+        # Where a file is lost, the folder is named, and what it lacks.
         named = [str(path)] if what.startswith(("flip", "cut")) else [str(directory), name]
         for expected in (*named, words):
             assert expected in message, (what, message)

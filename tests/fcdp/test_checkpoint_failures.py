@@ -30,8 +30,8 @@ def _no_space(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-#: What fails: a step of the save, on rank 1 or, of the commit, where it runs; or a disk that is
-#: full, in the middle of rank 1's shards or of ``state.pt``. And what the error says.
+#: Causes of failure, and what the error says: a step of the save, on rank 1 or, of the commit,
+#: where it runs; or a disk that is full, in the middle of rank 1's shards or of ``state.pt``.
 FAILURES: dict[str, tuple[tuple[str, ...], bool]] = {
     "prepare_local_plan": (("rank 1: ", "No space left"), False),
     "write_data": (("rank 1: ", "No space left"), True),

@@ -62,7 +62,7 @@ def test_the_own_part_is_exact_and_the_others_are_rounded_once(
 
 def test_feedback_loses_nothing_in_the_long_run() -> None:
     def mean_of_many(topology: Any) -> list[torch.Tensor]:
-        """Of reductions of one gradient, with feedback and without."""
+        """Means of reductions of one gradient, with feedback and without."""
         means = []
         for error_feedback in (True, False):
             reduce = reducer(topology, error_feedback=error_feedback)

@@ -256,7 +256,7 @@ def test_a_gradient_that_a_failed_rank_keeps_from_arriving_is_never_read(
 
 
 def flying(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> tuple[list[str], set[type]]:
-    """What is in flight when each block's backward begins, and after it; types of gradients."""
+    """Reductions in flight when each block's backward begins, and after it; types of gradients."""
     model, topology = mlps(5, 6), topology_of(nodes, ranks_per_node)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     fcdp.shard(model, topology, units=model, mp_policy=policy)

@@ -39,7 +39,7 @@ class Weight:
 
 
 class Reducer:
-    """What reduces one unit on one rank, called as FSDP2 calls it."""
+    """Reductions of one unit on one rank, called as FSDP2 calls them."""
 
     def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
@@ -340,7 +340,7 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of which group, and that it is waited for; nothing is exchanged."""
+    """Requests to each group, and waits for them; nothing is exchanged."""
     log: list[Any] = []
 
     def noting(_: Any, __: Any, op: Any, group: str, *_coded: Any) -> list[Pending]:

@@ -1,4 +1,4 @@
-"""What makes entries stale, that all ranks decide alike, and what one rank takes for a write."""
+"""Causes of stale entries, ranks that decide alike, and what one rank takes for a write."""
 
 from __future__ import annotations
 

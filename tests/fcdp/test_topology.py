@@ -287,7 +287,7 @@ def sockets() -> int:
     return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
 
 
-#: Of this rank: how many sockets it had before its topology, and that.
+#: This rank's number of sockets before it made its topology, and the topology.
 MADE: list[tuple[int, fcdp.Topology]] = []
 
 

@@ -105,7 +105,7 @@ MENDED: dict[int, tuple[bool, Options, dict[str, int]]] = {
         Options(),
         {"freeze": 872495, "micro": 582145, "thaw": 75571, "backward": 727399, "evaluate": 1},
     ),
-    # What a backward that raised has left is in a later gradient: adapters of all blocks are one
+    # A later gradient has what a backward that raised has left: adapters of all blocks are one
     # unit, of which no part has been reduced when it raises.
     172: (
         False,

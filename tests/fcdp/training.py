@@ -109,7 +109,7 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
-    #: What happens before step i: "eval" or "write".
+    #: Event before step i: "eval" or "write".
     events: dict[int, str] = field(default_factory=dict)
 
     @property

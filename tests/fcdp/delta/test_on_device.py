@@ -140,7 +140,7 @@ RAW = Settings(steps=8, optimizer="sgd", param_dtype=torch.bfloat16, detect_writ
 
 
 class Step(NamedTuple):
-    """What one rank did in one step."""
+    """One rank's doings in one step."""
 
     #: The functions of the library in which the host waited for the device.
     waits: list[str]
@@ -214,7 +214,7 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
 
 
 def after_damage() -> list[str]:
-    """What a rank says, and when, of a message that was damaged at the second step."""
+    """A rank's words about a message that was damaged at the second step, and when it says them."""
     run, said = training.Run(replace(RAW, gather_codec=fcdp.Delta())), []
     optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""What is announced of an error, what a rank that waits finds of it, and when it aborts."""
+"""Announcements of an error: their words, what a waiting rank finds, and when it aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers hold is what the trainer has, to the bit, or an earlier version, whole.
+"""Readers hold what the trainer has, to the bit, or an earlier version, whole.
 
 Which files are a version, what they may tell, and which state they may be written to.
 """

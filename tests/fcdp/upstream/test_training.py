@@ -216,7 +216,7 @@ def test_clip_grad_norm(run: Run, order: float, frozen: bool) -> None:
 
 @cases((True,), (False,))
 def test_a_gradient_scaler(run: Run, bad: bool) -> None:
-    """What the scaler finds in one rank's shard, it finds on all."""
+    """The scaler finds on all ranks what it finds in one rank's shard."""
     model = run.set_up(mlps(2, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)

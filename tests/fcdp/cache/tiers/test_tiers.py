@@ -1,4 +1,4 @@
-"""What every tier promises; the host arena beyond its plan; real files, and disks that fail."""
+"""Promises of every tier; the host arena beyond its plan; real files, and disks that fail."""
 
 from __future__ import annotations
 
