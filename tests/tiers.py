@@ -23,13 +23,15 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters",
-    "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells",
+    "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells,"
+    " and what is published computed anew",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
-FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
+FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 #: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
-#: show by parts: ledgers and closed forms, rules and updates, objectives, publications.
+#: show by parts: ledgers and closed forms, rules and updates, objectives, publications. What
+#: computes committed fits and searches again takes seconds each.
 PLACES = {
     "tests/examples": "system",
     "tests/fcdp/cuda": "system",
@@ -45,7 +47,11 @@ PLACES = {
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
+    "tests/analysis/load/test_bound.py": "system",
+    "tests/analysis/load/test_fuyou.py": "system",
+    "tests/analysis/paper/test_region.py": "system",
     "tests/analysis/report/test_reproduction.py": "system",
+    "tests/analysis/report/test_run.py": "system",
     "tests/baselines/test_adding_to_a_copy.py": "system",
     "tests/baselines/test_configurations.py": "system",
     "tests/baselines/co2/test_diloco.py": "system",
@@ -56,6 +62,7 @@ PLACES = {
     "tests/baselines/fuyou/test_crash.py": "system",
     "tests/baselines/fuyou/test_exact.py": "system",
     "tests/baselines/luwu/test_ends.py": "system",
+    "tests/experiments/matrix/test_paper_suite.py": "system",
     "tests/experiments/test_pins.py": "system",
     "tests/experiments/clusters/test_rented.py": "system",
     "tests/experiments/clusters/test_slurm.py": "system",
@@ -63,6 +70,8 @@ PLACES = {
     "tests/analysis/report/test_browser.py": "system",
     "tests/simulation/imitated/test_agreement.py": "system",
     "tests/simulation/imitated/test_study.py": "system",
+    "tests/simulation/planner/test_sources.py": "system",
+    "tests/simulation/test_compute_fit.py": "system",
 }
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}

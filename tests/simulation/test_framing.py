@@ -100,6 +100,7 @@ def _ledger(record: Record) -> float:
     return sum(ledger.get("inter_node", {}).values())
 
 
+@pytest.mark.system  # reads all committed records
 def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> None:
     """By our engine's own count of the payload, on every committed record that has one."""
     found = ran()

@@ -38,6 +38,7 @@ def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
     assert said in flat(command("compare", path, path))
 
 
+@pytest.mark.system  # reads all committed records
 def test_all_committed_runs_are_listed() -> None:
     lines = printed("show", ROOT / "results").splitlines()
     names = [str(file.parent.relative_to(ROOT / "results")) for file in FILES]

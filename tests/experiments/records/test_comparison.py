@@ -141,6 +141,7 @@ def test_each_is_paired_with_the_one_that_is_alike_and_no_other() -> None:
     assert list(paired([1, 2, 3], [13, 11, 15], lambda number: number % 10)) == [(1, 11), (3, 13)]
 
 
+@pytest.mark.system  # reads all committed records
 def test_each_published_speed_has_the_interval_that_a_second_computation_gives() -> None:
     """From the lines as they are, by a sign test of each round."""
     compared = 0

@@ -59,6 +59,7 @@ def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
         chosen(CELLS, pattern)
 
 
+@pytest.mark.system  # reads all committed records
 def test_each_setting_of_each_committed_cell_finds_it() -> None:
     for file in files.below(RESULTS, FILE):
         cells = [record.cell for record in read(file)]
