@@ -1,4 +1,4 @@
-"""Training with codecs: near FSDP2 and alike on every node, or bit for bit as without."""
+"""Training with codecs that round: near FSDP2 and alike on every node."""
 
 from __future__ import annotations
 
@@ -80,21 +80,6 @@ def test_training_follows_fsdp2_and_is_the_same_on_every_node_cached_or_not(
         across = result.ledger["inter_node"]
         assert across["forward"] == across["reduce"] == once_a_step
         assert across.get("backward", 0) == backward
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_codecs_that_lose_nothing_train_bit_for_bit_as_without(
-    ranks: Pools, dtype: torch.dtype
-) -> None:
-    """In half precision, which no walk has."""
-    without = Settings(param_dtype=dtype, reduce_dtype=dtype, accumulation=2)
-    coded = replace(without, gather_codec=fcdp.Delta("smallest"), reduce_codec=fcdp.Exact("always"))
-    found, expected = (ranks.run(4, train, settings, "fcdp") for settings in (coded, without))
-    for mine, other in zip(found, expected, strict=True):
-        assert mine.losses == other.losses
-        assert all(torch.equal(mine.params[name], param) for name, param in other.params.items())
-        for phase in ("forward", "reduce"):
-            assert mine.ledger["inter_node"][phase] != other.ledger["inter_node"][phase]
 
 
 @on_ranks(2)
