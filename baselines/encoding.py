@@ -1,8 +1,7 @@
 """Names of codecs in matrix files, and the bytes of values as they travel.
 
 Torch is imported where a codec is made: a plan must not wait seconds for it to multiply two
-numbers. The library's codecs (``fcdp.codec``) say the same bytes of themselves; a test compares
-both.
+numbers. A test compares the bytes with those that the library's codecs (``fcdp.codec``) say.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import fcdp
 
 #: Names of what gathers are told with in matrix files that rounds nothing.
-DIFFERENCES = ("delta", "delta(always)")
+DIFFERENCES = ("delta", "delta(always)", "delta(smallest)")
 #: The same of reductions.
 EXPONENTS = ("exact", "exact(always)")
 
@@ -35,8 +34,10 @@ def encoded_bytes(codec: str, numel: int) -> int:
 def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
     """The codec of gathers: as :func:`parse`, or lossless differences.
 
-    ``delta`` tells them where that pays, ``delta(always)`` always.
+    ``delta`` tells them where that pays, ``delta(always)`` always, ``delta(smallest)`` in least.
     """
+    if text == "delta(smallest)":
+        return fcdp.Delta("smallest")
     if text in DIFFERENCES:
         return fcdp.Delta("always" if "always" in text else "pays")
     return parse(text, ", and delta")

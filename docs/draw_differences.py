@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,6 +14,8 @@ from analysis.load.table import frame, latest, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
+#: What entropy codes take: see examples/differences/bits.py.
+BITS = ROOT / "results" / "difference-bits" / "record.json"
 
 _ALWAYS = "delta(always)"
 
@@ -44,28 +48,30 @@ def bits(records: Path = RECORDS) -> Mapping[float, float]:
 
 def draw() -> Figure:
     """Draw the bits told of each parameter, beside those of a whole bf16 gather."""
-    told = bits()
     records = frame(latest(load(RECORDS)))
+    rows = sorted(json.loads(BITS.read_bytes())["rows"], key=itemgetter("learning_rate"))
+    coded, entropy = (
+        {row["learning_rate"]: row[name][1] for row in rows} for name in ("gathers", "entropy")
+    )
     with style():
         figure = Figure(figsize=(5.2, 3.0), layout="constrained")
         ax = figure.subplots()
-        ax.plot(list(told), list(told.values()), marker="o", label="differences")
         ax.axhline(16, linestyle="--", color="0.5", label="whole")
-        for rate, count in told.items():
-            ax.annotate(
-                f"{count:.2g}",
-                (rate, count),
-                xytext=(0, 6),
-                textcoords="offset points",
-                ha="center",
-            )
+        for told, label, place in ((bits(), "packed", 6), (coded, "entropy codes", -13)):
+            ax.plot(list(told), list(told.values()), marker="o", label=label)
+            for rate, count in told.items():
+                offset = {"xytext": (0, place), "textcoords": "offset points", "ha": "center"}
+                ax.annotate(f"{count:.2g}", (rate, count), **offset)
+        ax.plot(list(entropy), list(entropy.values()), ":", color="0.2", label="their entropy")
         ax.set(
             xscale="log",
+            yscale="log",
             xlabel="learning rate of AdamW",
             ylabel="bits per parameter",
-            ylim=(0, 18),
+            ylim=(0.1, 25),
         )
-        ax.legend(loc="center left")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.legend(loc="lower right")
         put_source(figure, records, "")
     return figure
 

@@ -34,6 +34,7 @@ from baselines import registry
 from baselines.optimizers import AnyOptimizer
 from baselines.settings import Setting
 from docs import memory
+from examples.differences import bits
 from experiments.matrix.reader import SETTINGS
 from experiments.matrix.workloads import OBJECTIVES
 from experiments.records import objective
@@ -119,6 +120,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
             quality.TIMES,
             lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
         ),
+        "bits": lambda: bits.table(committed("difference-bits")),
         "coding": lambda: coding_speed.table(committed("coding-speed")),
         "host-time": lambda: host_cost.tables(committed("host-cost")),
         "memory": memory.of_caches,

@@ -31,6 +31,7 @@ def test_anything_else_is_refused(text: str) -> None:
 def test_gathers_may_tell_differences_and_reductions_not() -> None:
     assert gather("delta") == fcdp.Delta()
     assert gather("delta(always)") == fcdp.Delta("always")
+    assert gather("delta(smallest)") == fcdp.Delta("smallest")
     assert gather("int4") == parse("int4")
     with pytest.raises(ValueError, match="delta"):
         gather("int2")
