@@ -8,6 +8,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,7 +174,7 @@ class _Publisher:
         self._place = on_all_ranks(self._what, engine.topology, lambda: Place(options.place))
         highest = on_all_ranks(self._what, engine.topology, self._place.highest)
         # All go on behind what the first has found: another may see a part of the next already.
-        first = [highest, secrets.token_hex(8)]
+        first: list[Any] = [highest, secrets.token_hex(8)]
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         for dim in range(mesh.ndim):
             dist.broadcast_object_list(first, group=mesh.get_group(dim), group_src=0)
