@@ -87,7 +87,7 @@ def publish(
     has full values. Other than there, a version has a file per rank, an anchor's tensors are the
     rank's rows (``parts`` in the header tells of which), a difference leads to each anchor but the
     first too, frozen parameters are in ``frozen/`` once and no anchor repeats them, and the header
-    has a checksum of the file.
+    has a checksum of the file and, as ``run``, what tells it from those of others who publish here.
 
     Each rank keeps what it published last in host memory: of the followed parameters its shards.
     It does so for one place and one set of options: with others the next publication starts anew.
