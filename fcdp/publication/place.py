@@ -57,9 +57,6 @@ class Place:
     def read(self, file: File) -> bytes:
         return bytes(self._files.cat_file(self.path(file)))
 
-    def remove(self, file: File) -> None:
-        self._files.rm_file(self.path(file))
-
     def files(self, kind: Kind) -> Iterator[File]:
         self._files.invalidate_cache()
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from fcdp.exchange import any_rank, on_every_rank
 from fcdp.publication.parts import Part, flattened, words
 from fcdp.publication.patch import COMPRESSED, library, pack
 from fcdp.publication.place import File, Kind, Place
+
+#: Of the model: whatever else held a publisher, which knows the model, would never let go of it.
+_ATTRIBUTE = "_fcdp_publisher"
 
 
 @dataclass(frozen=True)
@@ -83,24 +87,27 @@ def publish(
     has full values. Other than there, a version has a file per rank, an anchor's tensors are the
     rank's rows (``parts`` in the header tells of which), a difference leads to each anchor but the
     first too, frozen parameters are in ``frozen/`` once and no anchor repeats them, and the header
-    has a checksum of the file.
+    has a checksum of the file and, as ``run``, what tells it from those of others who publish here.
 
     Each rank keeps what it published last in host memory: of the followed parameters its shards.
+    It does so for one place and one set of options: with others the next publication starts anew.
 
     Args:
         model: A cached model.
         place: A folder that all ranks and readers see, or whatever fsspec names (``s3://…``).
         anchor_every: Versions from one anchor to the next; those who join read the last.
         compressed: Differences of all parameters in one coded tensor instead, for
-            ``fcdp.Subscriber`` alone: a tenth of the bytes, near their entropy.
+            ``fcdp.Subscriber`` alone: a fourth to a twelfth of the bytes, near their entropy.
         trainable_only: Leave frozen parameters out, as readers of adapters have them.
-        dtype: What parameters are rounded to; ``None``: what each is gathered in.
+        dtype: What parameters and floating-point buffers are rounded to; ``None``: what each is
+            gathered in, and buffers as they are.
 
     Returns:
         Bytes and words of all ranks.
 
     Raises:
-        ValueError: For ``anchor_every`` below 1, and where nothing is to be published.
+        ValueError: For ``anchor_every`` below 1, a ``dtype`` of integers, and where nothing is to
+            be published.
         ImportError: Without safetensors.
         RuntimeError: On every rank if any rank could not write; the next publication starts anew.
 
@@ -116,16 +123,18 @@ def publish(
     """
     if anchor_every < 1:
         raise ValueError(f"anchor_every = {anchor_every}: must be 1 or more")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype = {dtype}: must be of floating-point numbers, or None")
     library()
     engine = engine_of(model)
     engine.staleness.conclude()
     options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
     # Taken out: one that does not get to its end is not gone on with.
-    publisher = _publishers.get(model, {}).pop(options, None)
-    if publisher is None:
+    publisher = model.__dict__.pop(_ATTRIBUTE, None)
+    if publisher is None or publisher.options != options:
         publisher = _Publisher(model, engine, options)
-    published = publisher.publish(model)
-    _publishers[model] = {options: publisher}
+    published: Publication = publisher.publish(model)
+    setattr(model, _ATTRIBUTE, publisher)
     return published
 
 
@@ -155,18 +164,22 @@ class _Publisher:
 
     def __init__(self, model: nn.Module, engine: Engine, options: _Options) -> None:
         self._engine = engine
-        self._options = options
-        meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+        self.options = options
+        # Not the model's parameters: those of a unit that stays gathered are no shards.
+        tensors = split(model)[0].values()
+        meshes = {each.device_mesh for each in tensors if isinstance(each, DTensor)}
         ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
         self._part, self._parts = ranks.index(dist.get_rank()), len(ranks)
         self._what = f"place = {options.place}"
         self._place = on_all_ranks(self._what, engine.topology, lambda: Place(options.place))
-        highest = [on_all_ranks(self._what, engine.topology, self._place.highest)]
+        highest = on_all_ranks(self._what, engine.topology, self._place.highest)
         # All go on behind what the first has found: another may see a part of the next already.
+        first: list[Any] = [highest, secrets.token_hex(8)]
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         for dim in range(mesh.ndim):
-            dist.broadcast_object_list(highest, group=mesh.get_group(dim), group_src=0)
-        self._version = highest[0]
+            dist.broadcast_object_list(first, group=mesh.get_group(dim), group_src=0)
+        #: The last version, and what tells its files from those of others who publish here.
+        self._version, self._run = first
         self._contents: _Contents | None = None
         #: Versions of the last anchor, and of what is frozen.
         self._anchored = self._froze = 0
@@ -174,7 +187,7 @@ class _Publisher:
         self._sent: dict[torch.dtype, torch.Tensor] = {}
 
     def publish(self, model: nn.Module) -> Publication:
-        options, topology = self._options, self._engine.topology
+        options, topology = self.options, self._engine.topology
         contents = self._contents_of(model)
         (renewed,) = any_rank([contents != self._contents], topology)
         self._contents = contents
@@ -219,7 +232,7 @@ class _Publisher:
         }
         found = _Contents({}, {}, {}, {})
         tensors = split(model)[0]
-        if self._options.trainable_only:
+        if self.options.trainable_only:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
         if not tensors:
             raise ValueError("model: no parameter has requires_grad: nothing is to be published")
@@ -229,7 +242,7 @@ class _Publisher:
             if part is None or not (self._part == 0 or isinstance(value, DTensor)):
                 continue  # another rank's
             found.blocks[part] = block.detach()
-            dtype = self._options.dtype or gathered.get(id(value), value.dtype)
+            dtype = self.options.dtype or gathered.get(id(value), value.dtype)
             found.dtypes[name] = dtype if value.is_floating_point() else value.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
                 found.frozen[part] = int(checksum(block.detach()))
@@ -253,7 +266,7 @@ class _Publisher:
     def _put(
         self, kind: Kind, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
     ) -> int:
-        data = pack(tensors, {"model_version": str(self._version), **about})
+        data = pack(tensors, {"model_version": str(self._version), "run": self._run, **about})
         self._place.write(File(kind, self._version, self._part, self._parts), data)
         return len(data)
 
@@ -270,7 +283,7 @@ class _Publisher:
             differs = words(new) != words(old)
             count = int(differs.sum())
             changed += count
-            if count and self._options.compressed and dtype in message.DTYPES:
+            if count and self.options.compressed and dtype in message.DTYPES:
                 told = message.write(new, old, self._version - 1, "ordered")
                 tensors[f"{COMPRESSED}{dtype}"] = told
                 continue
@@ -295,6 +308,3 @@ def _part_of(name: str, value: torch.Tensor) -> Part | None:
     if any(copies) or not chunk.sizes.numel():
         return None
     return Part(name, tuple(value.shape), tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-_publishers: WeakKeyDictionary[nn.Module, dict[_Options, _Publisher]] = WeakKeyDictionary()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 import torch
 
 from fcdp.delta import message
-from fcdp.publication.parts import Part, flattened
+from fcdp.publication.parts import Part, flattened, words
 from fcdp.publication.patch import COMPRESSED, library, unpack
 from fcdp.publication.place import File, Place
 
@@ -54,6 +54,8 @@ class Subscriber:
         self.state: MutableMapping[str, torch.Tensor] = {} if state is None else state
         self.version: int | None = None
         self._frozen = 0
+        #: Who has published what is held: two who do not know of each other may share a place.
+        self._run = ""
         #: Parts by dtype, whose differences a rank tells together, by rank.
         self._parts: list[dict[str, list[Part]]] = []
 
@@ -66,7 +68,8 @@ class Subscriber:
             The version that the state holds now; ``None`` if there is none yet.
 
         Raises:
-            ValueError: For a damaged file, or one that does not fit the state, and no later anchor.
+            ValueError: For a damaged file, one of another run, or one that does not fit the state,
+                and no later anchor.
             RuntimeError: Where versions are missing that later ones lead from. After either the
                 state holds ``version`` still; the next anchor heals it.
         """
@@ -93,7 +96,7 @@ class Subscriber:
         assert self.version is not None
         writes: list[_Write] = []
         for file in files:
-            tensors, _ = self._read(file)
+            tensors, _ = self._read(file, self._run)
             for key, told in tensors.items():
                 if key.startswith(COMPRESSED):
                     parts = self._parts[file.part][key.removeprefix(COMPRESSED)]
@@ -111,8 +114,9 @@ class Subscriber:
         self.version = files[0].version
 
     def _apply_anchor(self, files: list[File]) -> None:
-        read = [self._read(file) for file in files]
-        frozen = int(read[0][1]["frozen"])
+        first = self._read(files[0])
+        run, frozen = first[1].get("run", ""), int(first[1]["frozen"])
+        read = [first, *(self._read(file, run) for file in files[1:])]
         writes: list[_Write] = []
         parts = []
         for tensors, about in read:
@@ -121,7 +125,7 @@ class Subscriber:
                 by_dtype.setdefault(str(values.dtype), []).append(part)
                 writes.append((part.name, part, values))
             parts.append(by_dtype)
-        if frozen not in (0, self._frozen):
+        if frozen and (run, frozen) != (self._run, self._frozen):
             files_of = self._place.whole("frozen")
             if frozen not in files_of:
                 raise RuntimeError(
@@ -129,15 +133,25 @@ class Subscriber:
                     f"which belong to {files[0].version}"
                 )
             for file in files_of[frozen]:
-                writes += [(part.name, part, values) for part, values in _blocks(*self._read(file))]
+                writes += [
+                    (part.name, part, values) for part, values in _blocks(*self._read(file, run))
+                ]
         self._write(writes)
         self._parts, self._frozen, self.version = parts, frozen, files[0].version
+        self._run = run
 
-    def _read(self, file: File) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def _read(
+        self, file: File, run: str | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         path = self._place.path(file)
         tensors, about = unpack(self._place.read(file), path)
         if int(about["model_version"]) != file.version:
             raise ValueError(f"{path}: is of version {about['model_version']}: was it renamed?")
+        if run is not None and (found := about.get("run", "")) != run:
+            raise ValueError(
+                f"{path}: run = {found!r}: must be {run!r}, as of what it goes with; another "
+                "publishes to this place"
+            )
         return tensors, about
 
     def _write(self, writes: list[_Write]) -> None:
@@ -166,8 +180,8 @@ class Subscriber:
                 if isinstance(where, Part):
                     where.of(whole).copy_(values.view(where.sizes))
                 else:
-                    flat = whole.view(-1)
-                    flat.index_copy_(0, where.to(flat.device), values.to(flat.device))
+                    flat = words(whole).view(-1)  # torch copies bits of any dtype so
+                    flat.index_copy_(0, where.to(flat.device), words(values).to(flat.device))
 
 
 def _blocks(

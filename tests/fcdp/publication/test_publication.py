@@ -5,9 +5,11 @@ Which files are a version, what they may tell, and which state they may be writt
 
 from __future__ import annotations
 
+import gc
 import http.server
 import json
 import shutil
+import weakref
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -302,11 +304,68 @@ def test_mistakes_are_refused() -> None:
     run = Run(BF16, "unused", {"anchor_every": 0})
     with pytest.raises(ValueError, match="anchor_every = 0: must be 1 or more"):
         run.publish()
+    run.options = {"dtype": torch.int8}
+    with pytest.raises(ValueError, match=r"dtype = torch.int8: must be of floating-point"):
+        run.publish()
     run.options = {"trainable_only": True}
     for param in run.model.parameters():
         param.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter has requires_grad"):
         run.publish()
+
+
+@on_ranks(2)
+def test_a_model_that_stays_gathered_is_published_in_eight_bits(tmp_path: Path) -> None:
+    """Its parameters are no shards until they are asked for."""
+    settings = Settings(2, 1, param_dtype=torch.float8_e4m3fn)
+    run = Run(Settings(2, 1, reshard_after_forward=False), tmp_path, {}, rate=1e-2)
+    run.options = {"dtype": settings.param_dtype}
+    reader = fcdp.Subscriber(tmp_path)
+    for version in (1, 2):
+        with torch.no_grad():
+            run.loss()
+        assert not any(isinstance(param, DTensor) for param in run.model.parameters())
+        run.publish()
+        assert reader.update() == version
+        equal(reader.state, held(run.model, settings))
+        run.step()
+
+
+@on_ranks(1)
+def test_a_published_model_goes_with_the_last_who_holds_it(tmp_path: Path) -> None:
+    run = Run(Settings(1, 1), tmp_path, {})
+    run.publish()
+    model = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert model() is None
+
+
+@on_ranks(1)
+def test_two_that_publish_to_one_place_are_never_mixed(tmp_path: Path) -> None:
+    settings = Settings(1, 1, param_dtype=torch.bfloat16)
+    one, other = (Run(settings, tmp_path, {"anchor_every": 3}, rate=1e-2) for _ in range(2))
+    reader = fcdp.Subscriber(tmp_path)
+    one.publish()
+    reader.update()
+    other.step()
+    other.publish()
+    one.step()
+    one.step()
+    assert one.publish().version == reader.update() == 2
+    other.publish()
+    with pytest.raises(ValueError, match=r"step_000003.*run = .*must be .*publishes to this place"):
+        reader.update()
+    equal(reader.state, held(one.model, settings))
+    other.publish()
+    assert other.publish().anchor_bytes
+    assert reader.update() == 5
+    equal(reader.state, held(other.model, settings))
+    for part in range(2):
+        about = {"model_version": "6", "parts": "{}", "frozen": "0", "run": str(part)}
+        Place(tmp_path).write(File("anchors", 6, part, 2), pack({"weight": torch.ones(1)}, about))
+    with pytest.raises(ValueError, match=r"00002-of-00002.*run = '1': must be '0'"):
+        reader.update()
 
 
 class Cutting(http.server.SimpleHTTPRequestHandler):
@@ -373,7 +432,7 @@ def test_a_zero_that_has_changed_its_sign_is_told() -> None:
     part, dtype = Part("weight", (2,), (0,), (2,)), torch.bfloat16
     before, now = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([-0.0, 1.0], dtype=dtype)
     publisher: Any = SimpleNamespace(
-        _sent={dtype: before}, _options=SimpleNamespace(compressed=False)
+        _sent={dtype: before}, options=SimpleNamespace(compressed=False)
     )
     tensors, names, changed = _Publisher._difference(publisher, {dtype: [part]}, {dtype: now})
     assert (names, changed, tensors["weight.indices"].tolist()) == (["weight"], 1, [0])
