@@ -21,7 +21,7 @@ class Subscriber:
     """Follows what ``fcdp.publish`` writes, bit for bit, in a ``state_dict`` of plain tensors.
 
     Tensors that are there are written in place, so that a model's own ``state_dict()`` updates the
-    model; those that are not are added.
+    model; those that are not are added, but to a state that has others alone.
 
     Args:
         place: As of ``fcdp.publish``.
@@ -156,6 +156,9 @@ class Subscriber:
 
     def _write(self, writes: list[_Write]) -> None:
         """Write all or, where one does not fit, nothing."""
+        if self.state and self.state.keys().isdisjoint(name for name, _, _ in writes):
+            name, own = writes[0][0], next(iter(self.state))
+            raise ValueError(f"state: has {own} and not {name}; must have the published names")
         added: dict[str, torch.Tensor] = {}
         for name, where, values in writes:
             there = self.state.get(name, added.get(name))

@@ -459,6 +459,8 @@ def test_a_state_that_does_not_fit_is_left_alone(
     values, part = torch.ones(2, dtype=torch.bfloat16), Part("weight", (2,), (0,), (2,))
     with pytest.raises(ValueError, match=f"weight is {said}"):
         reader._write([("other", part, values), ("weight", part, values)])
+    with pytest.raises(ValueError, match="state: has weight and not module.weight; must have"):
+        reader._write([("module.weight", part, values)])
     assert [*reader.state] == ["weight"]
     assert not reader.state["weight"].any()
 
