@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.claims import papers
-from analysis.claims.papers import Claims
+from analysis.claims.papers import Check, Claims
 from analysis.claims.verdicts import Finding, asked, between, judge, quoted, rounded
 from analysis.load import matrices, runs, table
 from analysis.load.rows import row
@@ -28,6 +28,8 @@ class Line:
     ours: str
     tolerance: str
     verdict: str
+    #: What is compared, where that is not the claim's own setting.
+    note: str | None
     #: How the reader's is not the committed one; nothing where it is.
     problem: str
 
@@ -94,8 +96,15 @@ def _line(ours: Finding, committed: Finding) -> Line:
         f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
         asked(ours.check, claim.unit),
         ours.verdict,
+        _note(ours.check),
         _problem(ours, committed),
     )
+
+
+def _note(check: Check) -> str | None:
+    if check.role == "result":
+        return None
+    return f"context: {check.note}" if check.note else "context"
 
 
 def _problem(ours: Finding, committed: Finding) -> str:

@@ -185,7 +185,9 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
     if least >= sent:
         return text
-    return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
+    # Three digits, and never in exponent form.
+    few, many = (f"{g:.3g}" if g < 999.5 else f"{g:,.0f}" for g in (least / 1e3, sent / 1e3))
+    return f"{text}: a node sends {few} GB a million tokens, not {many}"
 
 
 def _about_fcdp(

@@ -312,8 +312,16 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = tokens_range(option, plan.request)
-    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
-    return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
+    (least, unit), (most, last) = _short(low), _short(high)
+    return f"{least}{'' if unit == last else unit}–{most}{last}"
+
+
+def _short(value: float) -> tuple[str, str]:
+    """Three digits, and the unit that they are of."""
+    for scale, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * scale:
+            return f"{value / scale:.3g}", unit
+    return f"{value:.3g}", ""
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:

@@ -41,6 +41,14 @@ def test_one_altered_record_fails_what_is_computed_from_it_alone(tmp_path: Path)
     assert result.output.count("FAIL") == 1
 
 
+def test_a_check_in_another_setting_than_the_claims_says_so() -> None:
+    checked = check(RESULTS / "paper/bandwidth", RESULTS)
+    first, second = [line for line in checked[0].lines if line.claim.startswith("Up to 100 times")]
+    assert first.note is None
+    assert second.note is not None
+    assert second.note.startswith("context: Over ZeRO-3 on our own")
+
+
 def test_a_matrix_that_tests_no_claim_is_named() -> None:
     with pytest.raises(ValueError, match=r"no claim is tested by delta; .* paper/volume"):
         check(RESULTS / "delta", RESULTS)
