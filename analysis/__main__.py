@@ -138,7 +138,7 @@ def check(records: Records) -> None:
             failed += bool(line.problem)
             said = f"paper {line.paper}, committed {line.committed}, yours {line.ours}"
             outcome = f"{line.tolerance}: {line.verdict}"
-            for text in filter(None, (line.claim, said, outcome, line.note, line.problem)):
+            for text in filter(None, (line.claim, said, outcome, line.problem)):
                 first = ("FAIL" if line.problem else "same") if text is line.claim else ""
                 typer.echo(fill(text, 80, initial_indent=f"{first:6}", subsequent_indent=" " * 6))
     every = sum(len(of.lines) for of in checked)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.claims import papers
-from analysis.claims.papers import Check, Claims
+from analysis.claims.papers import Claims
 from analysis.claims.verdicts import Finding, asked, between, judge, quoted, rounded
 from analysis.load import matrices, runs, table
 from analysis.load.rows import row
@@ -28,8 +28,6 @@ class Line:
     ours: str
     tolerance: str
     verdict: str
-    #: What is compared, where that is not the claim's own setting.
-    note: str | None
     #: How the reader's is not the committed one; nothing where it is.
     problem: str
 
@@ -89,22 +87,16 @@ def _line(ours: Finding, committed: Finding) -> Line:
     claim = ours.claim
     assert ours.check is not None, "claims without checks have no matrix"
     sure = between(ours.interval, claim.unit)
+    setting = ("context", ours.check.note) if ours.check.role == "context" else ()
     return Line(
         claim.claim,
         f"{quoted(claim.number, claim.unit)} [{claim.label}]",
         rounded(committed.ours, claim.unit),
         f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
         asked(ours.check, claim.unit),
-        ours.verdict,
-        _note(ours.check),
+        "; ".join(filter(None, (ours.verdict, *setting))),
         _problem(ours, committed),
     )
-
-
-def _note(check: Check) -> str | None:
-    if check.role == "result":
-        return None
-    return f"context: {check.note}" if check.note else "context"
 
 
 def _problem(ours: Finding, committed: Finding) -> str:
