@@ -312,16 +312,9 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = tokens_range(option, plan.request)
-    (least, unit), (most, last) = _short(low), _short(high)
-    return f"{least}{'' if unit == last else unit}–{most}{last}"
-
-
-def _short(value: float) -> tuple[str, str]:
-    """Three digits, and the unit that they are of."""
-    for scale, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * scale:
-            return f"{value / scale:.3g}", unit
-    return f"{value:.3g}", ""
+    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if low >= pair[0])
+    ends = (float(f"{speed / (scale or 1):.3g}") for speed in (low, high))  # 1180, not 1.18e+03
+    return f"{'–'.join(f'{end:g}' for end in ends)}{unit}"
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
