@@ -139,7 +139,7 @@ def check(records: Records) -> None:
             said = f"paper {line.paper}, committed {line.committed}, yours {line.ours}"
             outcome = f"{line.tolerance}: {line.verdict}"
             for text in filter(None, (line.claim, said, outcome, line.problem)):
-                first = ("FAIL" if line.problem else "pass") if text is line.claim else ""
+                first = ("FAIL" if line.problem else "same") if text is line.claim else ""
                 typer.echo(fill(text, 80, initial_indent=f"{first:6}", subsequent_indent=" " * 6))
     every = sum(len(of.lines) for of in checked)
     typer.echo(f"{every - failed} of {every} comparisons have the committed number")

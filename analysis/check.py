@@ -87,13 +87,14 @@ def _line(ours: Finding, committed: Finding) -> Line:
     claim = ours.claim
     assert ours.check is not None, "claims without checks have no matrix"
     sure = between(ours.interval, claim.unit)
+    setting = ("context", ours.check.note) if ours.check.role == "context" else ()
     return Line(
         claim.claim,
         f"{quoted(claim.number, claim.unit)} [{claim.label}]",
         rounded(committed.ours, claim.unit),
         f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
         asked(ours.check, claim.unit),
-        ours.verdict,
+        "; ".join(filter(None, (ours.verdict, *setting))),
         _problem(ours, committed),
     )
 

@@ -275,7 +275,7 @@ class DiLoCoSettings(LocalSGDSettings):
 class StreamingSettings(DiLoCoSettings):
     """Settings of Streaming DiLoCo; the steps and the share are its paper's."""
 
-    #: Fragments of the model, one after another of which crosses; each has every so manieth block.
+    #: Fragments of the model, one after another of which crosses; blocks are dealt to them in turn.
     fragments: Annotated[_Count, _subject("Fragments", write="{} fragments".format)] = 2
     #: Steps that are trained while a fragment crosses.
     overlap: Annotated[_Count, _subject("Overlap", write="{} steps of overlap".format)] = 1

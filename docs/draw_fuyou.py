@@ -46,6 +46,7 @@ def published() -> Figure:
         batches.set_xscale("log", base=2)
         batches.set(xlabel="global batch (12 SSDs)", ylabel="TFLOPS")
         for ax in (ssds, batches):
+            ax.plot([], [], "o", color="0.4", markersize=4, label="published")
             ax.legend(fontsize=7)
             ax.set_ylim(bottom=0)
     return figure

@@ -92,6 +92,7 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
         for row, tuning in zip(axes, TUNINGS, strict=True):
             for ax, gpu in zip(row, GPUS, strict=True):
                 ax.set(title=f"{tuning}, {_NODES} × 8 {gpu}")
+                ax.grid(visible=False)  # its lines would run through the numbers
                 ax.set_xticks(range(len(GBIT_S)), [f"{value:g}" for value in GBIT_S])
                 ax.set_yticks(range(len(MODELS)), MODELS)
                 ax.set(xlim=(-0.5, len(GBIT_S) - 0.5), ylim=(-0.5, len(MODELS) - 0.5))
@@ -110,7 +111,8 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
             ax.set_xlabel("Gbit/s per node")
         taken = [name for name in STRATEGIES if any(one["take"] == name for one in cells)]
         patches = [Patch(color=find(name).look.colour, alpha=0.55, label=name) for name in taken]
-        patches.append(Patch(color="0.9", label="nothing fits"))
+        if any(one["take"] is None for one in cells):
+            patches.append(Patch(color="0.9", label="nothing fits"))
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
     return figure
 

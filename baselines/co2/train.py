@@ -365,7 +365,7 @@ def build(model: nn.Module, job: Job) -> LocalSteps:
 
 
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
-    """Parts of what is trained, so many: every so manieth block; the smallest has the rest.
+    """Parts of what is trained, so many: blocks are dealt out in turn; the smallest has the rest.
 
     Raises ``ValueError`` where there are fewer blocks.
     """

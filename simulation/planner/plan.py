@@ -178,14 +178,13 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
         share = f"{chosen.speed.bottleneck_share:.0%}"
         return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
-    many = f"{times:.3g} times as many"
-    text = (
-        f"{strategy} trains {'as many' if many.startswith('1 ') else many} tokens a second as fsdp2"
-    )
+    many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"
+    text = f"{strategy} trains {many} tokens a second as fsdp2"
     sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
     if least >= sent:
         return text
-    return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
+    whole = f"{float(f'{sent / 1e3:.3g}'):,g}"  # 1,030, not 1.03e+03
+    return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {whole}"
 
 
 def _about_fcdp(

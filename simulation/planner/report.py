@@ -312,8 +312,9 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = tokens_range(option, plan.request)
-    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
-    return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
+    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if low >= pair[0])
+    ends = (float(f"{speed / (scale or 1):.3g}") for speed in (low, high))  # 1180, not 1.18e+03
+    return f"{'–'.join(f'{end:g}' for end in ends)}{unit}"
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def test_the_committed_run_passes_in_the_papers_units() -> None:
     assert [line.claim for line in checked.lines if line.problem] == []
     (zero3,) = [line for line in checked.lines if line.claim.endswith("ZeRO-3 sends a step.")]
     assert (zero3.paper, zero3.ours) == ("213.73 GB [2nd]", "211 GB")
+    assert "differs; context; Over ZeRO-3" in str(check(RESULTS / "paper/bandwidth", RESULTS))
 
 
 def test_one_altered_record_fails_what_is_computed_from_it_alone(tmp_path: Path) -> None:
