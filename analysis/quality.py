@@ -208,7 +208,7 @@ def _seconds(course: Course, loss: float) -> str:
     found = course.seconds_to(loss)
     if found is None:
         return text.ABSENT
-    middle, least, most = (f"{seconds:.3g}" for seconds in found)
+    middle, least, most = (text.number(seconds) for seconds in found)
     return f"{middle} ({least}–{most})"
 
 
