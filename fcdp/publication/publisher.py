@@ -78,7 +78,8 @@ def publish(
     Collective: every rank calls it, between steps, and writes its own shards; nothing is gathered.
     Readers follow with ``fcdp.Subscriber``. A version counts once all ranks' files are there, each
     of which is there whole or not at all; a run that is killed and started again goes on behind
-    what it finds, by an anchor.
+    what it finds, by an anchor. Nothing is removed: what is older than the last anchor may be, once
+    no reader is behind it.
 
     Files are as TRL's delta weight sync has them (its pull request 5417): in
     ``deltas/step_000011-00001-of-00004.safetensors`` for each changed parameter ``NAME.indices``
