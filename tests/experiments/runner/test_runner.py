@@ -27,8 +27,6 @@ from simulation import files
 from tests.disks import full_disk
 from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture
 def matrix(tmp_path: Path) -> Matrix:
