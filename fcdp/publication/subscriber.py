@@ -156,7 +156,8 @@ class Subscriber:
 
     def _write(self, writes: list[_Write]) -> None:
         """Write all or, where one does not fit, nothing."""
-        if self.state and self.state.keys().isdisjoint(name for name, _, _ in writes):
+        names = {name for name, _, _ in writes}
+        if names and self.state and names.isdisjoint(self.state):
             name, own = writes[0][0], next(iter(self.state))
             raise ValueError(f"state: has {own} and not {name}; must have the published names")
         added: dict[str, torch.Tensor] = {}

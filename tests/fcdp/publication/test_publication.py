@@ -461,6 +461,7 @@ def test_a_state_that_does_not_fit_is_left_alone(
         reader._write([("other", part, values), ("weight", part, values)])
     with pytest.raises(ValueError, match="state: has weight and not module.weight; must have"):
         reader._write([("module.weight", part, values)])
+    reader._write([])  # a version in which nothing has changed
     assert [*reader.state] == ["weight"]
     assert not reader.state["weight"].any()
 
