@@ -37,6 +37,7 @@ def draw() -> Figure:
                     facecolors=colour if held_out else "none",
                     label=gpu,
                     linewidths=0.8,
+                    clip_on=False,  # those at the edge are whole
                 )
             ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
             check = record.check(compute.SOURCES if held_out else "all rows, fitted")
