@@ -7,11 +7,20 @@ numbers. A test compares the bytes with those that the library's codecs (``fcdp.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import fcdp
 
-#: Names of what gathers are told with in matrix files that rounds nothing.
-DIFFERENCES = ("delta", "delta(always)", "delta(smallest)")
+if TYPE_CHECKING:
+    from fcdp.codec import When
+
+#: Names of what gathers are told with in matrix files that rounds nothing, and when it is told.
+DIFFERENCES: Mapping[str, When] = {
+    "delta": "pays",
+    "delta(always)": "always",
+    "delta(smallest)": "smallest",
+}
 #: The same of reductions.
 EXPONENTS = ("exact", "exact(always)")
 
@@ -36,10 +45,8 @@ def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
 
     ``delta`` tells them where that pays, ``delta(always)`` always, ``delta(smallest)`` in least.
     """
-    if text == "delta(smallest)":
-        return fcdp.Delta("smallest")
     if text in DIFFERENCES:
-        return fcdp.Delta("always" if "always" in text else "pays")
+        return fcdp.Delta(DIFFERENCES[text])
     return parse(text, ", and delta")
 
 

@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=48_430, aim=34_000),
+    "lines of source": Budget(most=48_435, aim=34_000),
     "lines of fcdp": Budget(most=12_220, aim=7_500),
     "lines of baselines": Budget(most=8_180, aim=6_500),
     "lines of simulation": Budget(most=8_970, aim=6_500),

@@ -255,7 +255,7 @@ class Exchanges:
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""
-        if codec == DIFFERENCES[0] and math.isinf(self.hardware.inter_bytes_per_s):
+        if codec == "delta" and math.isinf(self.hardware.inter_bytes_per_s):
             codec = "none"  # nothing is waited for, so that its rule tells no differences
         if codec == "none":
             return float(parameters * self.workload.element_bytes)

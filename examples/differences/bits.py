@@ -11,7 +11,6 @@ words' differences, each taken alone, over all parameters.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import date
@@ -141,4 +140,4 @@ if __name__ == "__main__":
     made = measured()
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(table(made) + "\n")
+    print(table(made))

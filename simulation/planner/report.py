@@ -312,8 +312,8 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = tokens_range(option, plan.request)
-    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if low >= pair[0])
-    ends = (float(f"{speed / (scale or 1):.3g}") for speed in (low, high))  # 1180, not 1.18e+03
+    scale, unit = (1e6, "M") if low >= 1e6 else (1e3, "k") if low >= 1e3 else (1.0, "")
+    ends = (float(f"{speed / scale:.3g}") for speed in (low, high))  # 1180, not 1.18e+03
     return f"{'–'.join(f'{end:g}' for end in ends)}{unit}"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.differences import bits
+from examples.differences.bits import _entropy
 from scripts import coding_speed, readme
 from tests.ranks import on_ranks
 
@@ -35,5 +35,5 @@ def test_gathers_are_near_the_entropy_of_the_same_steps_and_reductions_are_coded
 
 @on_ranks(2)
 def test_the_entropy_is_that_of_all_ranks_words() -> None:
-    assert bits._entropy(torch.tensor([dist.get_rank()] * 8)) == 1.0
-    assert bits._entropy(torch.tensor([0, 0, 0, 65535])) == pytest.approx(0.811278)
+    assert _entropy(torch.tensor([dist.get_rank()] * 8)) == 1.0
+    assert _entropy(torch.tensor([0, 0, 0, 65535])) == pytest.approx(0.811278)
