@@ -32,11 +32,17 @@ def _apart(rank: int, world_size: int, store: Path) -> None:
 
 
 def shard(
-    model: Any, units: Iterable[Any], topology: fcdp.Topology, engine: str, look_ahead: int
+    model: Any,
+    units: Iterable[Any],
+    topology: fcdp.Topology,
+    engine: str,
+    look_ahead: int,
+    **codecs: Any,
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if (policy := ENGINES[engine]) is not None:
         options: Any = {"policy": policy, "mp_policy": precision, "look_ahead": look_ahead}
+        options |= codecs
         fcdp.shard(model, topology, units=units, **options)
         return
     for module in [*units, model]:

@@ -10,30 +10,21 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import fcdp
 from scripts import fake_world
-from tests.fcdp.cuda.alone import DEVICE, ON_GPU, alone, shard
+from tests.fcdp.cuda.alone import DEVICE, ON_GPU, alone
+from tests.fcdp.cuda.steps import MOST_TRACE_BYTES, ROUNDS, Step, seconds_of, write_trace
 
 pytestmark = pytest.mark.gpu
 
-#: 1.1 billion parameters, where it is to say something.
-LAYERS, WIDTH, TOKENS, MICRO_BATCH, ROUNDS = (
-    (20, 2048, 1024, 16, 10) if ON_GPU else (2, 64, 16, 1, 2)
-)
-LOOK_AHEAD = 2
 #: Where copies run under compute.
 MOST_RATIO = 1.05
-MOST_TRACE_BYTES = 2 * 2**20
 
 
 def test_a_step_from_host_memory_is_as_fast_as_one_without_copies(
@@ -70,48 +61,3 @@ def times(trace: Path) -> dict[str, Any]:
             "host_over_none": medians["host"] / medians["none"],
             "hits": fcdp.ledger(steps["host"].model).hits,
         }
-
-
-class Step:
-    """Forward and backward; no optimizer step, so that what is cached stays fresh."""
-
-    def __init__(self, topology: fcdp.Topology, engine: str) -> None:
-        config = GPT2Config(
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=max(1, WIDTH // 128),
-            n_positions=TOKENS,
-            vocab_size=50304,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        )
-        with DEVICE:  # made there: on the host it would take most of a minute
-            self.model: Any = GPT2LMHeadModel(config)
-            self._tokens = torch.randint(50257, (MICRO_BATCH, TOKENS))
-        shard(self.model, self.model.transformer.h, topology, engine, LOOK_AHEAD)
-
-    def __call__(self) -> None:
-        self.model(input_ids=self._tokens, labels=self._tokens, use_cache=False).loss.backward()
-        self.model.zero_grad()
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
-    synchronize()
-    started = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - started
-
-
-def write_trace(step: Step, file: Path) -> None:
-    """The events alone, and no time in the header: the file names nothing of this machine."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    for _ in range(2):  # the first sets the profiler up while the step waits
-        with profile(activities=activities) as profiler:
-            seconds_of(step)
-    whole = file.with_name("whole.json")
-    profiler.export_chrome_trace(str(whole))
-    events = json.loads(whole.read_text(encoding="utf-8"))["traceEvents"]
-    whole.unlink()
-    kept = json.dumps({"traceEvents": events}, separators=(",", ":"))
-    file.write_bytes(gzip.compress(kept.encode("utf-8"), mtime=0))

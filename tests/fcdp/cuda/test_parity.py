@@ -30,8 +30,14 @@ from tests.ranks import Pools, RankFailure
 
 pytestmark = pytest.mark.gpu
 
-#: With how far a lossy run's losses may be from FSDP2's, relative, in the few steps of a training.
-CODECS = {None: (None, 0.0), "int8": (fcdp.BlockInt8(), 0.03), "int4": (fcdp.BlockInt4(), 0.25)}
+#: Of gathers, with how far a run's losses may be from FSDP2's, relative, in the few steps of a
+#: training. A lossy one serves for reductions too.
+CODECS: dict[str | None, tuple[Any, float]] = {
+    None: (None, 0.0),
+    "int8": (fcdp.BlockInt8(), 0.03),
+    "int4": (fcdp.BlockInt4(), 0.25),
+    "delta": (fcdp.Delta(), 0.0),
+}
 #: More than two summands have more than one order, and micro-batches are added before ranks.
 TOLERANCE = 1e-4
 BUDGET = "budget(device=UNIT, host=UNIT, disk=UNIT)"
@@ -84,13 +90,24 @@ def cases() -> Iterator[Any]:
     """All that is compared, in the order of what matters most; a few of each on the CPU."""
     policies = POLICIES if ON_GPU else ("none", "host")
     for world in (IMITATED, PAIR):
-        for tuning, codec in (("full", None), ("lora", None), ("full", "int8"), ("full", "int4")):
+        for tuning, codec in (
+            ("full", None),
+            ("lora", None),
+            ("full", "delta"),
+            ("full", "int8"),
+            ("full", "int4"),
+        ):
             for policy in policies:
-                yield world, Case(policy, tuning, codec)
+                yield case(world, policy, tuning, codec)
     for world, counts in ((PAIR, (2,)), (SQUARE, (1, 2)), (CHAIN, (1, 2))):
         for count in counts:
             for tuning in ("full", "lora"):
-                yield world, Case("host", tuning, None, count)
+                yield case(world, "host", tuning, None, count)
+
+
+def case(world: World, *what: Any) -> Any:
+    """A parameter: a process of pytest's (``-n``) takes all of one world."""
+    return pytest.param(world, Case(*what), marks=pytest.mark.xdist_group(str(world)))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +184,7 @@ def trained(world: World, case: Case) -> Result:
         reduce_dtype=torch.float32,
         policy=fcdp.NoCache() if is_fsdp2 else policy(case.policy, world),
         gather_codec=codec,
-        reduce_codec=codec,
+        reduce_codec=None if case.codec == "delta" else codec,
     )
     return training.train(settings, "fsdp2" if is_fsdp2 else "fcdp")
 

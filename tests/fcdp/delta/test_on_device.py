@@ -133,7 +133,7 @@ def test_on_a_gpu_nobody_waits(change: float) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not wrong
-    assert torch.equal(row, new)
+    assert torch.equal(row.view(torch.int16), new.view(torch.int16))  # a NaN equals nothing
 
 
 RAW = Settings(steps=8, optimizer="sgd", param_dtype=torch.bfloat16, detect_writes=False)

@@ -29,7 +29,7 @@ MICRO_BATCH = 8
 def wide_case(strategy: str, tuning: str, *, checkpointing: bool) -> Case:
     (case,) = (
         each
-        for each in study.cases([models.find("gpt-10b")], [strategy])
+        for each in study.cases([models.find("gpt-10b")], [strategy], study.SEQUENCE_LENGTHS[:1])
         if each.policy == "host" and each.tuning == tuning and each.checkpointing == checkpointing
     )
     model = case.model.model_copy(update={"layers": LAYERS})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,11 +25,14 @@ class Made:
     streams: Streams
     tier: HostTier
     unit: Any
+    #: Slices, whose memory would be given out anew while another stream reads it.
+    given: list[Slice] = field(default_factory=list)
 
     def filled(self, value: float) -> Slice:
         """A slice that the current stream fills."""
         rows = torch.empty((2, self.unit.shard_bytes // 4), device="cuda")
         made = Slice(rows, 0, self.streams.current())
+        self.given.append(made)
         with made.access.writing(made.home):
             rows.fill_(value)
         return made
