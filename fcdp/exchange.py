@@ -185,8 +185,7 @@ def all_gather(
     if len(outputs) == 1:
         _all_gather(outputs[0], inputs[0], group=group)
         return []
-    group.allgather_into_tensor_coalesced([*outputs], [*inputs], _QUEUED).wait()
-    return []
+    return _queued(group.allgather_into_tensor_coalesced([*outputs], [*inputs], _QUEUED))
 
 
 def reduce_scatter(
@@ -214,7 +213,13 @@ def reduce_scatter(
     options = ReduceScatterOptions()
     options.reduceOp = cast(dist.ReduceOp, op)  # or a plain ``RedOpType``: the binding takes both
     options.asyncOp = False
-    group.reduce_scatter_tensor_coalesced([*outputs], [*buffers], options).wait()
+    return _queued(group.reduce_scatter_tensor_coalesced([*outputs], [*buffers], options))
+
+
+def _queued(work: dist.Work | None) -> list[Pending]:
+    """Order the current stream after a collective; NCCL's are queued on it, and give no work."""
+    if work is not None:
+        work.wait()
     return []
 
 

@@ -168,6 +168,8 @@ class EmulatedCluster:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
+            # Not InfiniBand's: no namespace limits that.
+            "NCCL_NET": "Socket",
             **environment,
             "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
             # Where processes beside the ranks are.

@@ -134,7 +134,7 @@ class Group(dist.ProcessGroup):
         outputs: Sequence[torch.Tensor],
         results: Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]],
         options: Any = None,
-    ) -> Done:
+    ) -> Any:
         """Exchange ``inputs``; ``results`` makes of all ranks' what goes to ``outputs``."""
         self._count += 1
         what = f"{what} of {self._size} in {self.group_desc}"
@@ -162,6 +162,8 @@ class Group(dist.ProcessGroup):
                 plain(output).copy_(result.view(output.shape))
         if on_device:
             device.note(what, [], outputs, stream=timeline)
+            if getattr(options, "asyncOp", None) is False:
+                return None  # as NCCL: what is queued on the current stream gives no work
             event = Event()
             event.record(timeline)
             return Done(lambda: here().current.wait_event(event))

@@ -105,9 +105,10 @@ def cases() -> Iterator[Any]:
                 yield case(world, "host", tuning, None, count)
 
 
-def case(world: World, *what: Any) -> Any:
-    """A parameter: a process of pytest's (``-n``) takes all of one world."""
-    return pytest.param(world, Case(*what), marks=pytest.mark.xdist_group(str(world)))
+def case(world: World, policy: str, tuning: str, codec: str | None, count: int = 1) -> Any:
+    """A parameter: with pytest's ``-n`` one process takes what follows in one world."""
+    group = pytest.mark.xdist_group(f"{world} {codec or tuning}")
+    return pytest.param(world, Case(policy, tuning, codec, count), marks=group)
 
 
 @pytest.fixture(scope="module")
