@@ -76,7 +76,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 	$(INTERPRETER) $(MARKED) --session-timeout 150 --junitxml results/gpu/speed.xml --keep results/gpu $(SPEED) || status=1; \
 	TORCH_CUDA_SANITIZER=1 $(INTERPRETER) $(MARKED) --session-timeout 180 --junitxml results/gpu/streams.xml \
 		$$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py' --exclude-dir cuda) & \
-	$(INTERPRETER) $(MARKED) -n 8 --dist loadgroup --session-timeout 240 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
+	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 240 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
 	wait $$! || status=1; \
 	sed -i 's/ hostname="[^"]*"//' results/gpu/*.xml; \
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \

@@ -72,8 +72,7 @@ class Delta:
     codes. What is not held (the first step, a policy that keeps less) is sent whole.
 
     For ``gather_codec``. Each rank keeps its own shards as it last sent them, 1/(L·n) of the model,
-    where its parameters are. On an accelerator all units are counted before the first gather of a
-    step, and differences are told wherever they are smaller: coding takes less time than any link.
+    where its parameters are. On an accelerator they are told wherever they are smaller.
 
     Args:
         when: ``"pays"``: a rank tells a difference where coding it takes less time than is waited

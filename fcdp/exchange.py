@@ -218,8 +218,7 @@ def reduce_scatter(
 
 def _queued(work: dist.Work | None) -> list[Pending]:
     """Order the current stream after a collective; NCCL's are queued on it, and give no work."""
-    if work is not None:
-        work.wait()
+    wait_all([] if work is None else [work])
     return []
 
 

@@ -31,14 +31,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=48_435, aim=34_000),
+    "lines of source": Budget(most=48_445, aim=34_000),
     "lines of fcdp": Budget(most=12_220, aim=7_500),
     "lines of baselines": Budget(most=8_180, aim=6_500),
     "lines of simulation": Budget(most=8_970, aim=6_500),
-    "lines of experiments": Budget(most=12_200, aim=8_500),
+    "lines of experiments": Budget(most=12_205, aim=8_500),
     "lines of analysis": Budget(most=6_870, aim=5_000),
-    "lines of scripts": Budget(most=2_965, aim=3_000),
-    "lines of tests": Budget(most=44_320, aim=32_000),
+    "lines of scripts": Budget(most=2_970, aim=3_000),
+    "lines of tests": Budget(most=44_525, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=40, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

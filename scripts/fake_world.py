@@ -72,13 +72,16 @@ def _imitation() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(methods(at_once))
         # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
-        # messages gives is not this rank's part.
-        # A function: a mock would keep every tensor that it was called with.
-        stack.enter_context(mock.patch.object(exchange, "_on_host", lambda _: False))
+        # messages gives is not this rank's part. A mock would keep what it was called with.
+        stack.enter_context(mock.patch.object(exchange, "_on_host", new=_nowhere))
         for module in (dist, dist.distributed_c10d):
             # Groups for decisions are asked for over gloo, which this store cannot serve.
             stack.enter_context(mock.patch.object(module, "new_group", _fake_group))
         yield
+
+
+def _nowhere(_: torch.Tensor) -> bool:
+    return False
 
 
 _new_group = dist.new_group

@@ -123,6 +123,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "bits": lambda: bits.table(committed("difference-bits")),
         "coding": lambda: coding_speed.table(committed("coding-speed")),
         "host-time": lambda: host_cost.tables(committed("host-cost")),
+        "one-gpu": lambda: tables.on_the_slow_link(_records("one-gpu")),
         "memory": memory.of_caches,
         "others": memory.of_others,
         "traffic": memory.of_traffic,

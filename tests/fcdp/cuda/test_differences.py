@@ -1,4 +1,4 @@
-"""Differences on a GPU: the coder beside a copy, and a step that tells them beside one that does not.
+"""Differences on a GPU: the coder beside a copy, and a step that tells them beside one without.
 
 The other node is imitated, and what goes to it is copied inside the device: a step says what coding
 costs, and nothing of a link.
@@ -31,7 +31,9 @@ RATES = (3e-5, 1e-5, 1e-6)
 LEAST_SPEED = 12.5
 
 
-def test_coding_is_faster_than_links_between_nodes(record_property: Callable[[str, object], None]) -> None:
+def test_coding_is_fast(
+    record_property: Callable[[str, object], None],
+) -> None:
     found = alone(speeds)
     record_property("gb_per_s", found)
     for rate, of in found.items():
