@@ -49,7 +49,9 @@ def bits(records: Path = RECORDS) -> Mapping[float, float]:
 def draw() -> Figure:
     """Draw the bits told of each parameter, beside those of a whole bf16 gather."""
     records = frame(latest(load(RECORDS)))
-    rows = sorted(json.loads(BITS.read_bytes())["rows"], key=itemgetter("learning_rate"))
+    both = sorted(json.loads(BITS.read_bytes())["rows"], key=itemgetter("learning_rate"))
+    smaller = min(row["parameters"] for row in both)  # that of the records
+    rows = [row for row in both if row["parameters"] == smaller]
     coded, entropy = (
         {row["learning_rate"]: row[name][1] for row in rows} for name in ("gathers", "entropy")
     )

@@ -174,11 +174,12 @@ class CachedAllGather(AllGather):
         self._ledger.misses += 1
         self._cache.drain()
         received = self._slice(output)
-        if self._sent is not None and self._cache.has_base(self._entry):
-            if isinstance(self._sent, Sent):
-                yield from self._differences(self._sent, received, own, phase)
+        told = self._told
+        if told is not None and self._cache.has_base(self._entry):
+            if isinstance(told, Sent):
+                yield from self._differences(told, received, own, phase)
             else:
-                self._queue_differences(self._sent, received, own, phase)
+                self._queue_differences(told, received, own, phase)
         else:
             if self._sent is not None:
                 self._sent.forget()
@@ -190,9 +191,9 @@ class CachedAllGather(AllGather):
         if self._worth_keeping(own):
             with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
-            if self._sent is not None and self._unit.trainable:
+            if told is not None:
                 with self._streams.on(self._streams.inter_node):
-                    self._sent.keep(own)
+                    told.keep(own)
                 # FSDP2 frees what it was copied from in the order of the current stream.
                 self._streams.current().wait_stream(self._streams.inter_node)
         # After the store: the first gather of backward may be that of the unit just stored.
@@ -203,13 +204,19 @@ class CachedAllGather(AllGather):
             self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
 
+    @property
+    def _told(self) -> Kept | None:
+        """What differences lead from, while ranks tell any; alike on every rank."""
+        sent = self._sent
+        return sent if sent is not None and sent.telling and self._unit.trainable else None
+
     def _worth_keeping(self, own: torch.Tensor) -> bool:
         """Whether the cache takes what was gathered; alike on every rank.
 
         What has changed by the next gather is told as a difference from it.
         """
         resized = own.nbytes != self._unit.shard_bytes
-        if self._sent is not None and not resized and self._unit.trainable:
+        if self._told is not None and not resized:
             return True
         return self._cache.worth_keeping(self._entry, own.nbytes)
 

@@ -102,7 +102,7 @@ class Engine:
             lambda: self._passes.without_gradients,
             verify=options.safety.verify,
             lacks_base=self._lacks_base if delta is not None else None,
-            wish=self._wish if delta is not None or isinstance(exact, Exact) else None,
+            wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
             agreed=self._agreed,
         )
         plan = MemoryPlan.of(
@@ -255,13 +255,18 @@ class Engine:
             self.cache.begin_pass()
         return begins
 
-    def _wish(self) -> bool:
-        return any(economy.faster for economy in self._economies)
+    def _wishes(self) -> list[bool]:
+        """Whether this rank's link has become faster, and whether it would tell a difference."""
+        faster = any(economy.faster for economy in self._economies)
+        tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
+        return [faster, any(tell)]
 
-    def _agreed(self, faster: bool) -> None:
-        """All ranks know what is stale, and whether the link of any has become faster."""
+    def _agreed(self, faster: bool = False, told: bool = False) -> None:
+        """All ranks know what is stale, and what any of them wishes."""
         for economy in self._economies if faster else ():
             economy.learn_again()
+        for sent in self._sent.values():
+            sent.telling = told
         if self._sizes is not None:
             self._sizes.learn()
 

@@ -61,15 +61,15 @@ class Staleness:
         *,
         verify: bool = False,
         lacks_base: Callable[[Unit], bool] | None = None,
-        wish: Callable[[], bool] | None = None,
-        agreed: Callable[[bool], None] | None = None,
+        wishes: Callable[[], list[bool]] | None = None,
+        agreed: Callable[..., None] | None = None,
     ) -> None:
         """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
 
         ``without_gradients`` says whether the pass that has begun computes none.
         ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
         ``agreed`` is called on all ranks when they have agreed, before the first gather, with
-        whether any of them had the ``wish``.
+        whether any of them had each of the ``wishes``.
         """
         self._watched = {entry.unit: _Watched(entry) for entry in entries}
         self._topology = topology
@@ -78,7 +78,7 @@ class Staleness:
         self._without_gradients = without_gradients
         self._verify = verify
         self._lacks_base = lacks_base
-        self._wish = wish
+        self._wishes = wishes
         self._agreed = agreed
         self._compares = guard is not None and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
@@ -198,9 +198,9 @@ class Staleness:
         elif self._guard is not None:
             differ = self._guard.found()
         lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
-        wishes = [] if self._wish is None else [self._wish()]
+        wishes = [] if self._wishes is None else self._wishes()
         flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
-        wished, flags = any(flags[: len(wishes)]), flags[len(wishes) :]
+        wished, flags = flags[: len(wishes)], flags[len(wishes) :]
         count = len(watched)
         written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
         for (_, each), lacking in zip(watched, lacks, strict=False):
@@ -217,7 +217,7 @@ class Staleness:
         if self._verify:
             self._compare_generations()
         if self._agreed is not None:
-            self._agreed(wished)
+            self._agreed(*wished)
 
     def _contents(self, unit: Unit, watched: _Watched) -> list[int] | None:
         if self._compares or watched.contents is not None:

@@ -31,8 +31,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=48_445, aim=34_000),
-    "lines of fcdp": Budget(most=12_220, aim=7_500),
+    "lines of source": Budget(most=48_470, aim=34_000),
+    "lines of fcdp": Budget(most=12_250, aim=7_500),
     "lines of baselines": Budget(most=8_180, aim=6_500),
     "lines of simulation": Budget(most=8_970, aim=6_500),
     "lines of experiments": Budget(most=12_205, aim=8_500),

@@ -93,12 +93,13 @@ def by_rollout(records: Sequence[Record]) -> str:
     rows = [
         (
             record.cell.objective.name,
+            f"{record.cell.learning_rate:g}",
             f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
             *(text.metric(one, _measured(record, name)) for name, one in there.items()),
         )
         for record in records
     ]
-    return text.table(("Answers", "iteration", *(one.title for one in there.values())), rows)
+    return text.table(("Answers", "learning rate", "iteration", *(one.title for one in there.values())), rows)
 
 
 def condensed(records: Sequence[Record]) -> str:

@@ -2,8 +2,8 @@
 
 python -m examples.differences.bits    measure, and write the record; scripts.readme the table
 
-Trains the model of ``pretrain`` at the rates of matrix.yaml, on emulated nodes whose links have no
-limit. Bytes are the kernel's, of a node's interface, from the model's forward to its end and from
+Trains the model of ``pretrain``, and one of twice its width, at the rates of matrix.yaml, on
+emulated nodes whose links have no limit; takes half an hour of two cores. Bytes are the kernel's, of a node's interface, from the model's forward to its end and from
 there to the step's end; all that is around a message counts as well. The entropy is that of the
 words' differences, each taken alone, over all parameters.
 """
@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from analysis import text
+from examples.differences.pretrain import pretrain
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.matrix import reader
 from experiments.records import provenance
 from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.workload import ConfiguredModel
 from experiments.worker.worker import _Training
 from fcdp import Topology
 
@@ -60,7 +62,8 @@ def train(cell_file: str, output: str) -> None:
         after = _words(model)
         before, differences = after, (after - before) & 0xFFFF
     if training.topology.rank == 0:
-        Path(output, "bits.json").write_text(json.dumps(bits), encoding="utf-8")
+        found = {"parameters": training.parameters, "bits": bits}
+        Path(output, "bits.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -81,16 +84,21 @@ def _entropy(words: torch.Tensor) -> float:
 
 
 def measured() -> dict[str, Any]:
-    """The record: quartiles over steps of the bits per parameter, by learning rate."""
+    """The record: quartiles over steps of the bits per parameter, by model and learning rate."""
     exact = {"gather_codec": "delta(smallest)", "reduce_codec": "exact(always)", "accumulation": 1}
     matrix = reader.read(str(MATRIX), changes={**exact, "inter_bandwidth": "unshaped"})
     cells = [entry.cell for entry in matrix.cells if entry.skip_reason is None]
     rows = []
     spec = cells[0].cluster
     assert isinstance(spec, ClusterSpec), "the matrix's nodes are emulated"
-    with EmulatedCluster(spec) as cluster:
+    with tempfile.TemporaryDirectory() as wide, EmulatedCluster(spec) as cluster:
         cluster.shape(None)
-        for cell in cells:
+        pretrain(width=512).save_pretrained(wide)
+        configuration = json.loads(Path(wide, "config.json").read_text(encoding="utf-8"))
+        model = ConfiguredModel(
+            name="gpt2-4x512", config=wide, weights="pretrained", configuration=configuration
+        )
+        for cell in (*cells, *(cell.model_copy(update={"model": model}) for cell in cells)):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "cell.json")
                 file.write_text(cell.model_dump_json(), encoding="utf-8")
@@ -102,9 +110,9 @@ def measured() -> dict[str, Any]:
                     timeout_s=900,
                 )
                 assert outcome.state == "ok", outcome.error
-                bits = json.loads(Path(folder, "bits.json").read_text(encoding="utf-8"))
-            found = {name: quantiles(values) for name, values in bits.items()}
-            rows.append({"learning_rate": cell.learning_rate, **found})
+                found = json.loads(Path(folder, "bits.json").read_text(encoding="utf-8"))
+            bits = {name: quantiles(values) for name, values in found.pop("bits").items()}
+            rows.append({"learning_rate": cell.learning_rate, **found, **bits})
             print(*_row(rows[-1]), sep="  ", flush=True)
     return {
         "command": "python -m examples.differences.bits",
@@ -121,9 +129,11 @@ def table(record: dict[str, Any]) -> str:
     made = (
         f"Made by `{record['command']}` on {record['date']}: bits per parameter that cross nodes, "
         f"by the kernel's counters, quartiles over {record['steps']} steps, beside the entropy of "
-        "what has changed in them. At the lowest rate messages are of 4 kB, so that framing shows."
+        "what has changed in them. At the lowest rate the smaller model's messages are of 4 kB, so "
+        "that framing shows."
     )
-    head = ("Learning rate", "Entropy of differences", "Gathers", "over it", "Reductions in bf16")
+    names = ("Entropy of differences", "Gathers", "over it", "Reductions in bf16")
+    head = ("Parameters", "Learning rate", *names)
     return made + "\n\n" + text.table(head, [_row(row) for row in record["rows"]])
 
 
@@ -132,8 +142,8 @@ def _row(row: dict[str, Any]) -> Sequence[str]:
         return "{1:.3f} ({0:.3f}–{2:.3f})".format(*row[name])
 
     over = row["gathers"][1] / row["entropy"][1]
-    rate = f"{row['learning_rate']:g}"
-    return rate, shown("entropy"), shown("gathers"), f"{over:.2f}×", shown("reductions")
+    model, rate = f"{row['parameters'] / 1e6:.1f} M", f"{row['learning_rate']:g}"
+    return model, rate, shown("entropy"), shown("gathers"), f"{over:.2f}×", shown("reductions")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ STEPS = 300
 SEQUENCES, LENGTH = 8, 128
 
 
-def pretrain(steps: int = STEPS) -> GPT2LMHeadModel:
+def pretrain(steps: int = STEPS, width: int = 256) -> GPT2LMHeadModel:
     """Train on the standard library's sources, bytes as tokens, with AdamW at 1e-3."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256,
         n_positions=LENGTH,
-        n_embd=256,
+        n_embd=width,
         n_layer=4,
         n_head=4,
         resid_pdrop=0.0,

@@ -26,6 +26,9 @@ class Kept:
         self._entry = entry
         self._memory: torch.Tensor | None = None
         self._version = 0
+        #: Whether any rank tells a difference in this pass; else shards are sent as they are, and
+        #: nothing is kept.
+        self.telling = True
 
     @property
     def usable(self) -> bool:
@@ -39,6 +42,10 @@ class Kept:
         """The shard (s) as it was sent."""
         assert self._memory is not None, self._entry.unit.name
         return self._memory
+
+    def wishes_to_tell(self) -> bool:
+        """Whether this rank would tell a difference in the pass that begins."""
+        return True
 
     def forget(self) -> None:
         """Note that what the other nodes hold is about to change, whether all of them get it."""
@@ -75,12 +82,9 @@ class Sent(Kept):
         assert self.usable, self._entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
-        # What a difference takes changes with the learning rate: it is measured anew at times.
-        ratio = 0.0 if self._since >= _MEASURED_AFTER else self._ratio
-        if not economy.pays(ratio, self._others):
-            self._since += 1
+        if not economy.pays(self._expected, self._others):
             return message.whole(own)
-        finer = economy.finer_pays(ratio, self._finer, self._others)
+        finer = economy.finer_pays(self._expected, self._finer, self._others)
         begun = time.perf_counter()
         coding: Coding = "entropy" if finer else "packed"
         written = message.write(own, self.memory, self._entry.offered, coding)
@@ -95,6 +99,16 @@ class Sent(Kept):
             self._ratio = written.nbytes / size
             economy.told.add(took)
         return written
+
+    @property
+    def _expected(self) -> float:
+        """What a difference takes of the shard's bytes: measured anew at times, as it changes."""
+        return 0.0 if self._since >= _MEASURED_AFTER else self._ratio
+
+    def wishes_to_tell(self) -> bool:
+        tells = self._economy.pays(self._expected, self._others)
+        self._since += not tells
+        return tells
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:
         """Apply the message of another node to its ``row`` (s) as it was, or fill that.

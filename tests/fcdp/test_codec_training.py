@@ -134,3 +134,12 @@ def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
     assert losses[-1] < losses[0], "every step was skipped"
     # The scale has found its place: it would fall for ever if an overflow stayed.
     assert min(scales) >= 2.0**12
+
+
+def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:
+    """Exchanges of a model so small say nothing of the link: no rank takes it for a slow one."""
+    without = Settings(2, 2, steps=3)
+    told = replace(without, gather_codec=fcdp.Delta())
+    both = (ranks.run(4, train, settings, "fcdp") for settings in (told, without))
+    for mine, other in zip(*both, strict=True):
+        assert (mine.losses, mine.ledger) == (other.losses, other.ledger)

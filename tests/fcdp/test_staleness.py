@@ -262,7 +262,7 @@ class Rank:
         )
         lacks = None if lacking is None else lambda unit: unit.name in lacking
         self._begins = True
-        self.wished: list[bool] = []
+        self.wished: list[tuple[bool, ...]] = []
         self.staleness = Staleness(
             self.entries,
             topology,
@@ -271,8 +271,8 @@ class Rank:
             lambda: without_gradients,
             verify=verify,
             lacks_base=lacks,
-            wish=None if wishes is None else lambda: wishes.pop(0),
-            agreed=self.wished.append,
+            wishes=None if wishes is None else lambda: [wishes.pop(0), True],
+            agreed=lambda *wished: self.wished.append(wished),
         )
 
     def _any_rank(self, flags: list[bool], topology: Any) -> list[bool]:
@@ -315,11 +315,11 @@ def test_a_wish_reaches_all_and_no_unit(
 ) -> None:
     rank = Rank(monkeypatch, wishes=[False, True, False], lacking=lacking)
     assert [rank.gather(), rank.gather(), rank.gather()] == ["ab", "", ""]
-    assert rank.wished == [False, True, False]
+    assert rank.wished == [(False, True), (True, True), (False, True)]
     assert [entry.based for entry in rank.entries] == [lacking is not None, False]
     plain = Rank(monkeypatch)
     plain.gather()
-    assert plain.wished == [False]
+    assert plain.wished == [()]
 
 
 def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(

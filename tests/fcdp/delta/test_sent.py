@@ -149,8 +149,9 @@ def test_what_does_not_pay_is_told_whole_and_measured_again_at_times() -> None:
     for step in range(40):
         economy.answer = step in (0, 34)
         sent.keep(own)
+        assert sent.wishes_to_tell() == economy.answer
         assert message.is_whole(sent.write(own)) != economy.answer
-    measured = [step for step, (ratio, _) in enumerate(economy.asked) if ratio == 0.0]
+    measured = [step for step, (ratio, _) in enumerate(economy.asked[::2]) if ratio == 0.0]
     assert measured == [0, *range(17, 35)]  # sixteen whole ones later, until it pays
     assert len({ratio for ratio, _ in economy.asked}) == 2
 
