@@ -65,9 +65,9 @@ class _Known:
 
     def knows(self, record: Record) -> bool:
         """Whether there is a cluster on which to predict the cell, and something to compare."""
-        return record.evidence == "emulated" or (
-            record.evidence == "measured" and self.nodes is not None
-        )
+        if record.evidence == "emulated":
+            return not record.hardware.get("gpu")  # the constants are of CPUs
+        return record.evidence == "measured" and self.nodes is not None
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""

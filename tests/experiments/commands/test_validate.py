@@ -50,6 +50,11 @@ def test_simulated_cells_are_no_evidence(folder: Path) -> None:
     assert not (folder / PREDICTIONS).exists()
 
 
+def test_cells_that_computed_on_a_gpu_are_not_predicted_by_a_cpus_constants(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "one-gpu" / "records.jsonl", tmp_path)
+    assert "no cell of an emulated cluster" in refused("validate", tmp_path)
+
+
 #: A machine unlike that of the committed records.
 OTHER = Constants(
     flops=100e9,
