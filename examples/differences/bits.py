@@ -3,9 +3,10 @@
 python -m examples.differences.bits    measure, and write the record; scripts.readme the table
 
 Trains the model of ``pretrain``, and one of twice its width, at the rates of matrix.yaml, on
-emulated nodes whose links have no limit; takes half an hour of two cores. Bytes are the kernel's, of a node's interface, from the model's forward to its end and from
-there to the step's end; all that is around a message counts as well. The entropy is that of the
-words' differences, each taken alone, over all parameters.
+emulated nodes whose links have no limit; takes ten minutes of two cores. Bytes are the kernel's, of
+a node's interface, from the model's forward to its end and from there to the step's end; all that
+is around a message counts as well. The entropy is that of the words' differences, each taken alone,
+over all parameters.
 """
 
 from __future__ import annotations
