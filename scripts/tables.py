@@ -99,7 +99,8 @@ def by_rollout(records: Sequence[Record]) -> str:
         )
         for record in records
     ]
-    return text.table(("Answers", "learning rate", "iteration", *(one.title for one in there.values())), rows)
+    head = ("Answers", "learning rate", "iteration")
+    return text.table((*head, *(one.title for one in there.values())), rows)
 
 
 def condensed(records: Sequence[Record]) -> str:
