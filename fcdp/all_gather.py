@@ -188,7 +188,7 @@ class CachedAllGather(AllGather):
             if works:  # on the CPU
                 yield from self._whole(works, own)
                 self._decode(arriving, received)
-        if self._worth_keeping(own):
+        if self._worth_keeping(own, told):
             with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
             if told is not None:
@@ -210,13 +210,13 @@ class CachedAllGather(AllGather):
         sent = self._sent
         return sent if sent is not None and sent.telling and self._unit.trainable else None
 
-    def _worth_keeping(self, own: torch.Tensor) -> bool:
+    def _worth_keeping(self, own: torch.Tensor, told: Kept | None) -> bool:
         """Whether the cache takes what was gathered; alike on every rank.
 
-        What has changed by the next gather is told as a difference from it.
+        What has changed by the next gather is ``told`` as a difference from it.
         """
         resized = own.nbytes != self._unit.shard_bytes
-        if self._told is not None and not resized:
+        if told is not None and not resized:
             return True
         return self._cache.worth_keeping(self._entry, own.nbytes)
 
@@ -227,7 +227,7 @@ class CachedAllGather(AllGather):
             return
         watch = Watch(works)
         yield [watch]
-        self._sent.saw(watch, own, whole=True)
+        self._sent.saw(watch, own, whole=True, written=False)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""

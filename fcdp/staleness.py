@@ -39,8 +39,8 @@ class Staleness:
     collective, so no rank decides alone. A *pass* begins with a forward of the model, or with a
     gather outside of one (a sub-module's forward, a registered forward method, ``unshard()``).
     Before its first gather, and after an optimizer step or a load within it, ranks exchange two
-    bytes per unit, three where differences are told; a unit that any rank saw written is stale
-    everywhere. Which rank saw which write does not matter.
+    bytes per unit, or three and two of their own where differences are told; a unit that any rank
+    saw written is stale everywhere. Which rank saw which write does not matter.
 
     What a rank sees of writes, from the cheapest:
 

@@ -159,8 +159,6 @@ def _variables(node: Node, local: int, rank: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # Nodes are hosts to NCCL too, which else takes the memory that they share for their link.
-        "NCCL_HOSTID": f"node{node.node}",
     }
 
 

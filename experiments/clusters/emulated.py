@@ -124,15 +124,15 @@ class EmulatedCluster:
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
+            variables = self._variables(network, environment)
             common: dict[str, Any] = {
-                "environment": self._variables(network, environment),
                 "secret": secrets.token_hex() if extra else None,
                 "preload": self._preload,
             }
             beside = []
             for each in extra:
                 place, scratch = network.beside[each.name][0], str(folder / each.name)
-                machine = Machine(namespace=place, scratch=scratch, **common)
+                machine = Machine(environment=variables, namespace=place, scratch=scratch, **common)
                 log = logs / f"{each.name}.log"
                 beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
@@ -146,6 +146,8 @@ class EmulatedCluster:
                     ranks_per_node=self.ranks_per_node,
                     master_address=network.addresses[0],
                     port=self._port,
+                    # Nodes are hosts to NCCL, which else takes shared memory for their link.
+                    environment={**variables, "NCCL_HOSTID": f"node{number}"},
                     **common,
                 )
                 agents.append(start_agent(context, node, launch))

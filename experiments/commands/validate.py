@@ -149,7 +149,7 @@ def validate(
                 files.write([predicted for predicted, _ in found], folder / PREDICTIONS)
     if not compared:
         where = ", ".join(map(str, results or [_RESULTS]))
-        terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")
+        terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
     terminal.console().print(_table(compared))
     terminal.console().print(known.description(), highlight=False)
 

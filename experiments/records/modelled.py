@@ -102,12 +102,13 @@ def cluster_of(cell: Cell) -> Hardware:
 def measured_mfu(record: Record) -> float | None:
     """Model FLOPS utilisation of a cell that ran on GPUs, of their data sheet's bf16 peak.
 
-    ``None`` where no such peak is known: on CPUs, on other GPUs or unlike ones, in fp32, and of
-    models whose operations are not counted.
+    ``None`` where no such peak is known: on CPUs, on other GPUs or unlike ones, on one that nodes
+    share, in fp32, and of models whose operations are not counted.
     """
     models, speed = str(record.hardware.get("gpu", "")).split(", "), record.tokens_per_s
     gpu = gpu_of(models[0]) if len(models) == 1 else None
-    if gpu is None or speed is None or record.cell.dtype != "bfloat16":
+    shared = record.evidence == "emulated"
+    if gpu is None or speed is None or shared or record.cell.dtype != "bfloat16":
         return None
     try:
         workload = workload_of(record.cell)

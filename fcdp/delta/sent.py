@@ -26,8 +26,7 @@ class Kept:
         self._entry = entry
         self._memory: torch.Tensor | None = None
         self._version = 0
-        #: Whether any rank tells a difference in this pass; else shards are sent as they are, and
-        #: nothing is kept.
+        #: Whether any rank tells a difference in this pass; else nothing is kept.
         self.telling = True
 
     @property
@@ -83,6 +82,7 @@ class Sent(Kept):
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
         if not economy.pays(self._expected, self._others):
+            self._since += 1
             return message.whole(own)
         finer = economy.finer_pays(self._expected, self._finer, self._others)
         begun = time.perf_counter()
@@ -106,9 +106,7 @@ class Sent(Kept):
         return 0.0 if self._since >= _MEASURED_AFTER else self._ratio
 
     def wishes_to_tell(self) -> bool:
-        tells = self._economy.pays(self._expected, self._others)
-        self._since += not tells
-        return tells
+        return self._economy.pays(self._expected, self._others)
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:
         """Apply the message of another node to its ``row`` (s) as it was, or fill that.
@@ -117,8 +115,12 @@ class Sent(Kept):
         """
         apply(arrived, row, self._entry.offered, self._economy, self._entry.unit.name)
 
-    def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool) -> None:
-        """Note the end of an exchange of shards like ``own``, of every node ``whole`` or not."""
+    def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool, written: bool = True) -> None:
+        """Note the end of an exchange of shards like ``own``, of every node ``whole`` or not.
+
+        Where no rank has ``written`` a message, all were.
+        """
+        self._since += not written
         if whole:
             self._economy.saw_whole(watch.waited, self._others * own.nbytes)
         else:

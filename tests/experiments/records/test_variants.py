@@ -108,11 +108,14 @@ def test_the_table_says_that_the_machine_was_busy() -> None:
 
 def test_mfu_is_that_of_the_data_sheets_peak() -> None:
     of = cell(dtype="bfloat16")
-    on_gpus = record(of, step_seconds=[0.5]).model_copy(update={"hardware": {"gpu": "NVIDIA H200"}})
+    ran = {"hardware": {"gpu": "NVIDIA H200"}, "evidence": "measured"}
+    on_gpus = record(of, step_seconds=[0.5]).model_copy(update=ran)
     (variant,) = ranked([on_gpus])
     flops = token_work(workload_of(of)).flops * of.tokens_per_step / 0.5
     ranks = of.cluster.nodes * of.cluster.ranks_per_node
     assert variant.mfu == pytest.approx(flops / ranks / gpu("h200").peak_flops)
+    (shared,) = ranked([on_gpus.model_copy(update={"evidence": "emulated"})])
+    assert shared.mfu is None
 
 
 @pytest.mark.parametrize(
@@ -124,5 +127,5 @@ def test_mfu_is_that_of_the_data_sheets_peak() -> None:
     ],
 )
 def test_no_mfu_where_no_peak_is_known(dtype: str, hardware: dict[str, str]) -> None:
-    ran = record(cell(dtype=dtype)).model_copy(update={"hardware": hardware})
-    assert ranked([ran])[0].mfu is None
+    ran = {"hardware": hardware, "evidence": "measured"}
+    assert ranked([record(cell(dtype=dtype)).model_copy(update=ran)])[0].mfu is None
