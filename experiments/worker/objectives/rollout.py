@@ -182,7 +182,7 @@ def main() -> None:
                 while isinstance(asked := ranks[rank].recv(), int):
                     ranks[rank].send(generation.follow(asked))
                 ranks[rank].send(generation.answer(sampler, asked))
-    except (EOFError, OSError):
+    except Exception:  # of a connection, or of a file's reader: each library has its own
         # They have ended, answers or publications for later on their way; or they wait for some.
         if not _has_ended(ranks[0]):
             raise
