@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of experiments": Budget(most=12_205, aim=8_500),
     "lines of analysis": Budget(most=6_870, aim=5_000),
     "lines of scripts": Budget(most=2_970, aim=3_000),
-    "lines of tests": Budget(most=44_595, aim=32_000),
+    "lines of tests": Budget(most=44_600, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=40, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

@@ -30,13 +30,16 @@ TIERS = {
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 #: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
-#: show by parts: ledgers and closed forms, rules and updates, objectives, publications. What
+#: show by parts: ledgers and closed forms, rules and updates, objectives, publications; walks show
+#: of all settings at once what tests of each do. What
 #: computes committed fits and searches again takes seconds each.
 PLACES = {
     "tests/examples": "system",
     "tests/fcdp/cuda": "system",
+    "tests/fcdp/test_walk.py": "system",
     "tests/launch": "system",
     "tests/experiments/clusters": "cluster",
+    "tests/experiments/commands/test_sweep_cell.py": "system",
     "tests/experiments/tracking": "system",
     "tests/experiments/worker/test_checkpoint.py": "system",
     "tests/experiments/worker/test_groups.py": "system",
@@ -47,6 +50,7 @@ PLACES = {
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
+    "tests/analysis/claims/test_altered.py": "system",
     "tests/analysis/load/test_bound.py": "system",
     "tests/analysis/load/test_fuyou.py": "system",
     "tests/analysis/paper/test_region.py": "system",
