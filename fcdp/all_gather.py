@@ -206,14 +206,14 @@ class CachedAllGather(AllGather):
 
     @property
     def _told(self) -> Kept | None:
-        """What differences lead from, while ranks tell any; alike on every rank."""
+        """The shard that differences lead from, while ranks tell any; alike on every rank."""
         sent = self._sent
         return sent if sent is not None and sent.telling and self._unit.trainable else None
 
     def _worth_keeping(self, own: torch.Tensor, told: Kept | None) -> bool:
         """Whether the cache takes what was gathered; alike on every rank.
 
-        What has changed by the next gather is ``told`` as a difference from it.
+        The next gather tells what has changed as a difference from it, where there is ``told``.
         """
         resized = own.nbytes != self._unit.shard_bytes
         if told is not None and not resized:

@@ -31,8 +31,8 @@ FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "commit
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 #: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
 #: show by parts: ledgers and closed forms, rules and updates, objectives, publications; walks show
-#: of all settings at once what tests of each do. What
-#: computes committed fits and searches again takes seconds each.
+#: of all settings at once what tests of each do. Tests that compute committed fits and searches
+#: again take seconds each.
 PLACES = {
     "tests/examples": "system",
     "tests/fcdp/cuda": "system",

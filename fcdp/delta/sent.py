@@ -81,7 +81,7 @@ class Sent(Kept):
         assert self.usable, self._entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
-        if not economy.pays(self._expected, self._others):
+        if not self.wishes_to_tell():
             self._since += 1
             return message.whole(own)
         finer = economy.finer_pays(self._expected, self._finer, self._others)
@@ -102,7 +102,7 @@ class Sent(Kept):
 
     @property
     def _expected(self) -> float:
-        """What a difference takes of the shard's bytes: measured anew at times, as it changes."""
+        """The part of a shard's bytes that a difference takes; measured anew at times."""
         return 0.0 if self._since >= _MEASURED_AFTER else self._ratio
 
     def wishes_to_tell(self) -> bool:

@@ -42,8 +42,7 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if (policy := ENGINES[engine]) is not None:
         options: Any = {"policy": policy, "mp_policy": precision, "look_ahead": look_ahead}
-        options |= codecs
-        fcdp.shard(model, topology, units=units, **options)
+        fcdp.shard(model, topology, units=units, **options, **codecs)
         return
     for module in [*units, model]:
         fully_shard(module, mesh=topology.mesh, mp_policy=precision)

@@ -33,7 +33,7 @@ class Step:
     """
 
     def __init__(
-        self, topology: fcdp.Topology, engine: str, rate: float = 0.0, **options: Any
+        self, topology: fcdp.Topology, engine: str, rate: float = 0.0, **codecs: Any
     ) -> None:
         config = GPT2Config(
             n_embd=WIDTH,
@@ -46,7 +46,7 @@ class Step:
         with DEVICE:  # made there: on the host it would take most of a minute
             self.model: Any = GPT2LMHeadModel(config)
             self._tokens = torch.randint(50257, (MICRO_BATCH, TOKENS))
-        shard(self.model, self.model.transformer.h, topology, engine, LOOK_AHEAD, **options)
+        shard(self.model, self.model.transformer.h, topology, engine, LOOK_AHEAD, **codecs)
         self._optimizer = (
             torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True) if rate else None
         )

@@ -27,13 +27,11 @@ pytestmark = pytest.mark.gpu
 #: 268 MB in bf16.
 ELEMENTS = 2**27 if ON_GPU else 2**14
 RATES = (3e-5, 1e-5, 1e-6)
-#: Of a shard, in 10⁹ bytes per second: 100 Gbit/s per GPU.
+#: 10⁹ bytes of a shard per second: 100 Gbit/s per GPU.
 LEAST_SPEED = 12.5
 
 
-def test_coding_is_fast(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_coding_is_fast(record_property: Callable[[str, object], None]) -> None:
     found = alone(speeds)
     record_property("gb_per_s", found)
     for rate, of in found.items():
@@ -73,17 +71,16 @@ def median(call: Callable[[], object]) -> float:
     return statistics.median(seconds_of(call) for _ in range(ROUNDS))
 
 
-def test_a_step_waits_once_more_and_takes_no_memory(
-    tmp_path: Path, pytestconfig: pytest.Config, record_property: Callable[[str, object], None]
+def test_a_step_blocks_in_no_more_calls_and_takes_no_memory(
+    kept: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    folder = pytestconfig.getoption("--keep")
-    trace = Path(folder or tmp_path).absolute() / "trace-differences.json.gz"
+    trace = kept / "trace-differences.json.gz"
     found = alone(steps_with_and_without, trace)
     for name, value in found.items():
         record_property(name, value)
     assert trace.stat().st_size <= MOST_TRACE_BYTES
     assert found["sent"]["differences"] < found["sent"]["whole"] / 4
-    # What is counted is reads of results; the one wait for an event, in ``learn``, is none of them.
+    # Reads of results are counted; the one wait for an event, in ``learn``, is none of them.
     assert found["blocking"]["differences"] == found["blocking"]["whole"]
     assert found["grown"]["differences"] == 0
 
@@ -117,7 +114,7 @@ def memory() -> int:
 
 
 def blocked(step: Callable[[], None]) -> list[str]:
-    """What in a step made the host wait for the device, as PyTorch sees it."""
+    """Calls of a step that made the host wait for the device, as PyTorch sees it."""
     if not ON_GPU:
         step()
         return []

@@ -94,7 +94,7 @@ def peaks(engine: str) -> dict[str, Any]:
 
 
 def test_the_imitation_lets_go_of_what_was_exchanged() -> None:
-    """What it kept would be counted as the library's."""
+    """Memory that it kept would be counted as the library's."""
     assert alone(exchanged) == [False, False]
 
 

@@ -28,10 +28,9 @@ MOST_RATIO = 1.05
 
 
 def test_a_step_from_host_memory_is_as_fast_as_one_without_copies(
-    tmp_path: Path, pytestconfig: pytest.Config, record_property: Callable[[str, object], None]
+    kept: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    folder = pytestconfig.getoption("--keep")
-    trace = Path(folder or tmp_path).absolute() / "trace.json.gz"
+    trace = kept / "trace.json.gz"
     found = alone(times, trace)
     assert found["hits"] > 0
     assert trace.stat().st_size <= MOST_TRACE_BYTES

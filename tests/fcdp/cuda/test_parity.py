@@ -30,8 +30,8 @@ from tests.ranks import Pools, RankFailure
 
 pytestmark = pytest.mark.gpu
 
-#: Of gathers, with how far a run's losses may be from FSDP2's, relative, in the few steps of a
-#: training. A lossy one serves for reductions too.
+#: Codecs of gathers, and how far a run's losses may be from FSDP2's, relative, in the few steps of
+#: a training. A lossy one serves for reductions too.
 CODECS: dict[str | None, tuple[Any, float]] = {
     None: (None, 0.0),
     "int8": (fcdp.BlockInt8(), 0.03),
