@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,8 @@ ENGINES = {"fsdp2": None, "none": fcdp.NoCache(), "host": fcdp.HostCache()}
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
     """The result of ``function`` in a fresh process, without a process group."""
-    pools = Pools(_apart)
-    try:
+    with contextlib.closing(Pools(_apart)) as pools:
         return pools.run(1, function, *args, timeout_s=100)[0]
-    finally:
-        pools.close()
 
 
 def _apart(rank: int, world_size: int, store: Path) -> None:

@@ -45,9 +45,8 @@ def times(trace: Path) -> dict[str, Any]:
     """Seconds of both steps, in turns, so that clocks and temperature are shared."""
     with fake_world.world(2, 1, DEVICE.type) as topology:
         steps = {name: Step(topology, name) for name in ("none", "host")}
-        for step in steps.values():
-            for _ in range(2):
-                step()
+        for step in [*steps.values()] * 2:
+            step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(ROUNDS):
             for name, step in steps.items():
