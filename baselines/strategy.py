@@ -100,7 +100,8 @@ class Phases:
 class Trainable:
     """A model under one strategy, on this rank: what a strategy does differently it overrides."""
 
-    engine = "fsdp2"
+    #: The engine that its description names, as ``load`` says.
+    engine: str
     engine_version = torch.__version__
     #: Cache policy, for strategies that have one.
     policy: str | None = None
@@ -176,7 +177,7 @@ class Trainable:
     @property
     def host_cache_bytes(self) -> int | None:
         """Host memory that is taken for gathered parameters; ``None`` without any."""
-        return None
+        return None if self.cache is None else self.cache.host_bytes
 
 
 #: Puts a model under a strategy.
@@ -199,7 +200,9 @@ def load(name: str) -> Builder:
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
         own = _completed(job, found) if found.settings in _LIBRARYS else job
-        return build(model, replace(own, schedule=found.schedule or Schedule()))
+        trainable = build(model, replace(own, schedule=found.schedule or Schedule()))
+        trainable.engine = found.engine
+        return trainable
 
     return built
 

@@ -509,8 +509,6 @@ class Fragment:
 class LocalSteps(Trainable):
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
-    engine = "co2"
-
     def __init__(self, at: Place, job: Job) -> None:
         settings = job.settings
         assert isinstance(settings, LocalSGDSettings)
@@ -551,10 +549,6 @@ class LocalSteps(Trainable):
     @property
     def cache(self) -> CacheUse | None:
         return self._loop.cache
-
-    @property
-    def host_cache_bytes(self) -> int | None:
-        return self._loop.host_cache_bytes
 
     def settle(self) -> None:
         self._loop.settle()

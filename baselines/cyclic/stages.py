@@ -65,8 +65,6 @@ def split(
 class Staged(Trainable):
     """A model whose forward is interrupted where stages meet."""
 
-    engine = "cyclic"
-
     def __init__(
         self, model: nn.Module, job: Job, closed_form_bytes: float, starts: Sequence[nn.Module]
     ) -> None:

@@ -78,7 +78,6 @@ def build_operators(*more: str) -> None:
 class DeepSpeedZero3(Trainable):
     """DeepSpeed's own loop: its engine counts micro-batches and steps after the last."""
 
-    engine = "deepspeed"
     engine_version = deepspeed.__version__
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -194,7 +194,6 @@ def _sweep(parent: Path) -> None:
 class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
-    engine = "fuyou"
     #: Called when a step has failed: a rank ends then without what is to happen at its end.
     on_failure: Callable[[], object] = staticmethod(lambda: None)
 

@@ -93,8 +93,6 @@ def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list
 class LuWu(Trainable):
     """One worker in training."""
 
-    engine = "luwu"
-
     def __init__(self, model: nn.Module, job: Job, connect: Any) -> None:
         """``connect``: called with the plan, this rank, and what takes chunks to their place."""
         topology, settings = job.topology, job.settings

@@ -134,8 +134,6 @@ def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
 class FCDP(FSDP2):
     """FSDP2's loop with gradient accumulation without sync between nodes, if it is deferred."""
 
-    engine = "fcdp"
-
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
         self.policy = _describe(settings_of(job))
@@ -156,10 +154,6 @@ class FCDP(FSDP2):
     @property
     def cache(self) -> CacheUse:
         return cache_use(self.model, self.job.topology)
-
-    @property
-    def host_cache_bytes(self) -> int:
-        return fcdp.ledger(self.model).host_cache_bytes
 
 
 class Sched(FCDP):

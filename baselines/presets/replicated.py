@@ -26,8 +26,6 @@ def build(model: nn.Module, job: Job) -> Replicated:
 class Replicated(FSDP2):
     """FSDP2's loop with gradient accumulation without sync: only the last micro-batch reduces."""
 
-    engine = "fcdp"
-
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
         self._ledger = Ledger()

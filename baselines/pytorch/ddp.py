@@ -29,8 +29,6 @@ def build(model: nn.Module, job: Job) -> DDP:
 class DDP(FSDP2):
     """FSDP2's loop with gradient accumulation without sync; weights stay float32."""
 
-    engine = "ddp"
-
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, DistributedDataParallel)
         with nullcontext() if last else self.model.no_sync(), self.casting():
