@@ -22,19 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from baselines.part import views
 from baselines.presets import fcdp
-from baselines.pytorch.ddp import autocast
+from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.settings import (
     CacheSettings,
@@ -76,7 +76,9 @@ def place(model: nn.Module, job: Job) -> Place:
     together = settings.nodes_per_worker
     if problem := divided(together, topology.nodes):
         raise ValueError(f"nodes_per_worker = {together}: {problem}")
-    exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
+    # Out and back as sums, in float32; a node has 1/``together`` of a worker.
+    elements, workers = trained_numel(model), topology.nodes / together
+    exchange = 2 * (workers - 1) / workers * elements / together * 4
     # Tensors on the host are exchanged from there.
     backend = "gloo" if settings.outer_on == "host" else None
     if settings.worker == "rank":
@@ -86,8 +88,13 @@ def place(model: nn.Module, job: Job) -> Place:
             add_up = _over_nodes(topology)
         else:
             add_up = _at_once(_group(range(topology.world_size), backend))
-        return Place(_Whole(model, job, 0.0), add_up, topology.world_size, None, exchange)
-    mesh = _by_worker(topology, together)
+        return Place(Replica(model, job, 0.0), add_up, topology.world_size, None, exchange)
+    size = together * topology.ranks_per_node
+    mesh = init_device_mesh(
+        topology.mesh.device_type,
+        (topology.world_size // size, size),
+        mesh_dim_names=("worker", "part"),
+    )
     parts = mesh["part"]
     loop: FSDP2
     if settings.worker == "node":
@@ -97,8 +104,8 @@ def place(model: nn.Module, job: Job) -> Place:
         own = Topology.of_mesh(parts, topology.ranks_per_node)
         loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
     # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
-    workers = mesh["worker"]
-    peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
+    across = mesh["worker"]
+    peers = across.get_group() if backend is None else _group(across.mesh.tolist(), backend)
     return Place(loop, _at_once(peers), peers.size(), parts.get_group(), exchange)
 
 
@@ -125,67 +132,6 @@ def _over_nodes(topology: Topology) -> AddUp:
     own = Topology.of_mesh(mesh, topology.ranks_per_node)
     thread = ThreadPoolExecutor(1, thread_name_prefix="co2")
     return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
-
-
-def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
-    """Bytes out and back as sums, in float32; a node has 1/``together`` of a worker."""
-    workers = nodes / together
-    return 2 * (workers - 1) / workers * elements / together * 4
-
-
-def _by_worker(topology: Topology, together: int) -> DeviceMesh:
-    size = together * topology.ranks_per_node
-    return init_device_mesh(
-        topology.mesh.device_type,
-        (topology.world_size // size, size),
-        mesh_dim_names=("worker", "part"),
-    )
-
-
-class _Whole(FSDP2):
-    """A worker that is one rank: parameters stay float32, operations compute in the job's type."""
-
-    def casting(self) -> AbstractContextManager[object]:
-        return autocast(self.job)
-
-    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        with self.casting():
-            return super().backward(batch, last=last)
-
-
-class Average:
-    """A buffer of its own, never what is trained, and the all-reduce of it.
-
-    Only this class touches the buffer while the all-reduce runs: the caller fills it before
-    ``start`` and reads it after ``wait``. On CUDA the all-reduce waits for what the current stream
-    has queued, and whoever waits orders the current stream after it; on the host threads of
-    gloo's, or one of ours, move it.
-    """
-
-    def __init__(self, buffer: torch.Tensor, at: Place) -> None:
-        self.buffer = buffer
-        self._at = at
-        self._work: Pending | None = None
-        #: Whether the buffer has a round's sum in it, or will have.
-        self.started = False
-
-    def start(self) -> None:
-        """Start to add up all workers' buffers."""
-        assert self._work is None, "the last all-reduce has not been waited for"
-        self._work = self._at.add_up(self.buffer)
-        self.started = True
-
-    def settle(self) -> None:
-        """Wait for the sum, if one is under way."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
-
-    def wait(self) -> None:
-        """Have the mean in the buffer, which may then be overwritten."""
-        self.settle()
-        self.started = False
-        self.buffer.div_(self._at.workers)
 
 
 class Flat:
@@ -246,9 +192,11 @@ class Memory:
     - the host reads or writes ``start`` and ``snapshot`` only once ``land`` has returned, with no
       copy queued since: a round ends with a copy to ``snapshot``, ``land``, all of the host's work,
       and a copy from ``start``, which the next round's ``land`` waits for;
-    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way.
+    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way,
+      which threads of gloo's move, or one of ours.
 
-    On the device all of it is queued on the computing stream, and there is nothing to wait for.
+    On the device all of it is queued on the computing stream, and there is nothing to wait for; the
+    all-reduce waits for what that has queued, and whoever waits orders it after the all-reduce.
     """
 
     def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
@@ -396,7 +344,7 @@ class Fragment:
         self._arrives = job.schedule.averages
         streamed = settings if isinstance(settings, StreamingSettings) else None
         self._overlap, self._kept = (streamed.overlap, streamed.kept) if streamed else (0, 0.0)
-        self._parts = at.parts
+        self._at = at
         self._elements = numel(params)
         self._flat = Flat(params)
         self._device = torch.device(job.topology.mesh.device_type)
@@ -405,7 +353,9 @@ class Fragment:
         self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
         self._flat.copy_to(self._memory.start)
         self._outer = OuterState(self._memory.start, self._memory.momentum)
-        self._average = Average(self._memory.snapshot, at)
+        #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
+        self._work: Pending | None = None
+        self._sent = False
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
@@ -425,7 +375,7 @@ class Fragment:
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
             self._first = self._flat.squared_distance(self._outer.start)
-        if self._arrives == "streamed" and self._done == self._overlap and self._average.started:
+        if self._arrives == "streamed" and self._done == self._overlap and self._sent:
             self._absorb(rate)
             self._move(rate)
             self._flat.copy_from(self._outer.start, self._kept)
@@ -435,7 +385,7 @@ class Fragment:
 
     def _end_round(self, rate: float) -> None:
         """Send this round's displacement; move on by it, or by that of the round before."""
-        arrives = self._arrives == "late" and self._average.started
+        arrives = self._arrives == "late" and self._sent
         if arrives:
             self._absorb(rate)
         self._send()
@@ -461,11 +411,14 @@ class Fragment:
         torch.sub(self._outer.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
         scalars.copy_(torch.stack((displacement.dot(displacement), first)))
-        self._average.start()
+        assert self._work is None, "the last all-reduce has not been waited for"
+        self._work, self._sent = self._at.add_up(self._memory.snapshot), True
 
     def _absorb(self, rate: float) -> None:
         """Take the mean that has arrived into the outer momentum."""
-        self._average.wait()
+        self._wait()
+        self._sent = False
+        self._memory.snapshot.div_(self._at.workers)
         mean, scalars = self._split()
         known = self._over_parts(torch.cat((scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
@@ -478,15 +431,15 @@ class Fragment:
 
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer's displacement (elements) and scalars."""
-        buffer, numel = self._average.buffer, self._flat.numel
+        buffer, numel = self._memory.snapshot, self._flat.numel
         return buffer[:numel], buffer[numel : numel + _SCALARS]
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
-        if self._parts is None:
+        if self._at.parts is None:
             return scalars
         summed = scalars.to(self._device)
-        dist.all_reduce(summed, group=self._parts)
+        dist.all_reduce(summed, group=self._at.parts)
         return summed.to(scalars.device)
 
     @contextmanager
@@ -502,8 +455,13 @@ class Fragment:
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        self._average.settle()
+        self._wait()
         self._memory.land()
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
 
 
 class LocalSteps(Trainable):

@@ -146,8 +146,9 @@ class FSDP2(Trainable):
         if self.job.schedule.shards == "node":
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_all_reduce(last)
-        with self._phases.timed("forward"):
-            loss = self.job.loss(self.model, batch) / self.job.accumulation
-        with self._phases.timed("backward"):
-            loss.backward()
+        with self.casting():
+            with self._phases.timed("forward"):
+                loss = self.job.loss(self.model, batch) / self.job.accumulation
+            with self._phases.timed("backward"):
+                loss.backward()
         return loss.detach()
