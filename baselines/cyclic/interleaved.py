@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -25,10 +26,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from baselines.cyclic.routes import Rule, backward_slot, forward_slot, is_fresh
+from baselines.cyclic.routes import backward_slot, forward_slot, is_fresh
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
 from baselines.part import views
-from baselines.settings import CyclicSettings
+from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
 T = TypeVar("T")
@@ -51,16 +52,15 @@ class Lane(Generic[T]):
         # A paused one must not hold up the end of the program.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._closed = False
-        self._results: list[T] = []
-        self._error: BaseException | None = None
+        self._ended: Future[T] = Future()
         self._thread.start()
 
     def resume(self) -> None:
         """Run until the function pauses or ends; raises what it raises."""
         self._go.release()
         self._back.acquire()
-        if self._error is not None:
-            raise self._error
+        if self._ended.done():
+            self._ended.result()
 
     def pause(self) -> None:
         """Called within the function: have ``resume`` return, until the next one."""
@@ -71,9 +71,8 @@ class Lane(Generic[T]):
 
     def take(self) -> T:
         """Return what the function has returned; it has ended."""
-        (result,) = self._results
         self._thread.join()
-        return result
+        return self._ended.result()
 
     def close(self) -> None:
         """Give the function up, wherever it is."""
@@ -85,11 +84,9 @@ class Lane(Generic[T]):
         self._go.acquire()
         try:
             if not self._closed:
-                self._results.append(self._function())
-        except _Closed:
-            pass
+                self._ended.set_result(self._function())
         except BaseException as error:
-            self._error = error
+            self._ended.set_exception(error)
         self._back.release()
 
 
@@ -221,7 +218,7 @@ class Interleaved(Staged):
         self,
         model: nn.Module,
         job: Job,
-        rule: Rule,
+        rule: UpdateRule,
         stages: Sequence[Editions],
         starts: Sequence[nn.Module],
     ) -> None:
@@ -294,7 +291,8 @@ class Interleaved(Staged):
         self._flights = [f for f in self._flights if self._slot - f.begin < 2 * stages]
 
     def _forward(self, flight: _Flight, *, ends: bool) -> None:
-        self._install(flight)
+        for index, stage in enumerate(self._stages):
+            stage.install(self._version(flight.number, flight.step, index))
         before = self._saved.now
         self._running = flight
         flight.lane.resume()
@@ -325,11 +323,6 @@ class Interleaved(Staged):
     def _version(self, number: int, step: int, stage: int) -> int:
         """The version of a stage that a micro-batch computes with."""
         return step - (not is_fresh(self._rule, number, stage, len(self._stages)))
-
-    def _install(self, flight: _Flight) -> None:
-        """Have the model compute with all that this micro-batch computes with."""
-        for index, stage in enumerate(self._stages):
-            stage.install(self._version(flight.number, flight.step, index))
 
     def _collect(self, flight: _Flight, stage: int) -> None:
         """Take the gradients of a stage's backward, which others' are not to be mixed with.

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from baselines.cyclic.routes import Rule, is_fresh
+from baselines.cyclic.routes import is_fresh
 from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.pytorch.ddp import DDP
-from baselines.settings import CyclicSettings
+from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import Job, replicated_bytes
 from fcdp.exchange import wait_all
 
@@ -46,7 +46,7 @@ class Cyclic(DDP):
         job: Job,
         closed_form_bytes: float,
         stages: Sequence[Sequence[nn.Parameter]],
-        rule: Rule,
+        rule: UpdateRule,
     ) -> None:
         super().__init__(model, job, closed_form_bytes)
         self._params = [param for params in stages for param in params]

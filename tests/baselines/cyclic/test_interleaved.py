@@ -9,8 +9,7 @@ import torch
 import torch.nn as nn
 
 from baselines.cyclic.interleaved import SavedBytes, build
-from baselines.cyclic.routes import Rule
-from baselines.settings import CyclicSettings
+from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (
     WIDTH,
@@ -33,7 +32,7 @@ STEPS, ROWS = 5, 3
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize(("count", "stages"), [(3, 3), (3, 2), (4, 1)])
 def test_each_micro_batch_computes_with_what_a_rank_would(
-    ranks: Pools, rule: Rule, count: int, stages: int
+    ranks: Pools, rule: UpdateRule, count: int, stages: int
 ) -> None:
     arguments = (CyclicSettings(rule=rule, stages=stages), STEPS, count == 3, (0, 2, 3))
     expected = ranks.run(count, trained, "cyclic", count, *arguments)
