@@ -45,83 +45,60 @@ class Pipeline:
     """Threads that take chunks through read, Adam, cast and write.
 
     *Step-centric* (the paper's): each does one of these for the chunks of all layers.
-    *Layer-centric*, with as many: each takes a layer, and does all of them for its chunks.
+    *Layer-centric*, with as many: each does all of them for the chunks of its layers.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        files: Files,
-        done: Callable[[Item, bool], None],
-        failed: Callable[[BaseException], None],
+        self, plan: Plan, files: Files, tell: Callable[[wire.Message | BaseException], None]
     ) -> None:
-        """``done``: called with each item, and whether it completes its step."""
+        """``tell``: called with what the workers are to hear of a chunk, or what went wrong."""
         self._plan = plan
         self._files = files
-        self._done = done
-        self._failed = failed
+        self._tell = tell
         self._broken = False
         #: As many as may be under way: nobody waits for one for ever.
         self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
         for _ in range(WINDOW):
             self._buffers.put(Buffer(plan))
         self._order = (self._read, self._adam, self._cast, self._write)
+        self._by_step = plan.pipeline == "step"
         #: Step-centric: one each reads, casts and writes, and the others step.
-        counts = (1, plan.threads - 3, 1, 1) if plan.pipeline == "step" else (plan.threads,)
+        counts = [1, plan.threads - 3, 1, 1] if self._by_step else [1] * plan.threads
         self._threads = [
             ThreadPoolExecutor(count, "luwu-pipeline", torch.set_num_threads, (1,))
             for count in counts
         ]
-        #: Layers some of whose chunks have come, how many have not; and what a thread does with
-        #: them. ``None``: no more will come.
-        self._open: dict[int, tuple[queue.SimpleQueue[Item | None], int]] = {}
 
     def submit(self, item: Item) -> None:
         """Take a chunk; all of a layer's come before any of it comes again."""
-        if self._plan.pipeline == "step":
+        if self._by_step:
             self._threads[0].submit(self._take_on, item, 0)
-            return
-        unit = item.chunk.unit
-        if unit not in self._open:
-            count = sum(chunk.trained for chunk in self._plan.chunks(unit))
-            self._open[unit] = queue.SimpleQueue(), count
-            self._threads[0].submit(self._take_layer, self._open[unit][0], count)
-        items, left = self._open.pop(unit)
-        items.put(item)
-        if left > 1:
-            self._open[unit] = items, left - 1
+        else:
+            unit = item.chunk.unit
+            self._threads[unit % self._plan.threads].submit(self._do, item, *self._order)
 
     def end(self) -> None:
         """Have the threads end, each with what it has in hand."""
         for _ in range(WINDOW):
             self._buffers.put(None)  # a failed step has kept what somebody waits for
-        for items, _ in self._open.values():
-            items.put(None)
         for threads in self._threads:
             threads.shutdown()
 
     def _take_on(self, item: Item, place: int) -> None:
         """Do one thing with a chunk, and hand it on to the threads that do the next."""
-        if self._do(item, place) and place + 1 < len(self._order):
+        self._do(item, self._order[place])
+        if not self._broken and place + 1 < len(self._order):
             self._threads[place + 1].submit(self._take_on, item, place + 1)
 
-    def _take_layer(self, items: queue.SimpleQueue[Item | None], count: int) -> None:
-        for _ in range(count):
-            item = items.get()
-            if item is None:
-                return
-            for place in range(len(self._order)):
-                self._do(item, place)
-
-    def _do(self, item: Item, place: int) -> bool:
-        """Whether it is done: nothing is after something has failed."""
+    def _do(self, item: Item, *order: Callable[[Item], None]) -> None:
+        """Do these things with a chunk, unless something has failed."""
         try:
-            if not self._broken:
-                self._order[place](item)
+            for each in order:
+                if not self._broken:
+                    each(item)
         except Exception as error:
             self._broken = True
-            self._failed(error)
-        return not self._broken
+            self._tell(error)
 
     def _read(self, item: Item) -> None:
         item.buffer = self._buffers.get()
@@ -165,7 +142,9 @@ class Pipeline:
         assert item.buffer is not None
         complete = self._files.write(item.chunk, item.step + 1, item.buffer)
         self._buffers.put(item.buffer)
-        self._done(item, complete)
+        self._tell(wire.Message(wire.Kind.APPLIED, step=item.step, unit=item.chunk.unit))
+        if complete:
+            self._tell(wire.Message(wire.Kind.COMMITTED, step=item.step + 1))
 
 
 def main() -> None:
@@ -242,18 +221,15 @@ class Server(wire.Host):
         self._say(wire.Message(wire.Kind.WELCOME, step=step or 0, extra=step is None))
 
     def _take_items(self) -> None:
-        """Take what threads have handed over: chunks to send, ones that are applied, an error."""
+        """Take what threads have handed over: chunks to send, what is applied, an error."""
         for item in self._inbox.take():
             if isinstance(item, BaseException):
                 raise item
             assert self._state is not None
-            if isinstance(item, wire.Message):
+            if item.kind == wire.Kind.PARAMETERS:
                 self._state.ahead.append(item)
-                continue
-            done, complete = item
-            self._say(wire.Message(wire.Kind.APPLIED, step=done.step, unit=done.chunk.unit))
-            if complete:
-                self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
+            else:
+                self._say(item)
 
     def _counts(self) -> dict[str, int]:
         """Counts since the server began: messages beside signs of life, bytes."""
@@ -280,7 +256,7 @@ class _State:
         #: Chunks that have been read and not sent.
         self.ahead: deque[wire.Message] = deque()
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
-        self._pipeline = Pipeline(plan, files, lambda *done: inbox.put(done), inbox.put)
+        self._pipeline = Pipeline(plan, files, inbox.put)
         self._buffer = Buffer(plan)
         self._sent = 0
         #: How much of the stream each worker has taken.

@@ -203,12 +203,12 @@ class LuWu(Trainable):
 
     def _send_initial(self, plan: Plan) -> None:
         for index, layer in enumerate(self._layers):
-            flat = [param.detach().float().flatten().cpu() for param in layer.trained]
-            still = [param.detach().float().flatten().cpu() for param in layer.frozen]
-            parts = torch.cat([torch.empty(0), *flat]), torch.cat([torch.empty(0), *still])
+            parts = [
+                torch.cat([torch.empty(0), *(p.detach().float().flatten().cpu() for p in params)])
+                for params in (layer.frozen, layer.trained)
+            ]
             for chunk in plan.chunks(index):
-                part = parts[0 if chunk.trained else 1]
-                self._port.initial(chunk, part[chunk.begin : chunk.end])
+                self._port.initial(chunk, parts[chunk.trained][chunk.begin : chunk.end])
 
     def _keep_frozen(self) -> None:
         size = self.job.dtype.itemsize
