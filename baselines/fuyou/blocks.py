@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -30,9 +30,9 @@ Product = tuple[int, int]
 class Profile:
     """Work of forward: operations in the blocks, and each product that may be kept."""
 
-    flops: float
-    between: int
-    items: dict[Product, Item]
+    flops: float = 0.0
+    between: int = 0
+    items: dict[Product, Item] = field(default_factory=dict)
 
 
 class Recomputed:
@@ -52,15 +52,12 @@ class Recomputed:
         self.collect = collect
         #: Products whose outputs are kept.
         self.kept: frozenset[Product] = frozenset()
-        self.profile = Profile(0.0, 0, {})
+        self.profile = Profile()
         #: Has outputs need a gradient where a block's parameters do and its input does not.
         self._marker = torch.zeros((), device=device, requires_grad=True)
         for index, block in enumerate(blocks):
             trained = any(param.requires_grad for param in block.parameters())
             block.forward = functools.partial(self._forward, index, block.forward, trained)
-
-    def begin_profile(self) -> None:
-        self.profile = Profile(0.0, 0, {})
 
     def _forward(
         self, index: int, original: Callable[..., Any], trained: bool, *args: Any, **kwargs: Any

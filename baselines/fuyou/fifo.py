@@ -74,11 +74,8 @@ class Fifo:
         The first ones: forward waits for them, their update is written last, and the last ones'
         slots hold them from forward to backward in any case.
         """
-        for block in range(len(self._layout.blocks)):
-            unit = self._layout.blocks[block]
-            if block in self._cached or dram.free - unit.compute_bytes < spare:
-                break
-            kept = dram.try_take(unit.compute_bytes)
+        for block, unit in enumerate(self._layout.blocks):
+            kept = dram.try_take(unit.compute_bytes, spare)
             if kept is None:
                 break
             for group, part in _parts(unit, kept):

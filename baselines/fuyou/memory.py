@@ -45,9 +45,11 @@ class Dram:
             )
         return found
 
-    def try_take(self, nbytes: int) -> torch.Tensor | None:
-        """The same; ``None`` where there is no room."""
+    def try_take(self, nbytes: int, spare: int = 0) -> torch.Tensor | None:
+        """The same; ``None`` where there is no room, or fewer than ``spare`` bytes would be left."""
         size = aligned(nbytes)
+        if self.free - size < spare:
+            return None
         for place, (start, room) in enumerate(self._free):
             if room >= size:
                 self._free[place : place + 1] = [(start + size, room - size)] * (room > size)

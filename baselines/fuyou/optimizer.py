@@ -63,9 +63,7 @@ class Ring:
         Between steps, of which the last may still be written.
         """
         while len(self._buffers) < min(most, len(self._groups)):
-            if self._dram.free - self._nbytes < spare:
-                break
-            taken = self._dram.try_take(self._nbytes)
+            taken = self._dram.try_take(self._nbytes, spare)
             if taken is None:
                 break
             self._buffers.append(taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ class _Kept:
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
-    memory: torch.Tensor | None
+    memory: torch.Tensor | None = None
     #: Its place on SSD; ``None``: it stays in host memory.
     place: int | None = None
     written: Future[int] | None = None
@@ -58,9 +59,8 @@ class Swapper:
         self._kept: dict[Name, _Kept] = {}
         self._writing: list[_Kept] = []
         self._largest = 0
-        #: Bytes that host memory has for what stays there; ``None``: all but what others pass
-        #: through.
-        self.limit: int | None = None
+        #: Bytes that host memory has for what stays there, beside what others pass through.
+        self.limit: float = math.inf
         self._held = 0
         #: Bytes since the last ``take_counts``, and seconds that the device has waited.
         self._counts = {"dram": 0, "ssd": 0}
@@ -86,14 +86,15 @@ class Swapper:
         self._reap()
         tensor = tensor.detach()
         self._largest = max(self._largest, tensor.nbytes)
-        kept = _Kept(tensor.shape, tensor.dtype, tensor.nbytes, None)
-        kept.memory = self._room_to_stay(kept.nbytes)
+        kept, size = _Kept(tensor.shape, tensor.dtype, tensor.nbytes), aligned(tensor.nbytes)
+        if self._held + size <= self.limit:
+            kept.memory = self._dram.try_take(kept.nbytes, self.spare)
         if kept.memory is None:
-            kept.memory = self._room_to_pass(aligned(kept.nbytes))
-            kept.place = self._place(name, aligned(kept.nbytes))
+            kept.memory = self._room_to_pass(size)
+            kept.place = self._place(name, size)
         landed = self._copies.out([self._view(kept)], [tensor])
         if kept.place is None:
-            self._held += aligned(kept.nbytes)
+            self._held += size
             for event in landed:  # the host waits for nothing: what reads it has the same stream
                 event.wait()
         else:
@@ -111,9 +112,8 @@ class Swapper:
         for block in blocks:
             for name, kept in self._kept.items():
                 if name[0] == block and kept.memory is None:
-                    if self._dram.free < 2 * aligned(kept.nbytes):
-                        return
-                    memory = self._dram.try_take(aligned(kept.nbytes))
+                    size = aligned(kept.nbytes)
+                    memory = self._dram.try_take(size, spare=size)
                     if memory is None:
                         return
                     self._begin_to_read(kept, memory)
@@ -163,13 +163,6 @@ class Swapper:
     def _view(self, kept: _Kept) -> torch.Tensor:
         assert kept.memory is not None
         return kept.memory[: kept.nbytes].view(kept.dtype).view(kept.shape)
-
-    def _room_to_stay(self, nbytes: int) -> torch.Tensor | None:
-        if self.limit is not None and self._held + aligned(nbytes) > self.limit:
-            return None
-        if self._dram.free - aligned(nbytes) < self.spare:
-            return None
-        return self._dram.try_take(nbytes)
 
     def _room_to_pass(self, nbytes: int) -> torch.Tensor:
         """Host memory for a while; waits for writes until there is some."""
