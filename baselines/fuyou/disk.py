@@ -20,6 +20,8 @@ from fcdp import direct_io
 from fcdp.direct_io import File
 
 _GROUPS = Path("/sys/fs/cgroup")
+Way = Literal["read", "write"]
+WAYS: tuple[Way, ...] = ("read", "write")
 
 
 class Limited:
@@ -36,32 +38,26 @@ class Limited:
         """
         number = os.stat(folder).st_dev
         disk = f"{os.major(number)}:{os.minor(number)}"
+        first = (_GROUPS / "blkio").is_dir()
+        parent = _GROUPS / "blkio" if first else _GROUPS
+        group = parent / f"fuyou-{os.getpid()}"
+        limits = {"io.max": f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"}
+        if first:
+            limits = {f"blkio.throttle.{way}_bps_device": f"{disk} {bytes_per_s}" for way in WAYS}
+        for old in parent.glob("fuyou-*"):
+            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
+                with contextlib.suppress(OSError):
+                    old.rmdir()  # of a process that was killed
         try:
-            self._enter(disk, bytes_per_s)
+            group.mkdir()
+            self.leave = weakref.finalize(self, _leave, parent, group)
+            for name, text in (*limits.items(), ("cgroup.procs", str(os.getpid()))):
+                (group / name).write_text(text, encoding="ascii")
         except OSError as error:
             raise ValueError(
                 f"ssd_limit = {bytes_per_s}: needs root, a control group for block devices and a "
                 f"folder on one, which {folder} on {disk} is not ({error.strerror})"
             ) from error
-
-    def _enter(self, disk: str, bytes_per_s: int) -> None:
-        first = (_GROUPS / "blkio").is_dir()
-        parent = _GROUPS / "blkio" if first else _GROUPS
-        group = parent / f"fuyou-{os.getpid()}"
-        for old in parent.glob("fuyou-*"):
-            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
-                with contextlib.suppress(OSError):
-                    old.rmdir()  # of a process that was killed
-        group.mkdir()
-        self.leave = weakref.finalize(self, _leave, parent, group)
-        if first:
-            for way in ("read", "write"):
-                limit = group / f"blkio.throttle.{way}_bps_device"
-                limit.write_text(f"{disk} {bytes_per_s}", encoding="ascii")
-        else:
-            both = f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"
-            (group / "io.max").write_text(both, encoding="ascii")
-        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
 
 def _leave(parent: Path, group: Path) -> None:
@@ -70,8 +66,6 @@ def _leave(parent: Path, group: Path) -> None:
         group.rmdir()
 
 
-Way = Literal["read", "write"]
-WAYS: tuple[Way, ...] = ("read", "write")
 #: Transfers at once, each way: a disk is busy with a few, and neither way waits for the other.
 _THREADS = 4
 

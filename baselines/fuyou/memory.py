@@ -46,7 +46,7 @@ class Dram:
         return found
 
     def try_take(self, nbytes: int, spare: int = 0) -> torch.Tensor | None:
-        """The same; ``None`` where there is no room, or fewer than ``spare`` bytes would be left."""
+        """The same; ``None`` where there is no room, or less than ``spare`` would be left."""
         size = aligned(nbytes)
         if self.free - size < spare:
             return None

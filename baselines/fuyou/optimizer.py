@@ -99,8 +99,7 @@ class Ring:
         buffer = self._free.get()
         if buffer is None:
             raise RuntimeError("the run has ended")
-        for read in self._store.read(group, ("master", "moments"), buffer):
-            read.result()
+        self._store.read(group, buffer)
         return buffer
 
 

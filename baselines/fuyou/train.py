@@ -139,7 +139,9 @@ def build(model: nn.Module, job: Job) -> Fuyou:
     """Train in a new folder, which goes when the run ends."""
     settings = job.settings
     assert isinstance(settings, FuyouSettings)
-    _sweep(Path(settings.ssd or tempfile.gettempdir()))
+    for old in Path(settings.ssd or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if left_over(old / STATE):  # of a run that was killed
+            shutil.rmtree(old, ignore_errors=True)
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=settings.ssd))
     except OSError as error:
@@ -154,13 +156,6 @@ def build(model: nn.Module, job: Job) -> Fuyou:
         raise
     made.on_failure = cleared
     return made
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of runs that were killed, as each has two generations of a model."""
-    for old in parent.glob(f"{_PREFIX}*"):
-        if left_over(old / STATE):
-            shutil.rmtree(old, ignore_errors=True)
 
 
 class Fuyou(Trainable):
@@ -240,28 +235,25 @@ class Fuyou(Trainable):
         Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
         """
         try:
-            return self._step(micro_batches)
+            self._require_whole()
+            self._broken = True
+            memory.forget_peak()
+            observed = Observed(self._disk, self._copies, self._adam)
+            total = torch.zeros((), device=self._device)
+            self._updates.begin()
+            for index, batch in enumerate(micro_batches):
+                total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
+            with self._phases.timed("optimizer"):
+                self._updates.finish()
+                self._measure()  # before the step counts: who goes on from an error takes it again
+                self._updates.commit()
+            self._steps += 1
+            self._until_choice -= 1
+            if self._until_choice == 0:
+                self._choose(observed)
         except BaseException:
             self.on_failure()
             raise
-
-    def _step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        self._require_whole()
-        self._broken = True
-        memory.forget_peak()
-        observed = Observed(self._disk, self._copies, self._adam)
-        total = torch.zeros((), device=self._device)
-        self._updates.begin()
-        for index, batch in enumerate(micro_batches):
-            total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
-        with self._phases.timed("optimizer"):
-            self._updates.finish()
-            self._measure()  # before the step counts: who goes on from an error takes it again
-            self._updates.commit()
-        self._steps += 1
-        self._until_choice -= 1
-        if self._until_choice == 0:
-            self._choose(observed)
         self._broken = False
         return total
 
