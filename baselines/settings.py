@@ -119,7 +119,8 @@ class PaperSettings(Settings):
 class _CodecSettings(Settings):
     """Codecs between nodes, of strategies over this library."""
 
-    #: As ``baselines.encoding`` reads it; a strategy with one of its own allows ``none`` alone.
+    #: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own allows
+    #: ``none`` alone.
     gather_codec: Annotated[str, _later("Gather codec", "gather {}")] = "none"
     reduce_codec: Annotated[str, _later("Reduce codec", "reduce {}")] = "none"
     error_feedback: Annotated[bool, _later("Error feedback", "error feedback")] = False
@@ -168,10 +169,11 @@ class DeepSpeedSettings(Settings):
 _Count = Annotated[int, Field(ge=1)]
 #: Where the outer state and the snapshot lie.
 OuterPlace = Literal["device", "host"]
-#: How much of the mean displacement a worker follows: CO2's α; and its β.
+#: How much of the mean displacement a worker follows: CO2's α.
 OuterLearningRate = Annotated[
     float, Field(gt=0, allow_inf_nan=False), _subject("Outer learning rate", "α = {:g}")
 ]
+#: CO2's β.
 OuterMomentum = Annotated[float, Field(ge=0, lt=1), _subject("Outer momentum", "β = {:g}")]
 #: Whether displacements count in units of the learning rate, as SlowMo has it.
 ByLearningRate = Annotated[
@@ -181,7 +183,6 @@ ByLearningRate = Annotated[
         words={True: "displacements ÷ learning rate", False: "plain displacements"},
     ),
 ]
-#: Divisor of a late displacement; see ``baselines.co2.train``.
 Penalty = Literal["none", "first-step", "first-steps"]
 
 
@@ -236,6 +237,7 @@ class CO2Settings(SlowMoSettings):
         Annotated[float, Field(gt=0)] | None,
         _subject("Clip", "φ = {:g}", {None: "no clipping"}),
     ] = 1.0
+    #: Divisor of a late displacement; see ``baselines.co2.train``.
     penalty: Annotated[Penalty, _subject("Penalty", "penalty {}")] = "first-steps"
 
 

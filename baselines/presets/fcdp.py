@@ -111,26 +111,6 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
     return counts
 
 
-def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
-    """This rank's cache: what it did since its ledger was reset, and where its entries are."""
-    engine, ledger = engine_of(model), fcdp.ledger(model)
-    entries: Counter[str] = Counter()
-    entry_bytes: Counter[str] = Counter()
-    for unit in engine.units:
-        tier = engine.cache.tier_of(unit)
-        if tier is not None:
-            entries[tier] += 1
-            entry_bytes[tier] += (topology.nodes - 1) * unit.shard_bytes
-    return CacheUse(
-        hits=ledger.hits,
-        misses=ledger.misses,
-        entries=dict(entries),
-        entry_bytes=dict(entry_bytes),
-        device_bytes=ledger.device_cache_bytes,
-        host_bytes=ledger.host_cache_bytes,
-    )
-
-
 class FCDP(FSDP2):
     """FSDP2's loop with gradient accumulation without sync between nodes, if it is deferred."""
 
@@ -153,7 +133,22 @@ class FCDP(FSDP2):
 
     @property
     def cache(self) -> CacheUse:
-        return cache_use(self.model, self.job.topology)
+        engine, ledger = engine_of(self.model), fcdp.ledger(self.model)
+        entries: Counter[str] = Counter()
+        entry_bytes: Counter[str] = Counter()
+        for unit in engine.units:
+            tier = engine.cache.tier_of(unit)
+            if tier is not None:
+                entries[tier] += 1
+                entry_bytes[tier] += (self.job.topology.nodes - 1) * unit.shard_bytes
+        return CacheUse(
+            hits=ledger.hits,
+            misses=ledger.misses,
+            entries=dict(entries),
+            entry_bytes=dict(entry_bytes),
+            device_bytes=ledger.device_cache_bytes,
+            host_bytes=ledger.host_cache_bytes,
+        )
 
 
 class Sched(FCDP):
