@@ -61,8 +61,8 @@ class Strategy:
     numerics: Numerics = "exact"
     #: The type of what a cell may choose for it.
     settings: type[Settings] = Settings
-    #: The module here and its function that build it. ``None``: ``build`` of the module of its
-    #: name, with ``_`` for ``-``.
+    #: The module here and its function, or class, that build it. ``None``: ``build`` of the module
+    #: of its name, with ``_`` for ``-``.
     built_by: str | None = None
     #: The name that readers of tables and figures know, if it is another one.
     title: str | None = None

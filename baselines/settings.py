@@ -119,8 +119,8 @@ class PaperSettings(Settings):
 class _CodecSettings(Settings):
     """Codecs between nodes, of strategies over this library."""
 
-    #: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own allows
-    #: ``none`` alone.
+    #: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own
+    #: allows ``none`` alone.
     gather_codec: Annotated[str, _later("Gather codec", "gather {}")] = "none"
     reduce_codec: Annotated[str, _later("Reduce codec", "reduce {}")] = "none"
     error_feedback: Annotated[bool, _later("Error feedback", "error feedback")] = False

@@ -196,7 +196,7 @@ def load(name: str) -> Builder:
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
 
-    @functools.wraps(build)
+    @functools.wraps(build, updated=())
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
         own = _completed(job, found) if found.settings in _LIBRARYS else job

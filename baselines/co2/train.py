@@ -307,11 +307,6 @@ class OuterState:
 _SCALARS = 2
 
 
-def build(model: nn.Module, job: Job) -> LocalSteps:
-    """Put the model under workers that train apart, whose means arrive as the schedule says."""
-    return LocalSteps(place(model, job), job)
-
-
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
     """Parts of what is trained, so many: blocks are dealt out in turn; the smallest has the rest.
 
@@ -467,8 +462,8 @@ class Fragment:
 class LocalSteps(Trainable):
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
-    def __init__(self, at: Place, job: Job) -> None:
-        settings = job.settings
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        at, settings = place(model, job), job.settings
         assert isinstance(settings, LocalSGDSettings)
         interval = settings.interval
         inside, between = at.loop.closed_form_bytes, at.exchange_bytes / interval

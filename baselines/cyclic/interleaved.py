@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from baselines.cyclic.routes import backward_slot, forward_slot, is_fresh
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
 from baselines.part import views
-from baselines.settings import CyclicSettings, UpdateRule
+from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
 T = TypeVar("T")
@@ -107,21 +107,20 @@ class SavedBytes:
     def begin(self) -> None:
         self.peak = self.now
 
-    def keep(self, storage: torch.UntypedStorage) -> None:
+    def use(self, tensor: torch.Tensor, more: int) -> None:
+        """Count a use more of a tensor's memory, or one less."""
+        storage = tensor.untyped_storage()
         where = storage.data_ptr()
-        if where not in self._others:
-            self._uses[where] += 1
-            if self._uses[where] == 1:
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-
-    def let_go(self, storage: torch.UntypedStorage) -> None:
-        where = storage.data_ptr()
-        if where not in self._others:
-            self._uses[where] -= 1
-            if not self._uses[where]:
-                del self._uses[where]
-                self.now -= storage.nbytes()
+        if where in self._others:
+            return
+        before = self._uses[where]
+        self._uses[where] += more
+        if not before:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        elif not self._uses[where]:
+            del self._uses[where]
+            self.now -= storage.nbytes()
 
 
 class _Kept:
@@ -130,10 +129,10 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor, counts: SavedBytes) -> None:
         self.tensor = tensor
         self._counts = counts
-        counts.keep(tensor.untyped_storage())
+        counts.use(tensor, 1)
 
     def __del__(self) -> None:
-        self._counts.let_go(self.tensor.untyped_storage())
+        self._counts.use(self.tensor, -1)
 
 
 class Editions:
@@ -182,21 +181,6 @@ class Editions:
         self._optimizer.zero_grad()
 
 
-def build(model: nn.Module, job: Job) -> Interleaved:
-    """Cut the model into as many stages as a step has micro-batches, unless fewer are chosen.
-
-    Raises ``ValueError`` for more stages than blocks or micro-batches.
-    """
-    settings = job.settings
-    assert isinstance(settings, CyclicSettings)
-    called = "micro-batches per step (accumulation)"
-    runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
-    model.to(job.topology.mesh.device_type)
-    stages = [Editions(model, params, job) for params in parameters(model, job.blocks, runs)]
-    starts = [job.blocks[run.start] for run in runs]
-    return Interleaved(model, job, settings.rule, stages, starts)
-
-
 @dataclass(eq=False)
 class _Flight:
     """A micro-batch on its way through the stages."""
@@ -214,19 +198,20 @@ class _Flight:
 class Interleaved(Staged):
     """All micro-batches of a cycle, on this rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: Job,
-        rule: UpdateRule,
-        stages: Sequence[Editions],
-        starts: Sequence[nn.Module],
-    ) -> None:
-        """``starts``: each stage's first block."""
-        least_bytes = 2 * crossing_bytes(trained_numel(model), job, 4)
-        super().__init__(model, job, least_bytes, starts)
-        self._rule = rule
-        self._stages = stages
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Cut the model into as many stages as a step has micro-batches, unless fewer are chosen.
+
+        Raises ``ValueError`` for more stages than blocks or micro-batches.
+        """
+        settings = job.settings
+        assert isinstance(settings, CyclicSettings)
+        called = "micro-batches per step (accumulation)"
+        runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
+        super().__init__(model, job, 2 * crossing_bytes(trained_numel(model), job, 4), runs)
+        model.to(job.topology.mesh.device_type)
+        self._rule = settings.rule
+        of_stages = parameters(model, job.blocks, runs)
+        self._stages = [Editions(model, params, job) for params in of_stages]
         self._micro_batches = job.accumulation
         #: Slots and steps that have begun.
         self._slot = 0
@@ -237,7 +222,7 @@ class Interleaved(Staged):
         #: Gradients so far, by step and stage.
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
-        every = chain(*(stage.of(version) for stage in stages for version in (0, 1)))
+        every = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
         self._saved = SavedBytes([*every, *model.parameters(), *model.buffers()])
         #: Most bytes that graphs held in each slot of the last step, and what all its micro-batches
         #: at once would.

@@ -184,42 +184,29 @@ def _tag(message: Message) -> int:
     return message.stage * len(KINDS) + KINDS.index(message.kind)
 
 
-def build(model: nn.Module, job: Job) -> Executor:
-    """Put the model under ``ring`` or ``zero``, as the schedule says.
-
-    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
-    """
-    settings, ranks, zero = job.settings, job.topology.world_size, job.schedule.cycle == "zero"
-    assert isinstance(settings, CyclicSettings)
-    if job.accumulation != 1:
-        raise ValueError(
-            f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
-        )
-    runs = chosen_runs(settings.stages, job.blocks, ranks, "ranks")
-    device = torch.device(job.topology.mesh.device_type)
-    model.to(device)
-    stages = []
-    for params in parameters(model, job.blocks, runs, frozen=zero):
-        # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
-        kept, passed = split(params, job.blocks) if zero else (params, [])
-        stages.append(Stage(Part(kept, device), Part(passed, device)))
-    starts = [job.blocks[run.start] for run in runs]
-    return Executor(model, job, Cycle(settings.rule, ranks, len(runs), zero), stages, starts)
-
-
 class Executor(Staged):
     """One rank of the cycle, which is one micro-batch."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: Job,
-        cycle: Cycle,
-        stages: Sequence[Stage],
-        starts: Sequence[nn.Module],
-    ) -> None:
-        """``starts``: each stage's first block."""
-        topology = job.topology
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Put the model under ``ring`` or ``zero``, as the schedule says.
+
+        Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
+        """
+        settings, topology, zero = job.settings, job.topology, job.schedule.cycle == "zero"
+        assert isinstance(settings, CyclicSettings)
+        if job.accumulation != 1:
+            raise ValueError(
+                f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
+            )
+        runs = chosen_runs(settings.stages, job.blocks, topology.world_size, "ranks")
+        device = torch.device(topology.mesh.device_type)
+        model.to(device)
+        stages = []
+        for params in parameters(model, job.blocks, runs, frozen=zero):
+            # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
+            kept, passed = split(params, job.blocks) if zero else (params, [])
+            stages.append(Stage(Part(kept, device), Part(passed, device)))
+        cycle = Cycle(settings.rule, topology.world_size, len(runs), zero)
         sizes: dict[Kind, list[int]] = {
             "forward": [numel(stage.params) for stage in stages],
             "backward": [stage.passed.numel for stage in stages],
@@ -227,7 +214,7 @@ class Executor(Staged):
             "sum": [numel(stage.trained) for stage in stages],
         }
         crossing = routes.crossing(cycle, sizes, topology.ranks_per_node, topology.nodes)
-        super().__init__(model, job, crossing * torch.float32.itemsize, starts)
+        super().__init__(model, job, crossing * torch.float32.itemsize, runs)
         self._cycle = cycle
         self._rank = topology.rank
         self._stages = stages

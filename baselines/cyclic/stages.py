@@ -66,16 +66,16 @@ class Staged(Trainable):
     """A model whose forward is interrupted where stages meet."""
 
     def __init__(
-        self, model: nn.Module, job: Job, closed_form_bytes: float, starts: Sequence[nn.Module]
+        self, model: nn.Module, job: Job, closed_form_bytes: float, runs: Sequence[range]
     ) -> None:
-        """``starts``: each stage's first block."""
+        """``runs``: each stage's blocks."""
         super().__init__(model, job, closed_form_bytes)
-        for index, block in enumerate(starts[1:], start=1):
+        for index, run in enumerate(runs[1:], start=1):
 
             def begin(_block: nn.Module, args: Any, kwargs: Any, index: int = index) -> Any:
                 return self._next_stage(index, (args, kwargs))
 
-            block.register_forward_pre_hook(begin, with_kwargs=True)
+            job.blocks[run.start].register_forward_pre_hook(begin, with_kwargs=True)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job, cached=False)

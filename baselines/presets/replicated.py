@@ -14,19 +14,15 @@ from fcdp.counts import Ledger
 from fcdp.exchange import all_reduce
 
 
-def build(model: nn.Module, job: Job) -> Replicated:
-    """Replicate the model; gradients are all-reduced in ``job.dtype``, first inside the node."""
-    model.to(job.topology.mesh.device_type)
-    for param in trainable_parameters(model):
-        dist.broadcast(param.detach(), src=0)
-    return Replicated(model, job, replicated_bytes(model, job))
-
-
 class Replicated(Replica):
     """FSDP2's loop with gradient accumulation without sync: only the last micro-batch reduces."""
 
-    def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
-        super().__init__(model, job, closed_form_bytes)
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Replicate the model; gradients are all-reduced in ``job.dtype``, first in the node."""
+        model.to(job.topology.mesh.device_type)
+        for param in trainable_parameters(model):
+            dist.broadcast(param.detach(), src=0)
+        super().__init__(model, job, replicated_bytes(model, job))
         self._ledger = Ledger()
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:

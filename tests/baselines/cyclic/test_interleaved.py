@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from baselines.cyclic.interleaved import SavedBytes, build
+from baselines.cyclic.interleaved import Interleaved, SavedBytes
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (
@@ -53,7 +53,7 @@ def test_ranks_add_up_gradients_of_each_stage(ranks: Pools) -> None:
 
 
 def _losses(ranks: int) -> list[float]:
-    trainable = build(*made(ranks, 1, CyclicSettings(), k=3))
+    trainable = Interleaved(*made(ranks, 1, CyclicSettings(), k=3))
     found = [
         trainable.step([batch(number, step) for number in range(3)]).item() for step in range(4)
     ]
@@ -76,7 +76,7 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
     del graphs, graph
     assert saved.now == 0
     model.zero_grad()
-    trainable = build(model, job(topology_of(1, 1), model, **given))
+    trainable = Interleaved(model, job(topology_of(1, 1), model, **given))
     for _ in range(3):
         trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
     told: Any = trainable.take_metrics()
@@ -102,7 +102,7 @@ def test_more_stages_than_micro_batches_are_refused() -> None:
 
 @on_ranks(1)
 def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting() -> None:
-    trainable = build(*made(1, 1, CyclicSettings(), k=3))
+    trainable = Interleaved(*made(1, 1, CyclicSettings(), k=3))
     trainable.step([batch(number, 0) for number in range(3)])
     lanes = [flight.lane for flight in trainable._flights]
     assert lanes

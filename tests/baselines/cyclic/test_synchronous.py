@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from baselines import optimizers
 from baselines.cyclic.routes import is_fresh, partition
 from baselines.cyclic.stages import parameters
-from baselines.cyclic.synchronous import build
+from baselines.cyclic.synchronous import Cyclic
 from baselines.settings import CyclicSettings, UpdateRule
 from tests.baselines.cyclic.training import (
     ADAMW,
@@ -104,7 +104,7 @@ def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
 @on_ranks(2)
 def test_losses_are_those_of_the_mean_parameters_and_training_goes_on() -> None:
     model, job = made(2, 1, CyclicSettings())
-    cyclic = build(model, job)
+    cyclic = Cyclic(model, job)
     for step in range(3):
         cyclic.step([batch(job.topology.rank, step)])
     before = parameters_to_vector(model.parameters()).detach()
