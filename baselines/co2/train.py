@@ -251,6 +251,32 @@ class Rule:
         """γ, of local steps with the learning rate ``rate``."""
         return rate if self.by_learning_rate else 1.0
 
+    def absorb(
+        self, momentum: torch.Tensor, mean: torch.Tensor, gap: torch.Tensor, rate: float
+    ) -> torch.Tensor:
+        """Take a mean displacement (elements), which is overwritten, into the outer momentum.
+
+        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate. Returns
+        what the shared state is to move by, which is in the memory of either.
+        """
+        momentum.mul_(self.momentum).add_(mean.div_(gap * self.scale(rate)))
+        return mean.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+
+    def move(
+        self, start: torch.Tensor, by: torch.Tensor, rate: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the shared state by what ``absorb`` gave.
+
+        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        """
+        clipped = torch.zeros((), device=by.device)
+        if self.clip is not None:
+            clipped = (by.abs() > self.clip).sum().float()
+            by = by.clamp(-self.clip, self.clip)
+        move = by * (self.learning_rate * self.scale(rate))
+        start.sub_(move)
+        return move.dot(move), clipped
+
     def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
         """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
 
@@ -264,43 +290,6 @@ class Rule:
             return torch.ones_like(moved)
         steps = self.interval if self.penalty == "first-steps" else 1
         return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
-
-
-class OuterState:
-    """State that all workers share after each round: their start, and the outer momentum."""
-
-    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
-        """Take two float32 tensors (elements), which become this state's own."""
-        self.start = start
-        self.momentum = momentum
-        #: Displacement by which the start moves next.
-        self._move = momentum
-
-    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
-        """Take a mean displacement (elements), which is overwritten, into the momentum.
-
-        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate. By
-        Nesterov's rule ``mean`` stays in use until ``move``.
-        """
-        scale = rule.scale(rate)
-        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
-        if rule.nesterov:
-            self._move = mean.add_(self.momentum, alpha=rule.momentum)
-
-    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move the start by the momentum, or as Nesterov has it.
-
-        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
-        """
-        scale = rule.scale(rate)
-        move = self._move
-        clipped = torch.zeros((), device=move.device)
-        if rule.clip is not None:
-            clipped = (move.abs() > rule.clip).sum().float()
-            move = move.clamp(-rule.clip, rule.clip)
-        move = move * (rule.learning_rate * scale)
-        self.start.sub_(move)
-        return move.dot(move), clipped
 
 
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.
@@ -347,7 +336,8 @@ class Fragment:
         more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
         self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
         self._flat.copy_to(self._memory.start)
-        self._outer = OuterState(self._memory.start, self._memory.momentum)
+        #: Displacement by which all start the next round.
+        self._by = self._memory.momentum
         #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
         self._work: Pending | None = None
         self._sent = False
@@ -369,11 +359,11 @@ class Fragment:
         """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
-            self._first = self._flat.squared_distance(self._outer.start)
+            self._first = self._flat.squared_distance(self._memory.start)
         if self._arrives == "streamed" and self._done == self._overlap and self._sent:
             self._absorb(rate)
             self._move(rate)
-            self._flat.copy_from(self._outer.start, self._kept)
+            self._flat.copy_from(self._memory.start, self._kept)
         if self._done == self._rule.interval:
             self._done = 0
             self._end_round(rate)
@@ -391,10 +381,10 @@ class Fragment:
         # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
         # has cached of the parameters is stale already, by the step that has just ended.
         if self._arrives != "streamed":
-            self._flat.copy_from(self._outer.start)
+            self._flat.copy_from(self._memory.start)
 
     def _move(self, rate: float) -> None:
-        moved, clipped = self._outer.move(self._rule, rate)
+        moved, clipped = self._rule.move(self._memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
         self.told[-1][2] = clipped / self._elements
 
@@ -403,7 +393,7 @@ class Fragment:
         displacement, scalars = self._split()
         self._flat.copy_to(displacement)
         self._memory.land()
-        torch.sub(self._outer.start, displacement, out=displacement)
+        torch.sub(self._memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
         scalars.copy_(torch.stack((displacement.dot(displacement), first)))
         assert self._work is None, "the last all-reduce has not been waited for"
@@ -422,7 +412,7 @@ class Fragment:
             gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
         self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
-        self._outer.absorb(self._rule, mean, gap, rate)
+        self._by = self._rule.absorb(self._memory.momentum, mean, gap, rate)
 
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer's displacement (elements) and scalars."""
@@ -441,7 +431,7 @@ class Fragment:
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
         own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
-        self._flat.copy_from(self._outer.start)
+        self._flat.copy_from(self._memory.start)
         try:
             yield
         finally:
