@@ -7,7 +7,8 @@ been run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ class Copies:
         #: Bytes so far; and of the CPU's, seconds.
         self.nbytes = 0
         self.seconds = 0.0
+        #: Seconds that the device has waited for parameters, activations and room for gradients.
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block's time as the device's that waits."""
+        begin = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - begin
 
     def out(self, host: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copy tensors of the device, which may be let go; what says when they have landed."""

@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,8 +88,9 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
+        move = partial(direct_io.write, file, offset, memory, landed)
         try:
-            return self._writers.submit(self._write, file, offset, memory, landed)
+            return self._writers.submit(self._counted, "write", memory, move)
         except RuntimeError:
             if self._closed:
                 raise
@@ -97,14 +98,15 @@ class Disk:
             # others. This one writes itself, lest a step that has ended be lost.
             done: Future[int] = Future()
             try:
-                done.set_result(self._write(file, offset, memory, landed))
+                done.set_result(self._counted("write", memory, move))
             except BaseException as error:
                 done.set_exception(error)
             return done
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""
-        return self._readers.submit(self._read, file, offset, memory, expected)
+        move = partial(direct_io.read, file, offset, memory, (), expected)
+        return self._readers.submit(self._counted, "read", memory, move)
 
     def moved(self, way: Way) -> tuple[int, float]:
         """Bytes so far, and seconds in which anything was moved, of what goes on too."""
@@ -117,25 +119,16 @@ class Disk:
         self._readers.shutdown()
         self._writers.shutdown()
 
-    def _write(self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
-        with self._counted("write", memory.numel()):
-            return direct_io.write(file, offset, memory, landed)
-
-    def _read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> int:
-        with self._counted("read", memory.numel()):
-            return direct_io.read(file, offset, memory, (), expected)
-
-    @contextmanager
-    def _counted(self, way: Way, nbytes: int) -> Iterator[None]:
+    def _counted(self, way: Way, memory: torch.Tensor, move: Callable[[], int]) -> int:
         with self._lock:
             self._under_way[way] += 1
             if self._under_way[way] == 1:
                 self._since[way] = time.perf_counter()
         try:
-            yield
+            return move()
         finally:
             with self._lock:
                 self._under_way[way] -= 1
-                self.nbytes[way] += nbytes
+                self.nbytes[way] += memory.numel()
                 if not self._under_way[way]:
                     self.seconds[way] += time.perf_counter() - self._since[way]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,8 +55,6 @@ class Fifo:
         self._order: deque[int] = deque()
         self._computed: int | None = None
         self._cached: dict[int, torch.Tensor] = {}
-        #: Seconds that the device has waited for parameters.
-        self.waited = 0.0
 
     @property
     def device_bytes(self) -> int:
@@ -103,10 +100,9 @@ class Fifo:
                 "computes one after another, each once"
             )
         self._computed = self._order.popleft()
-        begin = time.perf_counter()
         assert slot.filled is not None
-        slot.filled.result()
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            slot.filled.result()
         _point(self._layout.blocks[block], slot.memory, self._layout.dtype)
 
     def release(self, block: int) -> None:

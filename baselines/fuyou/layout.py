@@ -73,6 +73,15 @@ class Group:
         sizes = [shape.numel() for shape in self.shapes]
         return [x.view(s) for x, s in zip(flat.split(sizes), self.shapes, strict=True)]
 
+    def states(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Masters, first and second moments (float32) of a trained group, by parameter."""
+        moments = self.part(buffer, "moments")
+        return [
+            self.views(self.part(buffer, "master"), torch.float32),
+            self.views(moments, torch.float32),
+            self.views(moments, torch.float32, self.numel),
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:

@@ -132,16 +132,9 @@ class Adam:
         optimizer = self._optimizers[group.index]
         (options,) = optimizer.param_groups
         options["steps_done"] = done
-        moments = group.part(buffer, "moments")
-        views = zip(
-            options["params"],
-            group.views(group.part(buffer, "master"), torch.float32),
-            group.views(gradient, torch.float32),
-            group.views(moments, torch.float32),
-            group.views(moments, torch.float32, group.numel),
-            strict=True,
-        )
-        for param, master, grad, first, second in views:
+        gradients = group.views(gradient, torch.float32)
+        views = zip(options["params"], gradients, *group.states(buffer), strict=True)
+        for param, grad, master, first, second in views:
             param.data, param.grad = master, grad
             step = torch.tensor(float(done))
             optimizer.state[param] = {"step": step, "exp_avg": first, "exp_avg_sq": second}

@@ -120,14 +120,10 @@ class Store:
         if not group.trained:
             frozen = group.views(group.part(buffer, "compute"), self._layout.dtype)
             return [(n, v.clone(), []) for n, v in zip(group.names, frozen, strict=True)]
-        parts = [(group.part(buffer, "master"), 0)]
-        parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
-        views = [group.views(part, torch.float32, first) for part, first in parts]
-        found = []
-        for name, *of in zip(group.names, *views, strict=True):
-            master, *moments = (value.clone() for value in of)
-            found.append((name, master, moments))
-        return found
+        return [
+            (name, master.clone(), [first.clone(), second.clone()])
+            for name, master, first, second in zip(group.names, *group.states(buffer), strict=True)
+        ]
 
     def close(self) -> None:
         self._state.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -62,9 +61,8 @@ class Swapper:
         #: Bytes that host memory has for what stays there, beside what others pass through.
         self.limit: float = math.inf
         self._held = 0
-        #: Bytes since the last ``take_counts``, and seconds that the device has waited.
+        #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
-        self.waited = 0.0
 
     @property
     def spare(self) -> int:
@@ -121,15 +119,14 @@ class Swapper:
     def get(self, name: Name) -> torch.Tensor:
         """The tensor that was kept, on the device."""
         kept = self._kept.pop(name)
-        begin = time.perf_counter()
-        if kept.memory is None:
-            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
-        if kept.read is not None:
-            kept.read.result()
-        elif kept.written is not None and kept in self._writing:
-            kept.written.result()
-            self._writing.remove(kept)
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            if kept.memory is None:
+                self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
+            if kept.read is not None:
+                kept.read.result()
+            elif kept.written is not None and kept in self._writing:
+                kept.written.result()
+                self._writing.remove(kept)
         found = torch.empty(kept.shape, dtype=kept.dtype, device=self._copies.device)
         self._copies.into(found, self._view(kept))
         for event in self._copies.used():
@@ -166,10 +163,9 @@ class Swapper:
 
     def _room_to_pass(self, nbytes: int) -> torch.Tensor:
         """Host memory for a while; waits for writes until there is some."""
-        begin = time.perf_counter()
-        while (found := self._dram.try_take(nbytes)) is None and self._writing:
-            self._landed(self._writing.pop(0))
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            while (found := self._dram.try_take(nbytes)) is None and self._writing:
+                self._landed(self._writing.pop(0))
         return self._dram.take(nbytes, "an activation") if found is None else found
 
     def _reap(self) -> None:

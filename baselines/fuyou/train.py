@@ -222,7 +222,7 @@ class Fuyou(Trainable):
         self._told = (0, 0)
         if self._device.type == "cpu":
             memory.give_back_at_once()
-        self._baseline = memory.resident() - self._dram.nbytes - self._fifo.device_bytes
+        self._baseline = memory.taken("VmRSS") - self._dram.nbytes - self._fifo.device_bytes
 
     @property
     def steps_done(self) -> int:
@@ -262,15 +262,14 @@ class Fuyou(Trainable):
         self._last = last
         self._recomputed.profile = Profile()
         self._fifo.expect([*blocks, *reversed(blocks)])
-        waited = self._fifo.waited + self._swapper.waited
+        waited = self._copies.waited
         begin = time.perf_counter()
         with self._phases.timed("forward"):
             loss = self.job.loss(self.model, batch) / self.job.accumulation
         with self._phases.timed("backward"):
             loss.backward()
             self._collect(self._layout.root.trained)
-        waited = self._fifo.waited + self._swapper.waited - waited
-        observed.computed(time.perf_counter() - begin - waited)
+        observed.computed(time.perf_counter() - begin - (self._copies.waited - waited))
         self._fifo.stop()
         self._swapper.clear()
         return loss.detach()
@@ -363,9 +362,8 @@ class Fuyou(Trainable):
                 raise RuntimeError(
                     f"{lacking[0]}: has no gradient; must be one that every micro-batch trains"
                 )
-            begin = time.perf_counter()
-            gradient = self._updates.memory()
-            self._fifo.waited += time.perf_counter() - begin
+            with self._copies.waiting():
+                gradient = self._updates.memory()
             found = [param.grad for param in group.params]
             views = group.views(gradient, torch.float32)
             landed = self._copies.out(views, [grad for grad in found if grad is not None])
@@ -402,7 +400,7 @@ class Fuyou(Trainable):
     def _measure(self) -> None:
         """Raises ``OutOfMemoryError`` if the step took more of the device than its budget."""
         if self._device.type == "cpu":
-            grown = memory.peak_resident() - self._baseline - self._dram.nbytes
+            grown = memory.taken("VmHWM") - self._baseline - self._dram.nbytes
         else:
             grown = torch.cuda.max_memory_allocated(self._device)
         self._device_peak = max(self._device_peak, grown)

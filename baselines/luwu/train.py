@@ -212,7 +212,7 @@ class LuWu(Trainable):
 
     def _keep_frozen(self) -> None:
         size = self.job.dtype.itemsize
-        sizes = [layer.unit.frozen_numel * size for layer in self._layers]
+        sizes = [layer.unit.numel(trained=False) * size for layer in self._layers]
         device = torch.device(self.job.topology.mesh.device_type)
         arena = Arena(sum(map(aligned, sizes)), device)
         for layer, nbytes in zip(self._layers, sizes, strict=True):
