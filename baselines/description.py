@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from baselines import pins
 from baselines.pins import Pin
 from baselines.schedule import Schedule
 from baselines.settings import Settings
 
+Engine = Literal["ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
-ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou")
-Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
 #: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]

@@ -199,8 +199,15 @@ def load(name: str) -> Builder:
     @functools.wraps(build, updated=())
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
-        own = _completed(job, found) if found.settings in _LIBRARYS else job
-        trainable = build(model, replace(own, schedule=found.schedule or Schedule()))
+        settings = job.settings
+        if (
+            found.settings in _LIBRARYS
+        ):  # all of FCDP's: those that are given or fixed, and defaults
+            given = settings.model_dump()
+            found.chosen(given)  # refuses what the strategy fixes to something else
+            settings = CacheSettings(**(given | found.fixes))
+        schedule = found.schedule or Schedule()
+        trainable = build(model, replace(job, settings=settings, schedule=schedule))
         trainable.engine = found.engine
         return trainable
 
@@ -217,13 +224,6 @@ def _refuse_others(given: Settings, found: Strategy) -> None:
                 f"{name} = {getattr(given, name)!r}: {found.name} has {has}; allowed are "
                 f"{', '.join(own) or 'no settings'}"
             )
-
-
-def _completed(job: Job, found: Strategy) -> Job:
-    """The job with all of FCDP's settings: those that are fixed, its own, and defaults."""
-    given = job.settings.model_dump()
-    found.chosen(given)  # refuses what the strategy fixes to something else
-    return replace(job, settings=CacheSettings(**(given | found.fixes)))
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:

@@ -306,7 +306,6 @@ class Interleaved(Staged):
                 self._update(flight.step, stage)
 
     def _version(self, number: int, step: int, stage: int) -> int:
-        """The version of a stage that a micro-batch computes with."""
         return step - (not is_fresh(self._rule, number, stage, len(self._stages)))
 
     def _collect(self, flight: _Flight, stage: int) -> None:

@@ -23,8 +23,8 @@ import torch.nn as nn
 
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
-from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters, split
-from baselines.part import Part, take_gradients, views
+from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
+from baselines.part import Part, split, take_gradients, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, make_optimizer, numel
 

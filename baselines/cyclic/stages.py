@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,17 +48,6 @@ def parameters(
         if frozen or param.requires_grad:
             found[stage].append(param)
     return found
-
-
-def split(
-    params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters of no block or of several ones, which stages share, and those of one block."""
-    times = Counter(id(param) for block in blocks for param in block.parameters())
-    return (
-        [param for param in params if times[id(param)] != 1],
-        [param for param in params if times[id(param)] == 1],
-    )
 
 
 class Staged(Trainable):

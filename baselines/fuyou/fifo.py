@@ -129,7 +129,9 @@ class Fifo:
         self._threads.shutdown()
 
     def _fill(self) -> None:
-        wanted = self._wanted()
+        first = [] if self._computed is None else [self._computed]
+        # As many blocks as there are slots: those that are needed first.
+        wanted = list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
         free = [slot for slot in self._slots if slot.block not in wanted]
         for block in wanted:
             if self._holding(block) is None:
@@ -140,11 +142,6 @@ class Fifo:
                 slot.filled = self._threads.submit(
                     self._load, unit, slot.memory, slot.staging, kept, slot.unused
                 )
-
-    def _wanted(self) -> list[int]:
-        """As many blocks as there are slots: those that are needed first."""
-        first = [] if self._computed is None else [self._computed]
-        return list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
 
     def _load(
         self,

@@ -35,8 +35,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         error_feedback=settings.error_feedback,
         exchanges="hierarchical" if job.schedule.hierarchical else "flat",
     )
-    made = Sched if job.schedule.cached_for == "step" else FCDP
-    return made(model, job, _least_bytes(model, job))
+    return FCDP(model, job, _least_bytes(model, job))
 
 
 def settings_of(job: Job) -> CacheSettings:
@@ -118,6 +117,14 @@ class FCDP(FSDP2):
         super().__init__(model, job, closed_form_bytes)
         self.policy = _describe(settings_of(job))
 
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = super().step(micro_batches)
+        if self.job.schedule.cached_for == "step":
+            # The paper's FCDP-Sched alone, which does not tell frozen from trained parameters: all
+            # count as written by the optimizer.
+            fcdp.invalidate(self.model)
+        return total
+
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         deferred = self.job.schedule.accumulates_without_sync
         with fcdp.accumulate(self.model, last=last or not deferred):
@@ -149,15 +156,3 @@ class FCDP(FSDP2):
             device_bytes=ledger.device_cache_bytes,
             host_bytes=ledger.host_cache_bytes,
         )
-
-
-class Sched(FCDP):
-    """The paper's FCDP-Sched alone, which does not tell frozen from trained parameters.
-
-    No entry outlives a step: every parameter counts as written by its optimizer.
-    """
-
-    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = super().step(micro_batches)
-        fcdp.invalidate(self.model)
-        return total
