@@ -167,8 +167,16 @@ class Server(wire.Host):
         super().__init__(listener, [wire.SWITCH], patience_s)
         self._folder = folder
         self._inbox = wire.Inbox()
-        self._state: _State | None = None
         self._received = 0
+        #: The plan, once it is known; only then there are files, threads and their memory.
+        self._plan: Plan | None = None
+        #: Chunks that have been read and not sent, and how many have been sent.
+        self._ahead: deque[wire.Message] = deque()
+        self._sent = 0
+        #: How many chunks the reader may read that are not sent, and how many it has read.
+        self._room = threading.Semaphore(WINDOW)
+        self._read = 0
+        self._ended = False
 
     def serve(self) -> None:
         """Handle what comes until the switch says that the run is over.
@@ -181,13 +189,16 @@ class Server(wire.Host):
             self.abort(f"server: {error}")
             raise
         finally:
-            if self._state is not None:
-                self._state.close()
+            if self._plan is not None:
+                self._end_threads()
             self._listener.close()
 
     def _go_on(self) -> None:
-        if self._state is not None:
-            self._state.send_ahead()
+        """Send what has been read, as far as all workers have room for it."""
+        while self._ahead and self._sent - min(self._taken.values()) < WINDOW:
+            self._say(self._ahead.popleft())
+            self._sent += 1
+            self._room.release()
 
     def _beat(self) -> None:
         self._say(wire.Message(wire.Kind.BEAT))
@@ -208,16 +219,25 @@ class Server(wire.Host):
             self._say(wire.Message(wire.Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
         elif message.kind != wire.Kind.BEAT:
             self._received += 1
-            if self._state is None:
+            if self._plan is None:
                 raise wire.Malformed(f"{message.kind.name} before HELLO")
-            self._state.handle(message)
+            self._take(message, self._plan)
 
     def _hello(self, message: wire.Message) -> None:
-        if self._state is not None:
+        if self._plan is not None:
             raise wire.Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
-        self._state = _State(plan, Files(self._folder, plan), self._inbox, self._say)
-        step = self._state.files.step
+        self._files = Files(self._folder, plan)
+        self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
+        #: How much of the stream each worker has taken.
+        self._taken = dict.fromkeys(range(plan.workers), 0)
+        self._pipeline = Pipeline(plan, self._files, self._inbox.put)
+        self._buffer = Buffer(plan)
+        #: A thread that reads ahead, each chunk once it has the step that is asked for.
+        self._reader = ThreadPoolExecutor(1, "luwu-reader")
+        self._read_into = Buffer(plan)
+        self._plan = plan
+        step = self._files.step
         self._say(wire.Message(wire.Kind.WELCOME, step=step or 0, extra=step is None))
 
     def _take_items(self) -> None:
@@ -225,58 +245,28 @@ class Server(wire.Host):
         for item in self._inbox.take():
             if isinstance(item, BaseException):
                 raise item
-            assert self._state is not None
             if item.kind == wire.Kind.PARAMETERS:
-                self._state.ahead.append(item)
+                self._ahead.append(item)
             else:
                 self._say(item)
 
     def _counts(self) -> dict[str, int]:
         """Counts since the server began: messages beside signs of life, bytes."""
         counts = {"messages": self._received}
-        if self._state is not None:
-            files = self._state.files
-            counts |= {"file_read": files.read, "file_written": files.written}
+        if self._plan is not None:
+            counts |= {"file_read": self._files.read, "file_written": self._files.written}
         if interface := os.environ.get("FCDP_INTERFACE"):
             received, sent = interface_bytes(interface)
             counts |= {"received": received, "sent": sent}
         return counts
 
-
-class _State:
-    """State that the server has once it knows the plan."""
-
-    def __init__(
-        self, plan: Plan, files: Files, inbox: wire.Inbox, say: Callable[[wire.Message], None]
-    ) -> None:
-        """``say``: called with what the switch is told."""
-        self.plan = plan
-        self.files = files
-        self._say = say
-        #: Chunks that have been read and not sent.
-        self.ahead: deque[wire.Message] = deque()
-        self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
-        self._pipeline = Pipeline(plan, files, inbox.put)
-        self._buffer = Buffer(plan)
-        self._sent = 0
-        #: How much of the stream each worker has taken.
-        self._taken = dict.fromkeys(range(plan.workers), 0)
-        self._inbox = inbox
-        #: A thread that reads ahead, each chunk once it has the step that is asked for; its memory,
-        #: how much it may read that is not sent, and how much it has read.
-        self._reader = ThreadPoolExecutor(1, "luwu-reader")
-        self._read_into = Buffer(plan)
-        self._room = threading.Semaphore(WINDOW)
-        self._read = 0
-        self._ended = False
-
-    def handle(self, message: wire.Message) -> None:
+    def _take(self, message: wire.Message, plan: Plan) -> None:
         """Take a message of the workers'."""
         kind = message.kind
         if kind == wire.Kind.INITIAL:
-            self._initial(message)
+            self._initial(message, plan)
         elif kind == wire.Kind.BEGIN:
-            stream = self.plan.stream(Pass(message.unit), Frozen(message.extra))
+            stream = plan.stream(Pass(message.unit), Frozen(message.extra))
             for chunk in chain.from_iterable(chunks for _, chunks in stream):
                 self._reader.submit(self._read_ahead, chunk, message.step)
         elif kind == wire.Kind.TAKEN:
@@ -288,33 +278,25 @@ class _State:
                     )
                 self._taken[worker] = message.extra
         elif kind == wire.Kind.GRADIENTS:
-            chunk = self._chunk(message, self.plan.type.itemsize)
+            chunk = self._chunk(message, plan.type.itemsize)
             self._pipeline.submit(Item(chunk, message.step, message.payload))
         else:
             raise wire.Malformed(f"{kind.name} is not for the server")
 
-    def send_ahead(self) -> None:
-        """Send what has been read, as far as all workers have room for it."""
-        while self.ahead and self._sent - min(self._taken.values()) < WINDOW:
-            self._say(self.ahead.popleft())
-            self._sent += 1
-            self._room.release()
-
-    def close(self) -> None:
-        """Have the threads end."""
-        self.files.end()
+    def _end_threads(self) -> None:
+        self._files.end()
         self._pipeline.end()
         self._ended = True
         self._room.release()
         self._reader.shutdown(cancel_futures=True)
-        self.files.close()
+        self._files.close()
 
     def _read_ahead(self, chunk: Chunk, step: int) -> None:
         self._room.acquire()
         if self._ended:
             return
         try:
-            payload = bytes(self.files.parameters(chunk, step, self._read_into))
+            payload = bytes(self._files.parameters(chunk, step, self._read_into))
         except Exception as error:
             self._ended = True
             self._inbox.put(error)
@@ -323,18 +305,18 @@ class _State:
         self._inbox.put(wire.Message(wire.Kind.PARAMETERS, *where, payload))
         self._read += 1
 
-    def _initial(self, message: wire.Message) -> None:
+    def _initial(self, message: wire.Message, plan: Plan) -> None:
         chunk = self._chunk(message, torch.float32.itemsize)
         values = wire.tensor(message.payload, torch.float32)
         if chunk.trained:
             states = self._buffer.states(chunk.numel)
             for state, value in zip(states, (values, 0.0, 0.0), strict=True):
                 state.copy_(torch.as_tensor(value))
-            self._buffer.parameters(chunk.numel, self.plan.type).copy_(values)
+            self._buffer.parameters(chunk.numel, plan.type).copy_(values)
         else:
-            nbytes = chunk.numel * self.plan.type.itemsize
-            self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
-        complete = self.files.write(chunk, 0, self._buffer)
+            nbytes = chunk.numel * plan.type.itemsize
+            self._buffer.memory[:nbytes].view(plan.type).copy_(values)
+        complete = self._files.write(chunk, 0, self._buffer)
         self._say(wire.Message(wire.Kind.APPLIED, unit=chunk.unit))
         if complete:
             self._say(wire.Message(wire.Kind.COMMITTED))
