@@ -98,7 +98,9 @@ class Strategy:
     @property
     def fixes(self) -> dict[str, str]:
         """The policy and codecs that it fixes, by the name of the setting."""
-        return {} if self.schedule is None else self.schedule.fixes
+        names = ("policy", "gather_codec", "reduce_codec")
+        found = {name: getattr(self.schedule, name, None) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
         """The settings among ``given``, and defaults; refused is what does not fit so many nodes.

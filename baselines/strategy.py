@@ -72,31 +72,6 @@ class CacheUse:
     host_bytes: int
 
 
-class Phases:
-    """Seconds that this rank has spent in each phase since the last ``take``.
-
-    On the CPU a call returns when its work is done. On an accelerator it returns when the work is
-    queued, so that its time says nothing, and nothing is kept.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self._on_cpu = device_type == "cpu"
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count the block's time as this phase's."""
-        begin = time.perf_counter()
-        yield
-        self._seconds[phase] += time.perf_counter() - begin
-
-    def take(self) -> dict[str, float] | None:
-        """Return the seconds by phase and begin again; ``None`` on an accelerator."""
-        taken = dict(self._seconds)
-        self._seconds.clear()
-        return taken if self._on_cpu else None
-
-
 class Trainable:
     """A model under one strategy, on this rank: what a strategy does differently it overrides."""
 
@@ -113,7 +88,8 @@ class Trainable:
         self.model = model
         self.job = job
         self.closed_form_bytes = closed_form_bytes
-        self._phases = Phases(job.topology.mesh.device_type)
+        #: Seconds that this rank has spent in each phase since the last ``take_phases``.
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; each micro-batch is what the job's loss takes.
@@ -165,9 +141,18 @@ class Trainable:
     def take_phases(self) -> dict[str, float] | None:
         """Seconds of this rank since the last call: forward, backward, optimizer.
 
-        ``None`` where the host does not know them.
+        ``None`` on an accelerator: a call returns there when its work is queued, not done.
         """
-        return self._phases.take()
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken if self.job.topology.mesh.device_type == "cpu" else None
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the block's time as this phase's."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - begin
 
     @property
     def cache(self) -> CacheUse | None:

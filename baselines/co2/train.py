@@ -335,12 +335,16 @@ class Fragment:
         sent = self._flat.numel + _SCALARS
         more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
         self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
+        self._displacement = self._memory.snapshot[: self._flat.numel]
+        self._scalars = self._memory.snapshot[self._flat.numel : sent]
         self._flat.copy_to(self._memory.start)
         #: Displacement by which all start the next round.
         self._by = self._memory.momentum
         #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
         self._work: Pending | None = None
         self._sent = False
+        #: Host memory of the outer state and the snapshot, if they lie there.
+        self.host_bytes = self._memory.host_bytes
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
@@ -348,11 +352,6 @@ class Fragment:
         self._first = torch.zeros((), device=self._device)
         #: Staleness gap, drift between workers and share clipped of each outer update.
         self.told: list[torch.Tensor] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the outer state and the snapshot, if they lie there."""
-        return self._memory.host_bytes
 
     @torch.no_grad()
     def end_step(self, rate: float) -> None:
@@ -390,12 +389,12 @@ class Fragment:
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
-        displacement, scalars = self._split()
+        displacement = self._displacement
         self._flat.copy_to(displacement)
         self._memory.land()
         torch.sub(self._memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
-        scalars.copy_(torch.stack((displacement.dot(displacement), first)))
+        self._scalars.copy_(torch.stack((displacement.dot(displacement), first)))
         assert self._work is None, "the last all-reduce has not been waited for"
         self._work, self._sent = self._at.add_up(self._memory.snapshot), True
 
@@ -404,8 +403,8 @@ class Fragment:
         self._wait()
         self._sent = False
         self._memory.snapshot.div_(self._at.workers)
-        mean, scalars = self._split()
-        known = self._over_parts(torch.cat((scalars, mean.dot(mean)[None])))
+        mean = self._displacement
+        known = self._over_parts(torch.cat((self._scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
         gap = torch.ones_like(first)
         if self._arrives == "late":
@@ -413,11 +412,6 @@ class Fragment:
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
         self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
         self._by = self._rule.absorb(self._memory.momentum, mean, gap, rate)
-
-    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer's displacement (elements) and scalars."""
-        buffer, numel = self._memory.snapshot, self._flat.numel
-        return buffer[:numel], buffer[numel : numel + _SCALARS]
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
@@ -461,7 +455,7 @@ class LocalSteps(Trainable):
         self.interval = interval
         self.policy = at.loop.policy
         self._loop = at.loop
-        self._phases = at.loop._phases
+        self._seconds = at.loop._seconds
         count = settings.fragments if isinstance(settings, StreamingSettings) else 1
         parts = _fragments(at.loop.model, job, count)
         # They cross at equal distances, the last of them as a round ends.

@@ -264,7 +264,7 @@ class Interleaved(Staged):
             phase = self._slot - flight.begin
             if phase < stages:
                 assert phase == forward_slot(0, phase)
-                with self._phases.timed("forward"):
+                with self._timed("forward"):
                     self._forward(flight, ends=phase == stages - 1)
         for flight in self._flights:
             phase = self._slot - flight.begin
@@ -298,11 +298,11 @@ class Interleaved(Staged):
         return flight.segments.cut(index, given)
 
     def _backward(self, flight: _Flight, stage: int) -> None:
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             flight.segments.backward(stage)
             self._collect(flight, stage)
         if flight.number == self._micro_batches - 1:
-            with self._phases.timed("optimizer"):
+            with self._timed("optimizer"):
                 self._update(flight.step, stage)
 
     def _version(self, number: int, step: int, stage: int) -> int:

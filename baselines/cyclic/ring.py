@@ -243,13 +243,13 @@ class Executor(Staged):
         (batch,) = micro_batches
         last = self._cycle.stages - 1
         self._segments = segments = Segments()
-        with self._phases.timed("forward"), self.casting():
+        with self._timed("forward"), self.casting():
             self._enter("forward", 0)
             loss = self.job.loss(self.model, batch)
             self._let_go(last)
         self._segments = None
         segments.end(loss / self._cycle.ranks)
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             for index in range(last, -1, -1):
                 self._backward(index, segments)
         self._due.update(self._owned)

@@ -79,11 +79,11 @@ class DeepSpeedZero3(Trainable):
         engine: Any = self.model
         losses = []
         for batch in micro_batches:
-            with self._phases.timed("forward"):
+            with self._timed("forward"):
                 loss = self.job.loss(engine, batch)
-            with self._phases.timed("backward"):
+            with self._timed("backward"):
                 engine.backward(loss)  # divides by the number of micro-batches itself
-            with self._phases.timed("optimizer"):
+            with self._timed("optimizer"):
                 engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()

@@ -243,7 +243,7 @@ class Fuyou(Trainable):
             self._updates.begin()
             for index, batch in enumerate(micro_batches):
                 total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
-            with self._phases.timed("optimizer"):
+            with self._timed("optimizer"):
                 self._updates.finish()
                 self._measure()  # before the step counts: who goes on from an error takes it again
                 self._updates.commit()
@@ -264,9 +264,9 @@ class Fuyou(Trainable):
         self._fifo.expect([*blocks, *reversed(blocks)])
         waited = self._copies.waited
         begin = time.perf_counter()
-        with self._phases.timed("forward"):
+        with self._timed("forward"):
             loss = self.job.loss(self.model, batch) / self.job.accumulation
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             loss.backward()
             self._collect(self._layout.root.trained)
         observed.computed(time.perf_counter() - begin - (self._copies.waited - waited))

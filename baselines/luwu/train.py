@@ -149,10 +149,10 @@ class LuWu(Trainable):
         blocks = range(1, len(self._layers))
         self._left = [*reversed(blocks)]
         self._unpushed = {i for i, layer in enumerate(self._layers) if layer.trained}
-        with self._phases.timed("forward"):
+        with self._timed("forward"):
             loss = self.job.loss(self.model, batch)
         self._backward = True
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             loss.backward()
             self._end_backward()
         self._training = self._backward = False

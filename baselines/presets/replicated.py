@@ -28,7 +28,7 @@ class Replicated(Replica):
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         loss = super().backward(batch, last=last)
         if last:
-            with self._phases.timed("backward"):
+            with self._timed("backward"):
                 self._reduce()
         return loss
 

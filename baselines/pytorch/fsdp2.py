@@ -113,7 +113,7 @@ class FSDP2(Trainable):
         total = torch.zeros((), device=micro_batches[0].device)
         for index, batch in enumerate(micro_batches):
             total += self.backward(batch, last=index == len(micro_batches) - 1)
-        with self._phases.timed("optimizer"):
+        with self._timed("optimizer"):
             self.update()
             self.optimizer.zero_grad()
         return total
@@ -147,8 +147,8 @@ class FSDP2(Trainable):
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_all_reduce(last)
         with self.casting():
-            with self._phases.timed("forward"):
+            with self._timed("forward"):
                 loss = self.job.loss(self.model, batch) / self.job.accumulation
-            with self._phases.timed("backward"):
+            with self._timed("backward"):
                 loss.backward()
         return loss.detach()
