@@ -39,8 +39,7 @@ class Copies:
         """Copy tensors of the device, which may be let go; what says when they have landed."""
         begin = time.perf_counter()
         stream = self._streams.copies_out
-        if not self._streams.on_host:
-            stream.wait_stream(self._streams.current())
+        stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             for target, source in zip(host, given, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -53,12 +52,10 @@ class Copies:
         """Copy to the device, before what the calling thread's stream does next."""
         begin = time.perf_counter()
         stream = self._streams.copies_in
-        if not self._streams.on_host:
-            stream.wait_stream(self._streams.current())
+        stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             target.copy_(host, non_blocking=True)
-        if not self._streams.on_host:
-            self._streams.current().wait_stream(stream)
+        self._streams.current().wait_stream(stream)
         self._count([host], begin)
 
     def load(self, target: torch.Tensor, host: torch.Tensor, unused: Sequence[Any]) -> None:

@@ -210,9 +210,9 @@ class Updates:
             self.ring.begin()
         for group in aside:
             self._take_aside(group)
-        if self._form != "delayed":
-            self._submit(None, self._written)
         self._settle()
+        if self._form != "delayed":
+            self._written()
 
     def commit(self) -> None:
         """Have the step count, when all of it is written. Raises what went wrong with the last."""
@@ -250,7 +250,7 @@ class Updates:
         self._writer.shutdown()
         self.ring.close()
 
-    def _submit(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+    def _submit(self, gradient: torch.Tensor, task: Callable[[], None]) -> None:
         self._under_way.append(self._optimizer.submit(self._guarded, gradient, task))
 
     def _settle(self) -> None:
@@ -260,7 +260,7 @@ class Updates:
         if self._broken is not None:
             raise self._broken
 
-    def _guarded(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+    def _guarded(self, gradient: torch.Tensor, task: Callable[[], None]) -> None:
         """Do the task unless an earlier one failed; the gradient's memory is free in any case."""
         try:
             if self._broken is None:
@@ -268,8 +268,7 @@ class Updates:
         except BaseException as error:
             self._broken = self._broken or error
         finally:
-            if gradient is not None:
-                self._free.put(gradient)
+            self._free.put(gradient)
 
     def _take(
         self, group: Group, gradient: torch.Tensor, landed: Sequence[Any], last: bool

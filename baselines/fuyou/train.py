@@ -291,14 +291,13 @@ class Fuyou(Trainable):
         self._updates.flush()
         largest = max(group.nbytes for group in self._layout.groups())
         idle = self._updates.ring.idle()
-        taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
+        buffer = idle if idle.numel() >= largest else self._dram.take(largest, "a group")
         try:
             for group in self._layout.groups():
-                buffer = idle if taken is None else taken
                 yield from self._store.take_out(group, buffer)
         finally:
-            if taken is not None:
-                self._dram.give_back(taken)
+            if buffer is not idle:
+                self._dram.give_back(buffer)
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what went wrong in its writes."""
