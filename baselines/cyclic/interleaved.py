@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,27 +32,25 @@ from baselines.part import views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
-T = TypeVar("T")
-
 
 class _Closed(BaseException):
     """Ends what will not be gone on with."""
 
 
-class Lane(Generic[T]):
+class Lane:
     """A call in a thread of its own, which runs while ``resume`` waits for it and no longer.
 
     A thread because a model's forward is an ordinary function, which cannot yield.
     """
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self._function = function
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
         # A paused one must not hold up the end of the program.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._closed = False
-        self._ended: Future[T] = Future()
+        self._ended: Future[torch.Tensor] = Future()
         self._thread.start()
 
     def resume(self) -> None:
@@ -69,7 +67,7 @@ class Lane(Generic[T]):
         if self._closed:
             raise _Closed
 
-    def take(self) -> T:
+    def take(self) -> torch.Tensor:
         """Return what the function has returned; it has ended."""
         self._thread.join()
         return self._ended.result()
@@ -189,7 +187,7 @@ class _Flight:
     step: int
     #: The slot in which it began.
     begin: int
-    lane: Lane[torch.Tensor]
+    lane: Lane
     segments: Segments = field(default_factory=Segments)
     #: Bytes that its forward has left for its backward.
     saved: int = 0

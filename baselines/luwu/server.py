@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import tempfile
 import threading
 from collections import deque
@@ -38,7 +37,7 @@ class Item:
     #: The step that is complete before it.
     step: int
     gradients: Any
-    buffer: Buffer | None = None
+    buffer: Buffer
 
 
 class Pipeline:
@@ -56,10 +55,8 @@ class Pipeline:
         self._files = files
         self._tell = tell
         self._broken = False
-        #: As many as may be under way: nobody waits for one for ever.
-        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
-        for _ in range(WINDOW):
-            self._buffers.put(Buffer(plan))
+        #: As many as may be under way; who fails keeps one.
+        self._buffers = deque(Buffer(plan) for _ in range(WINDOW))
         self._order = (self._read, self._adam, self._cast, self._write)
         self._by_step = plan.pipeline == "step"
         #: Step-centric: one each reads, casts and writes, and the others step.
@@ -69,18 +66,18 @@ class Pipeline:
             for count in counts
         ]
 
-    def submit(self, item: Item) -> None:
-        """Take a chunk; all of a layer's come before any of it comes again."""
+    def submit(self, chunk: Chunk, step: int, gradients: Any) -> None:
+        """Take a chunk's gradients; all of a layer's come before any of it comes again."""
+        if self._broken:
+            return
+        item = Item(chunk, step, gradients, self._buffers.popleft())
         if self._by_step:
             self._threads[0].submit(self._take_on, item, 0)
         else:
-            unit = item.chunk.unit
-            self._threads[unit % self._plan.threads].submit(self._do, item, *self._order)
+            self._threads[chunk.unit % self._plan.threads].submit(self._do, item, *self._order)
 
     def end(self) -> None:
         """Have the threads end, each with what it has in hand."""
-        for _ in range(WINDOW):
-            self._buffers.put(None)  # a failed step has kept what somebody waits for
         for threads in self._threads:
             threads.shutdown()
 
@@ -101,19 +98,15 @@ class Pipeline:
             self._tell(error)
 
     def _read(self, item: Item) -> None:
-        item.buffer = self._buffers.get()
-        if item.buffer is None:
-            raise RuntimeError("the run has ended")
         self._files.read_states(item.chunk, item.step, item.buffer)
 
     def _adam(self, item: Item) -> None:
         """Step the master by the mean gradients: PyTorch's AdamW."""
-        plan, buffer = self._plan, item.buffer
-        assert buffer is not None
+        plan = self._plan
         gradients = wire.tensor(item.gradients, plan.type).float()
         item.gradients = None
         gradients /= plan.workers
-        master, first, second = buffer.states(item.chunk.numel)
+        master, first, second = item.buffer.states(item.chunk.numel)
         adamw(
             [master],
             [gradients],
@@ -133,15 +126,13 @@ class Pipeline:
 
     def _cast(self, item: Item) -> None:
         """Round the master to what workers compute with."""
-        assert item.buffer is not None
         numel = item.chunk.numel
         item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
 
     def _write(self, item: Item) -> None:
         """Write all of the chunk to the other generation, once nobody needs what is there."""
-        assert item.buffer is not None
         complete = self._files.write(item.chunk, item.step + 1, item.buffer)
-        self._buffers.put(item.buffer)
+        self._buffers.append(item.buffer)
         self._tell(wire.Message(wire.Kind.APPLIED, step=item.step, unit=item.chunk.unit))
         if complete:
             self._tell(wire.Message(wire.Kind.COMMITTED, step=item.step + 1))
@@ -279,7 +270,7 @@ class Server(wire.Host):
                 self._taken[worker] = message.extra
         elif kind == wire.Kind.GRADIENTS:
             chunk = self._chunk(message, plan.type.itemsize)
-            self._pipeline.submit(Item(chunk, message.step, message.payload))
+            self._pipeline.submit(chunk, message.step, message.payload)
         else:
             raise wire.Malformed(f"{kind.name} is not for the server")
 
