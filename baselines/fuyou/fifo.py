@@ -55,15 +55,12 @@ class Fifo:
         self._order: deque[int] = deque()
         self._computed: int | None = None
         self._cached: dict[int, torch.Tensor] = {}
+        self._load(layout.root, self._root, self._slots[0].staging, None)
+        _point(layout.root, self._root, layout.dtype)
 
     @property
     def device_bytes(self) -> int:
         return self._root.nbytes + sum(slot.memory.nbytes for slot in self._slots)
-
-    def load_root(self) -> None:
-        """Have the root's parameters on the device, where they stay."""
-        self._load(self._layout.root, self._root, self._slots[0].staging, None)
-        _point(self._layout.root, self._root, self._layout.dtype)
 
     def cache(self, dram: Dram, spare: int) -> int:
         """Keep blocks in host memory while so many bytes stay free; how many are kept.

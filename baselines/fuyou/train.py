@@ -203,7 +203,6 @@ class Fuyou(Trainable):
         )
         weakref.finalize(self, self._updates.leave)  # of who forgets ``close``
         self._check_device()
-        self._fifo.load_root()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
         self._recomputed = Recomputed(
             job.blocks,
