@@ -89,7 +89,11 @@ class Swapper:
             kept.memory = self._dram.try_take(kept.nbytes, self.spare)
         if kept.memory is None:
             kept.memory = self._room_to_pass(size)
-            kept.place = self._place(name, size)
+            kept.place, room = self._places.get(name, (0, 0))
+            if room < size:
+                reserve(self._file, self._end, self._end + size, self._path, "ssd")
+                kept.place, self._end = self._end, self._end + size
+                self._places[name] = (kept.place, size)
         landed = self._copies.out([self._view(kept)], [tensor])
         if kept.place is None:
             self._held += size
@@ -178,11 +182,3 @@ class Swapper:
         assert kept.written is not None
         kept.checksum = kept.written.result()
         self._give_back(kept)
-
-    def _place(self, name: Name, nbytes: int) -> int:
-        place, room = self._places.get(name, (0, 0))
-        if room < nbytes:
-            reserve(self._file, self._end, self._end + nbytes, self._path, "ssd")
-            place, self._end = self._end, self._end + nbytes
-            self._places[name] = (place, nbytes)
-        return place

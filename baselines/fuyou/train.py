@@ -351,20 +351,16 @@ class Fuyou(Trainable):
     def _collect(self, groups: Sequence[Group]) -> None:
         """Hand the gradients of groups over to the optimizer."""
         for group in groups:
-            lacking = [
-                name
-                for name, param in zip(group.names, group.params, strict=True)
-                if param.grad is None
-            ]
-            if lacking:
-                raise RuntimeError(
-                    f"{lacking[0]}: has no gradient; must be one that every micro-batch trains"
-                )
+            found = []
+            for name, param in zip(group.names, group.params, strict=True):
+                if param.grad is None:
+                    raise RuntimeError(
+                        f"{name}: has no gradient; must be one that every micro-batch trains"
+                    )
+                found.append(param.grad)
             with self._copies.waiting():
                 gradient = self._updates.memory()
-            found = [param.grad for param in group.params]
-            views = group.views(gradient, torch.float32)
-            landed = self._copies.out(views, [grad for grad in found if grad is not None])
+            landed = self._copies.out(group.views(gradient, torch.float32), found)
             for param in group.params:
                 param.grad = None
             self._updates.submit(group, gradient, landed, last=self._last)

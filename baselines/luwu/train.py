@@ -123,9 +123,13 @@ class LuWu(Trainable):
             self._send_initial(plan)
         self._port.wait(self.steps_done)
         self._cached = settings.cached
-        if self._cached:
-            self._keep_frozen()
         device = torch.device(topology.mesh.device_type)
+        if self._cached:
+            sizes = [unit.numel(trained=False) * job.dtype.itemsize for unit in plan.units]
+            arena = Arena(sum(map(aligned, sizes)), device)
+            for layer, nbytes in zip(self._layers, sizes, strict=True):
+                if nbytes:
+                    layer.kept = arena.take(nbytes).view(job.dtype)
         for layer in self._layers:
             layer.move(device, job.dtype)
         model.to(device)
@@ -209,15 +213,6 @@ class LuWu(Trainable):
             ]
             for chunk in plan.chunks(index):
                 self._port.initial(chunk, parts[chunk.trained][chunk.begin : chunk.end])
-
-    def _keep_frozen(self) -> None:
-        size = self.job.dtype.itemsize
-        sizes = [layer.unit.numel(trained=False) * size for layer in self._layers]
-        device = torch.device(self.job.topology.mesh.device_type)
-        arena = Arena(sum(map(aligned, sizes)), device)
-        for layer, nbytes in zip(self._layers, sizes, strict=True):
-            if nbytes:
-                layer.kept = arena.take(nbytes).view(self.job.dtype)
 
     def _begin(self, order: Pass, *, first: bool = False) -> None:
         self._among_blocks = order == Pass.BACKWARD
