@@ -102,7 +102,7 @@ def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
     """The one over nodes."""
     _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
     for fragment in workers._fragments:
-        fragment._average.start()
+        fragment._send()
     workers.settle()
     (thread,) = (each for each in threading.enumerate() if each.name.startswith("co2"))
     del workers, fragment
