@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from baselines import pins
 from baselines.pins import Pin
 from baselines.schedule import Schedule
 from baselines.settings import Settings
 
+Engine = Literal["ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
-ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou")
-Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
 #: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]
@@ -61,8 +61,8 @@ class Strategy:
     numerics: Numerics = "exact"
     #: The type of what a cell may choose for it.
     settings: type[Settings] = Settings
-    #: The module here and its function that build it. ``None``: ``build`` of the module of its
-    #: name, with ``_`` for ``-``.
+    #: The module here and its function, or class, that build it. ``None``: ``build`` of the module
+    #: of its name, with ``_`` for ``-``.
     built_by: str | None = None
     #: The name that readers of tables and figures know, if it is another one.
     title: str | None = None
@@ -98,7 +98,9 @@ class Strategy:
     @property
     def fixes(self) -> dict[str, str]:
         """The policy and codecs that it fixes, by the name of the setting."""
-        return {} if self.schedule is None else self.schedule.fixes
+        names = ("policy", "gather_codec", "reduce_codec")
+        found = {name: getattr(self.schedule, name, None) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
         """The settings among ``given``, and defaults; refused is what does not fit so many nodes.

@@ -17,10 +17,8 @@ def interface_bytes(interface: str) -> tuple[int, int]:
     """
     # "self" would be the main thread, which may be in another namespace than the caller.
     _, _, *lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-    counters = {}
-    for line in lines:
-        name, _, values = line.partition(":")
-        counters[name.strip()] = values.split()
+    named = (line.partition(":") for line in lines)
+    counters = {name.strip(): values.split() for name, _, values in named}
     if interface not in counters:
         raise ValueError(f"interface = {interface!r}: allowed are {', '.join(sorted(counters))}")
     found = counters[interface]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,17 @@ def take_gradients(params: Sequence[nn.Parameter]) -> torch.Tensor:
     for param in params:
         param.grad = None
     return torch.cat([grad.flatten() for grad in found])
+
+
+def split(
+    params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters of no block or of several ones, and those of one block."""
+    times = Counter(id(param) for block in blocks for param in block.parameters())
+    return (
+        [param for param in params if times[id(param)] != 1],
+        [param for param in params if times[id(param)] == 1],
+    )
 
 
 def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

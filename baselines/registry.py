@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,37 +66,35 @@ _pytorch = _of("fsdp2", built_by="pytorch.fsdp2")
 #: Strategies over this library that fix where parameters are cached.
 _preset = _of("fcdp", built_by="presets.fcdp", settings=EncodedSettings)
 #: Strategies with an optimization of their own.
-_apart = partial(Strategy, numerics="own")
+_cyclic = _of("cyclic", built_by="cyclic.ring:Executor", settings=CyclicSettings, numerics="own")
+_co2 = _of("co2", built_by="co2.train:LocalSteps", numerics="own")
 
 
 # fmt: off
 #: Systems of other papers.
 SIBLINGS: tuple[Strategy, ...] = (
-    _apart("cyclic", "ddp", "Cyclic Data Parallelism's update rules, on ranks that step together",
-           CYCLIC, Look("#1F1F1F", "*"), built_by="cyclic.synchronous", settings=CyclicSettings,
-           title="Cyclic"),
-    _apart("cyclic-ring", "cyclic",
-           "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
-           CYCLIC_RING, Look("#3B3B3B", "o"), built_by="cyclic.ring", settings=CyclicSettings),
-    _apart("cyclic-zero", "cyclic",
-           "the same, and a rank has its own stage and the one that it computes with",
-           CYCLIC_ZERO, Look("#5A5A5A", "s"), built_by="cyclic.ring", settings=CyclicSettings),
-    _apart("cyclic-interleaved", "cyclic",
-           "a step's micro-batches two slots apart on one device, as constant in memory",
-           CYCLIC_INTERLEAVED, Look("#787878", "D"), built_by="cyclic.interleaved",
-           settings=CyclicSettings),
-    _apart("local-sgd", "co2", "Local SGD: steps apart, then the mean of all workers",
-           LOCAL_SGD, Look("#C9A227", "s"), built_by="co2.train", settings=LocalSGDSettings),
-    _apart("slowmo", "co2", "SlowMo: Local SGD with an outer momentum", LOCAL_SGD,
-           Look("#997515", "D"), built_by="co2.train", settings=SlowMoSettings, title="SlowMo"),
-    _apart("co2", "co2", "CO2: steps apart, whose mean arrives while the next ones are computed",
-           CO2, Look("#6B4E00", "^"), built_by="co2.train", settings=CO2Settings, title="CO2"),
-    _apart("diloco", "co2", "DiLoCo: Local SGD whose outer step is Nesterov's", LOCAL_SGD,
-           Look("#8A8D00", "v"), built_by="co2.train", settings=DiLoCoSettings, title="DiLoCo"),
-    _apart("streaming-diloco", "co2",
-           "Streaming DiLoCo: fragments of the model in turn, each while steps are computed",
-           STREAMING, Look("#4F5200", "P"), built_by="co2.train", settings=StreamingSettings,
-           title="Streaming DiLoCo"),
+    Strategy("cyclic", "ddp", "Cyclic Data Parallelism's update rules, on ranks that step together",
+             CYCLIC, Look("#1F1F1F", "*"), numerics="own", built_by="cyclic.synchronous:Cyclic",
+             settings=CyclicSettings, title="Cyclic"),
+    _cyclic("cyclic-ring", "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
+            CYCLIC_RING, Look("#3B3B3B", "o")),
+    _cyclic("cyclic-zero",
+            "the same, and a rank has its own stage and the one that it computes with",
+            CYCLIC_ZERO, Look("#5A5A5A", "s")),
+    _cyclic("cyclic-interleaved",
+            "a step's micro-batches two slots apart on one device, as constant in memory",
+            CYCLIC_INTERLEAVED, Look("#787878", "D"), built_by="cyclic.interleaved:Interleaved"),
+    _co2("local-sgd", "Local SGD: steps apart, then the mean of all workers", LOCAL_SGD,
+         Look("#C9A227", "s"), settings=LocalSGDSettings),
+    _co2("slowmo", "SlowMo: Local SGD with an outer momentum", LOCAL_SGD, Look("#997515", "D"),
+         settings=SlowMoSettings, title="SlowMo"),
+    _co2("co2", "CO2: steps apart, whose mean arrives while the next ones are computed", CO2,
+         Look("#6B4E00", "^"), settings=CO2Settings, title="CO2"),
+    _co2("diloco", "DiLoCo: Local SGD whose outer step is Nesterov's", LOCAL_SGD,
+         Look("#8A8D00", "v"), settings=DiLoCoSettings, title="DiLoCo"),
+    _co2("streaming-diloco",
+         "Streaming DiLoCo: fragments of the model in turn, each while steps are computed",
+         STREAMING, Look("#4F5200", "P"), settings=StreamingSettings, title="Streaming DiLoCo"),
     Strategy("luwu", "luwu", "model in the network: a server steps, a switch sums and multicasts",
              None, Look("#D12E6A", "P"), settings=LuWuSettings, built_by="luwu.train", title="LuWu",
              extra=(ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),
@@ -147,8 +144,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     _pytorch("fsdp2", "ZeRO-3 as PyTorch ships it", FSDP2, Look("#0072B2", "^"), title="FSDP2",
              settings=FSDP2Settings),
     _pytorch("fsdp2-hsdp", "hybrid sharding: inside the node, replicated across",
-             within_node(FSDP2), Look("#56B4E9", "D"), built_by="pytorch.hybrid",
-             settings=FSDP2Settings),
+             within_node(FSDP2), Look("#56B4E9", "D"), settings=FSDP2Settings),
     _pytorch("fsdp2-reshard", "resharded over the node after forward, as hpZ does",
              replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
@@ -175,7 +171,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     # One all-reduce when backward has ended.
     Strategy("replicated", "fcdp", "data parallel over this engine: one all-reduce a step",
              replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
-             built_by="presets.replicated"),
+             built_by="presets.replicated:Replicated"),
     _preset("fcdp-paper", "FCDP as its paper has it: flat exchanges, those of each micro-batch",
             FCDP.exchanging("flat"), Look("#4B0082", "X"), settings=PaperSettings),
     _preset("fcdp-sched", "FCDP without FCDP-Comm: frozen parameters cross each step",

@@ -87,16 +87,6 @@ class Schedule:
     #: How much of the bytes is an estimate, relative to them.
     estimated_share: float = 0.0
 
-    @property
-    def fixes(self) -> dict[str, str]:
-        """The policy and codecs that the strategy fixes, by the name of the setting."""
-        named = {
-            "policy": self.policy,
-            "gather_codec": self.gather_codec,
-            "reduce_codec": self.reduce_codec,
-        }
-        return {name: value for name, value in named.items() if value is not None}
-
     def exchanging(self, exchanges: Exchanges) -> Schedule:
         """The schedule whose gathers and reductions cross nodes as a cell chooses."""
         if exchanges == "hierarchical":

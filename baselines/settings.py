@@ -6,7 +6,7 @@ some strategies only is a field of their own type of settings. Imports no engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -57,13 +57,20 @@ class Setting:
     write: Callable[[Any], str] = _plain
 
 
-#: A setting of the subject: cells that differ in it are compared.
-_subject = partial(Setting, role="subject")
+def _subject(
+    label: str, text: str = "{}", words: Mapping[Any, str] | None = None, **more: Any
+) -> Setting:
+    """A setting of the subject: cells that differ in it are compared.
+
+    Values are written as ``text`` has it, but for those that have ``words`` of their own.
+    """
+    own = words or {}
+    return Setting(
+        label, "subject", write=lambda value: own.get(value) or text.format(value), **more
+    )
 
 
-def _either(yes: str, no: str) -> Callable[[object], str]:
-    """How a setting is written that is on or off."""
-    return lambda value: yes if value else no
+_later = partial(_subject, in_id="later")
 
 
 class Strict(BaseModel):
@@ -76,24 +83,10 @@ class Settings(Strict):
     """Choices that a strategy leaves to a cell beside what all cells have: here none."""
 
 
-#: Cache policy, as ``fcdp.cache.named`` reads it.
-Policy = Annotated[str, _subject("Policy", in_id="later")]
-#: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own allows
-#: ``none`` alone.
-GatherCodec = Annotated[str, _subject("Gather codec", in_id="later", write="gather {}".format)]
-ReduceCodec = Annotated[str, _subject("Reduce codec", in_id="later", write="reduce {}".format)]
-ErrorFeedback = Annotated[
-    bool, _subject("Error feedback", in_id="later", write=lambda _: "error feedback")
-]
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
 #: gradients once per step. ``undeferred``: so too, and gradients of each micro-batch. ``flat``: in
 #: one ring over all ranks, which carries whole values only, and gradients of each micro-batch.
 Exchanges = Literal["hierarchical", "undeferred", "flat"]
-CellExchanges = Annotated[
-    Exchanges, _subject("Exchanges", in_id="later", write="{} exchanges".format)
-]
-#: Which of DeepSpeed's pins, as ``baselines.pins`` has them.
-DeepSpeedPin = Annotated[Pin, _subject("DeepSpeed", in_id="later")]
 
 
 def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
@@ -119,15 +112,18 @@ def _carry_whole_values(value: str, info: ValidationInfo) -> str:
 class PaperSettings(Settings):
     """Settings of the FCDP paper's own system."""
 
-    policy: Policy = "host"
+    #: Cache policy, as ``fcdp.cache.named`` reads it.
+    policy: Annotated[str, _later("Policy")] = "host"
 
 
 class _CodecSettings(Settings):
     """Codecs between nodes, of strategies over this library."""
 
-    gather_codec: GatherCodec = "none"
-    reduce_codec: ReduceCodec = "none"
-    error_feedback: ErrorFeedback = False
+    #: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own
+    #: allows ``none`` alone.
+    gather_codec: Annotated[str, _later("Gather codec", "gather {}")] = "none"
+    reduce_codec: Annotated[str, _later("Reduce codec", "reduce {}")] = "none"
+    error_feedback: Annotated[bool, _later("Error feedback", "error feedback")] = False
 
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
@@ -143,7 +139,7 @@ class _CodecSettings(Settings):
 class CacheSettings(_CodecSettings, PaperSettings):
     """Settings of FCDP."""
 
-    exchanges: CellExchanges = "hierarchical"
+    exchanges: Annotated[Exchanges, _later("Exchanges", "{} exchanges")] = "hierarchical"
 
     _exchanges = field_validator("exchanges")(_carry_whole_values)
 
@@ -154,71 +150,40 @@ class EncodedSettings(_CodecSettings):
     _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
-#: Whether forwards before a step, as those of generation, gather for each, or once for all.
-Forwards = Annotated[
-    Literal["gathered", "unsharded"],
-    _subject("Forwards", in_id="later", write="{} forwards".format),
-]
-
-
 class FSDP2Settings(Settings):
     """Settings of FSDP2 itself."""
 
-    forwards: Forwards = "gathered"
+    #: Whether forwards before a step, as those of generation, gather for each, or once for all.
+    forwards: Annotated[Literal["gathered", "unsharded"], _later("Forwards", "{} forwards")] = (
+        "gathered"
+    )
 
 
 class DeepSpeedSettings(Settings):
     """Settings of DeepSpeed's strategies."""
 
-    deepspeed: DeepSpeedPin = "current"
+    #: Which of DeepSpeed's pins, as ``baselines.pins`` has them.
+    deepspeed: Annotated[Pin, _later("DeepSpeed")] = "current"
 
 
 _Count = Annotated[int, Field(ge=1)]
-#: Steps between two exchanges: the paper's τ.
-Interval = Annotated[_Count, _subject("Interval", write="τ = {}".format)]
-#: Who trains apart: each rank; each node, over whose ranks FSDP2 shards the model; or several, over
-#: whose ranks FCDP does.
-Worker = Annotated[
-    Literal["rank", "node", "nodes"],
-    _subject(
-        "Worker",
-        write=lambda value: "FCDP inside workers" if value == "nodes" else f"a worker per {value}",
-    ),
-]
-NodesPerWorker = Annotated[
-    _Count, _subject("Nodes per worker", in_id="later", write="{} nodes per worker".format)
-]
 #: Where the outer state and the snapshot lie.
 OuterPlace = Literal["device", "host"]
-OuterOn = Annotated[
-    OuterPlace, _subject("Outer state on", in_id="later", write="outer state on the {}".format)
-]
 #: How much of the mean displacement a worker follows: CO2's α.
 OuterLearningRate = Annotated[
-    float,
-    Field(gt=0, allow_inf_nan=False),
-    _subject("Outer learning rate", write="α = {:g}".format),
+    float, Field(gt=0, allow_inf_nan=False), _subject("Outer learning rate", "α = {:g}")
 ]
 #: CO2's β.
-OuterMomentum = Annotated[
-    float, Field(ge=0, lt=1), _subject("Outer momentum", write="β = {:g}".format)
-]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1), _subject("Outer momentum", "β = {:g}")]
 #: Whether displacements count in units of the learning rate, as SlowMo has it.
 ByLearningRate = Annotated[
     bool,
     _subject(
-        "By learning rate", write=_either("displacements ÷ learning rate", "plain displacements")
+        "By learning rate",
+        words={True: "displacements ÷ learning rate", False: "plain displacements"},
     ),
 ]
-#: The largest outer momentum of an element: the paper's φ; ``None``: as large as it is.
-Clip = Annotated[
-    Annotated[float, Field(gt=0)] | None,
-    _subject("Clip", write=lambda value: "no clipping" if value is None else f"φ = {value:g}"),
-]
-#: Divisor of a late displacement; see ``baselines.co2.train``.
-Penalty = Annotated[
-    Literal["none", "first-step", "first-steps"], _subject("Penalty", write="penalty {}".format)
-]
+Penalty = Literal["none", "first-step", "first-steps"]
 
 
 def divided(parts: int, whole: int) -> str | None:
@@ -232,10 +197,16 @@ def divided(parts: int, whole: int) -> str | None:
 class LocalSGDSettings(Settings):
     """Settings of Local SGD."""
 
-    interval: Interval = 12
-    worker: Worker = "rank"
-    nodes_per_worker: NodesPerWorker = 1
-    outer_on: OuterOn = "device"
+    #: Steps between two exchanges: the paper's τ.
+    interval: Annotated[_Count, _subject("Interval", "τ = {}")] = 12
+    #: Who trains apart: each rank; each node, over whose ranks FSDP2 shards the model; or several,
+    #: over whose ranks FCDP does.
+    worker: Annotated[
+        Literal["rank", "node", "nodes"],
+        _subject("Worker", "a worker per {}", {"nodes": "FCDP inside workers"}),
+    ] = "rank"
+    nodes_per_worker: Annotated[_Count, _later("Nodes per worker", "{} nodes per worker")] = 1
+    outer_on: Annotated[OuterPlace, _later("Outer state on", "outer state on the {}")] = "device"
 
     @field_validator("nodes_per_worker")
     @classmethod
@@ -261,8 +232,13 @@ class CO2Settings(SlowMoSettings):
 
     outer_momentum: OuterMomentum = 0.2
     by_learning_rate: ByLearningRate = False
-    clip: Clip = 1.0
-    penalty: Penalty = "first-steps"
+    #: The largest outer momentum of an element: the paper's φ; ``None``: as large as it is.
+    clip: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        _subject("Clip", "φ = {:g}", {None: "no clipping"}),
+    ] = 1.0
+    #: Divisor of a late displacement; see ``baselines.co2.train``.
+    penalty: Annotated[Penalty, _subject("Penalty", "penalty {}")] = "first-steps"
 
 
 class DiLoCoSettings(LocalSGDSettings):
@@ -276,11 +252,11 @@ class StreamingSettings(DiLoCoSettings):
     """Settings of Streaming DiLoCo; the steps and the share are its paper's."""
 
     #: Fragments of the model, one after another of which crosses; blocks are dealt to them in turn.
-    fragments: Annotated[_Count, _subject("Fragments", write="{} fragments".format)] = 2
+    fragments: Annotated[_Count, _subject("Fragments", "{} fragments")] = 2
     #: Steps that are trained while a fragment crosses.
-    overlap: Annotated[_Count, _subject("Overlap", write="{} steps of overlap".format)] = 1
+    overlap: Annotated[_Count, _subject("Overlap", "{} steps of overlap")] = 1
     #: Share of its own parameters that a worker keeps when a fragment arrives.
-    kept: Annotated[float, Field(ge=0, lt=1), _subject("Kept", write="{:g} kept".format)] = 0.5
+    kept: Annotated[float, Field(ge=0, lt=1), _subject("Kept", "{:g} kept")] = 0.5
 
     @field_validator("fragments", "overlap")
     @classmethod
@@ -299,13 +275,10 @@ class CyclicSettings(Settings):
     """Settings of Cyclic Data Parallelism."""
 
     #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.routes`` has it.
-    rule: Annotated[UpdateRule, _subject("Update rule", write="CDP-{}".format)] = "v2"
+    rule: Annotated[UpdateRule, _subject("Update rule", "CDP-{}")] = "v2"
     #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
     stages: Annotated[
-        _Count | None,
-        _subject(
-            "Stages", write=lambda value: "a stage per rank" if value is None else f"{value} stages"
-        ),
+        _Count | None, _subject("Stages", "{} stages", {None: "a stage per rank"})
     ] = None
 
 
@@ -313,31 +286,29 @@ class LuWuSettings(Settings):
     """Settings of LuWu."""
 
     #: Threads of the server's optimizer: one each reads, casts and writes, the others step.
-    threads: Annotated[
-        int, Field(ge=4), _subject("Server threads", write="{} server threads".format)
-    ] = 4
+    threads: Annotated[int, Field(ge=4), _subject("Server threads", "{} server threads")] = 4
     #: Bytes of one message.
     chunk_bytes: Annotated[
         int,
         Field(ge=4096, le=4 * 2**20, multiple_of=4096),
-        _subject("Chunk", write=lambda value: f"chunks of {value // 1024} KiB"),
+        Setting("Chunk", "subject", write=lambda value: f"chunks of {value // 1024} KiB"),
     ] = 256 * 1024
     #: Whether a thread of the server does one thing for all layers, or all for one layer.
-    pipeline: Annotated[
-        Literal["step", "layer"], _subject("Pipeline", write="{}-centric".format)
-    ] = "step"
+    pipeline: Annotated[Literal["step", "layer"], _subject("Pipeline", "{}-centric")] = "step"
     #: Whether the switch merges the workers' acknowledgements.
     merged: Annotated[
         bool,
         _subject(
-            "Acknowledgements", write=_either("merged acknowledgements", "single acknowledgements")
+            "Acknowledgements",
+            words={True: "merged acknowledgements", False: "single acknowledgements"},
         ),
     ] = True
     #: Whether frozen parameters are pulled once, and then kept in the worker's host memory.
     cached: Annotated[
         bool,
         _subject(
-            "Frozen layers", write=_either("frozen layers cached", "frozen layers pulled each time")
+            "Frozen layers",
+            words={True: "frozen layers cached", False: "frozen layers pulled each time"},
         ),
     ] = False
 
@@ -364,31 +335,30 @@ class FuyouSettings(Settings):
     """Settings of Fuyou."""
 
     #: Host memory for all that the strategy keeps there.
-    dram_budget: Annotated[
-        str, AfterValidator(_is_a_size), _subject("DRAM", write="{} of DRAM".format)
-    ] = "1 GiB"
+    dram_budget: Annotated[str, AfterValidator(_is_a_size), _subject("DRAM", "{} of DRAM")] = (
+        "1 GiB"
+    )
     #: Memory of the device; where that is the CPU, all beyond what the process has without a model.
     device_budget: Annotated[
-        str, AfterValidator(_is_a_size), _subject("Device", write="{} on device".format)
+        str, AfterValidator(_is_a_size), _subject("Device", "{} on device")
     ] = "1 GiB"
     #: Blocks that are on the device at once.
     blocks_on_device: Annotated[
-        int, Field(ge=2), _subject("Blocks on device", write="{} blocks on device".format)
+        int, Field(ge=2), _subject("Blocks on device", "{} blocks on device")
     ] = 3
-    update: Annotated[Update, _subject("Optimizer step", write="{}".format)] = "delayed"
+    update: Annotated[Update, _subject("Optimizer step")] = "delayed"
     #: Bytes of matrix products that are kept instead of computed again: as many as the cost model
     #: chooses, none, all, or so many.
-    swap: Annotated[
-        str, AfterValidator(_is_an_amount), _subject("Swapped", write="swap {}".format)
-    ] = "auto"
+    swap: Annotated[str, AfterValidator(_is_an_amount), _subject("Swapped", "swap {}")] = "auto"
     #: The folder in which a run makes its own; ``None``: that of temporary files.
     ssd: Annotated[str | None, Setting("SSD", "incidental", in_id="never")] = None
     #: Bytes a second each way that the folder's disk is limited to, by control groups.
     ssd_limit: Annotated[
         _Count | None,
-        _subject(
+        Setting(
             "SSD limit",
-            place="axis",
+            "subject",
+            "axis",
             write=lambda value: "SSD as it is" if value is None else f"SSD {value / 1e6:g} MB/s",
         ),
     ] = None

@@ -72,35 +72,11 @@ class CacheUse:
     host_bytes: int
 
 
-class Phases:
-    """Seconds that this rank has spent in each phase since the last ``take``.
-
-    On the CPU a call returns when its work is done. On an accelerator it returns when the work is
-    queued, so that its time says nothing, and nothing is kept.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self._on_cpu = device_type == "cpu"
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count the block's time as this phase's."""
-        begin = time.perf_counter()
-        yield
-        self._seconds[phase] += time.perf_counter() - begin
-
-    def take(self) -> dict[str, float] | None:
-        """Return the seconds by phase and begin again; ``None`` on an accelerator."""
-        taken = dict(self._seconds)
-        self._seconds.clear()
-        return taken if self._on_cpu else None
-
-
 class Trainable:
     """A model under one strategy, on this rank: what a strategy does differently it overrides."""
 
-    engine = "fsdp2"
+    #: The engine that its description names, as ``load`` says.
+    engine: str
     engine_version = torch.__version__
     #: Cache policy, for strategies that have one.
     policy: str | None = None
@@ -112,7 +88,8 @@ class Trainable:
         self.model = model
         self.job = job
         self.closed_form_bytes = closed_form_bytes
-        self._phases = Phases(job.topology.mesh.device_type)
+        #: Seconds that this rank has spent in each phase since the last ``take_phases``.
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; each micro-batch is what the job's loss takes.
@@ -164,9 +141,18 @@ class Trainable:
     def take_phases(self) -> dict[str, float] | None:
         """Seconds of this rank since the last call: forward, backward, optimizer.
 
-        ``None`` where the host does not know them.
+        ``None`` on an accelerator: a call returns there when its work is queued, not done.
         """
-        return self._phases.take()
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken if self.job.topology.mesh.device_type == "cpu" else None
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the block's time as this phase's."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - begin
 
     @property
     def cache(self) -> CacheUse | None:
@@ -176,7 +162,7 @@ class Trainable:
     @property
     def host_cache_bytes(self) -> int | None:
         """Host memory that is taken for gathered parameters; ``None`` without any."""
-        return None
+        return None if self.cache is None else self.cache.host_bytes
 
 
 #: Puts a model under a strategy.
@@ -195,11 +181,20 @@ def load(name: str) -> Builder:
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
 
-    @functools.wraps(build)
+    @functools.wraps(build, updated=())
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
-        own = _completed(job, found) if found.settings in _LIBRARYS else job
-        return build(model, replace(own, schedule=found.schedule or Schedule()))
+        settings = job.settings
+        if (
+            found.settings in _LIBRARYS
+        ):  # all of FCDP's: those that are given or fixed, and defaults
+            given = settings.model_dump()
+            found.chosen(given)  # refuses what the strategy fixes to something else
+            settings = CacheSettings(**(given | found.fixes))
+        schedule = found.schedule or Schedule()
+        trainable = build(model, replace(job, settings=settings, schedule=schedule))
+        trainable.engine = found.engine
+        return trainable
 
     return built
 
@@ -214,13 +209,6 @@ def _refuse_others(given: Settings, found: Strategy) -> None:
                 f"{name} = {getattr(given, name)!r}: {found.name} has {has}; allowed are "
                 f"{', '.join(own) or 'no settings'}"
             )
-
-
-def _completed(job: Job, found: Strategy) -> Job:
-    """The job with all of FCDP's settings: those that are fixed, its own, and defaults."""
-    given = job.settings.model_dump()
-    found.chosen(given)  # refuses what the strategy fixes to something else
-    return replace(job, settings=CacheSettings(**(given | found.fixes)))
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:

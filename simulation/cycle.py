@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baselines.cyclic.routes import Cycle, Kind, Rule, chosen, is_fresh, slots_per_step
+from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_step
+from baselines.settings import UpdateRule
 from simulation.workload import Workload
 
 _FP32 = 4
@@ -43,7 +44,7 @@ class Stages:
             "sum": self.trained,
         }
 
-    def late(self, rule: Rule, micro_batch: int) -> int:
+    def late(self, rule: UpdateRule, micro_batch: int) -> int:
         """Trained parameters that are a step old where this micro-batch, from 0, computes."""
         return sum(
             numel

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from baselines.part import views
 from baselines.presets import fcdp
-from baselines.pytorch.ddp import autocast
+from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.settings import (
     CacheSettings,
@@ -76,7 +76,9 @@ def place(model: nn.Module, job: Job) -> Place:
     together = settings.nodes_per_worker
     if problem := divided(together, topology.nodes):
         raise ValueError(f"nodes_per_worker = {together}: {problem}")
-    exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
+    # Out and back as sums, in float32; a node has 1/``together`` of a worker.
+    elements, workers = trained_numel(model), topology.nodes / together
+    exchange = 2 * (workers - 1) / workers * elements / together * 4
     # Tensors on the host are exchanged from there.
     backend = "gloo" if settings.outer_on == "host" else None
     if settings.worker == "rank":
@@ -86,8 +88,13 @@ def place(model: nn.Module, job: Job) -> Place:
             add_up = _over_nodes(topology)
         else:
             add_up = _at_once(_group(range(topology.world_size), backend))
-        return Place(_Whole(model, job, 0.0), add_up, topology.world_size, None, exchange)
-    mesh = _by_worker(topology, together)
+        return Place(Replica(model, job, 0.0), add_up, topology.world_size, None, exchange)
+    size = together * topology.ranks_per_node
+    mesh = init_device_mesh(
+        topology.mesh.device_type,
+        (topology.world_size // size, size),
+        mesh_dim_names=("worker", "part"),
+    )
     parts = mesh["part"]
     loop: FSDP2
     if settings.worker == "node":
@@ -97,8 +104,8 @@ def place(model: nn.Module, job: Job) -> Place:
         own = Topology.of_mesh(parts, topology.ranks_per_node)
         loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
     # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
-    workers = mesh["worker"]
-    peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
+    across = mesh["worker"]
+    peers = across.get_group() if backend is None else _group(across.mesh.tolist(), backend)
     return Place(loop, _at_once(peers), peers.size(), parts.get_group(), exchange)
 
 
@@ -125,67 +132,6 @@ def _over_nodes(topology: Topology) -> AddUp:
     own = Topology.of_mesh(mesh, topology.ranks_per_node)
     thread = ThreadPoolExecutor(1, thread_name_prefix="co2")
     return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
-
-
-def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
-    """Bytes out and back as sums, in float32; a node has 1/``together`` of a worker."""
-    workers = nodes / together
-    return 2 * (workers - 1) / workers * elements / together * 4
-
-
-def _by_worker(topology: Topology, together: int) -> DeviceMesh:
-    size = together * topology.ranks_per_node
-    return init_device_mesh(
-        topology.mesh.device_type,
-        (topology.world_size // size, size),
-        mesh_dim_names=("worker", "part"),
-    )
-
-
-class _Whole(FSDP2):
-    """A worker that is one rank: parameters stay float32, operations compute in the job's type."""
-
-    def casting(self) -> AbstractContextManager[object]:
-        return autocast(self.job)
-
-    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        with self.casting():
-            return super().backward(batch, last=last)
-
-
-class Average:
-    """A buffer of its own, never what is trained, and the all-reduce of it.
-
-    Only this class touches the buffer while the all-reduce runs: the caller fills it before
-    ``start`` and reads it after ``wait``. On CUDA the all-reduce waits for what the current stream
-    has queued, and whoever waits orders the current stream after it; on the host threads of
-    gloo's, or one of ours, move it.
-    """
-
-    def __init__(self, buffer: torch.Tensor, at: Place) -> None:
-        self.buffer = buffer
-        self._at = at
-        self._work: Pending | None = None
-        #: Whether the buffer has a round's sum in it, or will have.
-        self.started = False
-
-    def start(self) -> None:
-        """Start to add up all workers' buffers."""
-        assert self._work is None, "the last all-reduce has not been waited for"
-        self._work = self._at.add_up(self.buffer)
-        self.started = True
-
-    def settle(self) -> None:
-        """Wait for the sum, if one is under way."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
-
-    def wait(self) -> None:
-        """Have the mean in the buffer, which may then be overwritten."""
-        self.settle()
-        self.started = False
-        self.buffer.div_(self._at.workers)
 
 
 class Flat:
@@ -246,9 +192,11 @@ class Memory:
     - the host reads or writes ``start`` and ``snapshot`` only once ``land`` has returned, with no
       copy queued since: a round ends with a copy to ``snapshot``, ``land``, all of the host's work,
       and a copy from ``start``, which the next round's ``land`` waits for;
-    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way.
+    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way,
+      which threads of gloo's move, or one of ours.
 
-    On the device all of it is queued on the computing stream, and there is nothing to wait for.
+    On the device all of it is queued on the computing stream, and there is nothing to wait for; the
+    all-reduce waits for what that has queued, and whoever waits orders it after the all-reduce.
     """
 
     def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
@@ -303,6 +251,32 @@ class Rule:
         """γ, of local steps with the learning rate ``rate``."""
         return rate if self.by_learning_rate else 1.0
 
+    def absorb(
+        self, momentum: torch.Tensor, mean: torch.Tensor, gap: torch.Tensor, rate: float
+    ) -> torch.Tensor:
+        """Take a mean displacement (elements), which is overwritten, into the outer momentum.
+
+        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate. Returns
+        what the shared state is to move by, which is in the memory of either.
+        """
+        momentum.mul_(self.momentum).add_(mean.div_(gap * self.scale(rate)))
+        return mean.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+
+    def move(
+        self, start: torch.Tensor, by: torch.Tensor, rate: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the shared state by what ``absorb`` gave.
+
+        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        """
+        clipped = torch.zeros((), device=by.device)
+        if self.clip is not None:
+            clipped = (by.abs() > self.clip).sum().float()
+            by = by.clamp(-self.clip, self.clip)
+        move = by * (self.learning_rate * self.scale(rate))
+        start.sub_(move)
+        return move.dot(move), clipped
+
     def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
         """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
 
@@ -318,50 +292,8 @@ class Rule:
         return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
 
 
-class OuterState:
-    """State that all workers share after each round: their start, and the outer momentum."""
-
-    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
-        """Take two float32 tensors (elements), which become this state's own."""
-        self.start = start
-        self.momentum = momentum
-        #: Displacement by which the start moves next.
-        self._move = momentum
-
-    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
-        """Take a mean displacement (elements), which is overwritten, into the momentum.
-
-        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate. By
-        Nesterov's rule ``mean`` stays in use until ``move``.
-        """
-        scale = rule.scale(rate)
-        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
-        if rule.nesterov:
-            self._move = mean.add_(self.momentum, alpha=rule.momentum)
-
-    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move the start by the momentum, or as Nesterov has it.
-
-        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
-        """
-        scale = rule.scale(rate)
-        move = self._move
-        clipped = torch.zeros((), device=move.device)
-        if rule.clip is not None:
-            clipped = (move.abs() > rule.clip).sum().float()
-            move = move.clamp(-rule.clip, rule.clip)
-        move = move * (rule.learning_rate * scale)
-        self.start.sub_(move)
-        return move.dot(move), clipped
-
-
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.
 _SCALARS = 2
-
-
-def build(model: nn.Module, job: Job) -> LocalSteps:
-    """Put the model under workers that train apart, whose means arrive as the schedule says."""
-    return LocalSteps(place(model, job), job)
 
 
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
@@ -396,16 +328,23 @@ class Fragment:
         self._arrives = job.schedule.averages
         streamed = settings if isinstance(settings, StreamingSettings) else None
         self._overlap, self._kept = (streamed.overlap, streamed.kept) if streamed else (0, 0.0)
-        self._parts = at.parts
+        self._at = at
         self._elements = numel(params)
         self._flat = Flat(params)
         self._device = torch.device(job.topology.mesh.device_type)
         sent = self._flat.numel + _SCALARS
         more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
         self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
+        self._displacement = self._memory.snapshot[: self._flat.numel]
+        self._scalars = self._memory.snapshot[self._flat.numel : sent]
         self._flat.copy_to(self._memory.start)
-        self._outer = OuterState(self._memory.start, self._memory.momentum)
-        self._average = Average(self._memory.snapshot, at)
+        #: Displacement by which all start the next round.
+        self._by = self._memory.momentum
+        #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
+        self._work: Pending | None = None
+        self._sent = False
+        #: Host memory of the outer state and the snapshot, if they lie there.
+        self.host_bytes = self._memory.host_bytes
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
@@ -414,28 +353,23 @@ class Fragment:
         #: Staleness gap, drift between workers and share clipped of each outer update.
         self.told: list[torch.Tensor] = []
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the outer state and the snapshot, if they lie there."""
-        return self._memory.host_bytes
-
     @torch.no_grad()
     def end_step(self, rate: float) -> None:
         """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
-            self._first = self._flat.squared_distance(self._outer.start)
-        if self._arrives == "streamed" and self._done == self._overlap and self._average.started:
+            self._first = self._flat.squared_distance(self._memory.start)
+        if self._arrives == "streamed" and self._done == self._overlap and self._sent:
             self._absorb(rate)
             self._move(rate)
-            self._flat.copy_from(self._outer.start, self._kept)
+            self._flat.copy_from(self._memory.start, self._kept)
         if self._done == self._rule.interval:
             self._done = 0
             self._end_round(rate)
 
     def _end_round(self, rate: float) -> None:
         """Send this round's displacement; move on by it, or by that of the round before."""
-        arrives = self._arrives == "late" and self._average.started
+        arrives = self._arrives == "late" and self._sent
         if arrives:
             self._absorb(rate)
         self._send()
@@ -446,54 +380,52 @@ class Fragment:
         # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
         # has cached of the parameters is stale already, by the step that has just ended.
         if self._arrives != "streamed":
-            self._flat.copy_from(self._outer.start)
+            self._flat.copy_from(self._memory.start)
 
     def _move(self, rate: float) -> None:
-        moved, clipped = self._outer.move(self._rule, rate)
+        moved, clipped = self._rule.move(self._memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
         self.told[-1][2] = clipped / self._elements
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
-        displacement, scalars = self._split()
+        displacement = self._displacement
         self._flat.copy_to(displacement)
         self._memory.land()
-        torch.sub(self._outer.start, displacement, out=displacement)
+        torch.sub(self._memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
-        scalars.copy_(torch.stack((displacement.dot(displacement), first)))
-        self._average.start()
+        self._scalars.copy_(torch.stack((displacement.dot(displacement), first)))
+        assert self._work is None, "the last all-reduce has not been waited for"
+        self._work, self._sent = self._at.add_up(self._memory.snapshot), True
 
     def _absorb(self, rate: float) -> None:
         """Take the mean that has arrived into the outer momentum."""
-        self._average.wait()
-        mean, scalars = self._split()
-        known = self._over_parts(torch.cat((scalars, mean.dot(mean)[None])))
+        self._wait()
+        self._sent = False
+        self._memory.snapshot.div_(self._at.workers)
+        mean = self._displacement
+        known = self._over_parts(torch.cat((self._scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
         gap = torch.ones_like(first)
         if self._arrives == "late":
             gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
         self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
-        self._outer.absorb(self._rule, mean, gap, rate)
-
-    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer's displacement (elements) and scalars."""
-        buffer, numel = self._average.buffer, self._flat.numel
-        return buffer[:numel], buffer[numel : numel + _SCALARS]
+        self._by = self._rule.absorb(self._memory.momentum, mean, gap, rate)
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
-        if self._parts is None:
+        if self._at.parts is None:
             return scalars
         summed = scalars.to(self._device)
-        dist.all_reduce(summed, group=self._parts)
+        dist.all_reduce(summed, group=self._at.parts)
         return summed.to(scalars.device)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
         own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
-        self._flat.copy_from(self._outer.start)
+        self._flat.copy_from(self._memory.start)
         try:
             yield
         finally:
@@ -502,17 +434,20 @@ class Fragment:
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        self._average.settle()
+        self._wait()
         self._memory.land()
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
 
 
 class LocalSteps(Trainable):
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
-    engine = "co2"
-
-    def __init__(self, at: Place, job: Job) -> None:
-        settings = job.settings
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        at, settings = place(model, job), job.settings
         assert isinstance(settings, LocalSGDSettings)
         interval = settings.interval
         inside, between = at.loop.closed_form_bytes, at.exchange_bytes / interval
@@ -520,7 +455,7 @@ class LocalSteps(Trainable):
         self.interval = interval
         self.policy = at.loop.policy
         self._loop = at.loop
-        self._phases = at.loop._phases
+        self._seconds = at.loop._seconds
         count = settings.fragments if isinstance(settings, StreamingSettings) else 1
         parts = _fragments(at.loop.model, job, count)
         # They cross at equal distances, the last of them as a round ends.
@@ -551,10 +486,6 @@ class LocalSteps(Trainable):
     @property
     def cache(self) -> CacheUse | None:
         return self._loop.cache
-
-    @property
-    def host_cache_bytes(self) -> int | None:
-        return self._loop.host_cache_bytes
 
     def settle(self) -> None:
         self._loop.settle()

@@ -16,51 +16,49 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from baselines.cyclic.routes import Rule, backward_slot, forward_slot, is_fresh
+from baselines.cyclic.routes import backward_slot, forward_slot, is_fresh
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
 from baselines.part import views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
-
-T = TypeVar("T")
 
 
 class _Closed(BaseException):
     """Ends what will not be gone on with."""
 
 
-class Lane(Generic[T]):
+class Lane:
     """A call in a thread of its own, which runs while ``resume`` waits for it and no longer.
 
     A thread because a model's forward is an ordinary function, which cannot yield.
     """
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self._function = function
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
         # A paused one must not hold up the end of the program.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._closed = False
-        self._results: list[T] = []
-        self._error: BaseException | None = None
+        self._ended: Future[torch.Tensor] = Future()
         self._thread.start()
 
     def resume(self) -> None:
         """Run until the function pauses or ends; raises what it raises."""
         self._go.release()
         self._back.acquire()
-        if self._error is not None:
-            raise self._error
+        if self._ended.done():
+            self._ended.result()
 
     def pause(self) -> None:
         """Called within the function: have ``resume`` return, until the next one."""
@@ -69,11 +67,10 @@ class Lane(Generic[T]):
         if self._closed:
             raise _Closed
 
-    def take(self) -> T:
+    def take(self) -> torch.Tensor:
         """Return what the function has returned; it has ended."""
-        (result,) = self._results
         self._thread.join()
-        return result
+        return self._ended.result()
 
     def close(self) -> None:
         """Give the function up, wherever it is."""
@@ -85,11 +82,9 @@ class Lane(Generic[T]):
         self._go.acquire()
         try:
             if not self._closed:
-                self._results.append(self._function())
-        except _Closed:
-            pass
+                self._ended.set_result(self._function())
         except BaseException as error:
-            self._error = error
+            self._ended.set_exception(error)
         self._back.release()
 
 
@@ -110,21 +105,20 @@ class SavedBytes:
     def begin(self) -> None:
         self.peak = self.now
 
-    def keep(self, storage: torch.UntypedStorage) -> None:
+    def use(self, tensor: torch.Tensor, more: int) -> None:
+        """Count a use more of a tensor's memory, or one less."""
+        storage = tensor.untyped_storage()
         where = storage.data_ptr()
-        if where not in self._others:
-            self._uses[where] += 1
-            if self._uses[where] == 1:
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-
-    def let_go(self, storage: torch.UntypedStorage) -> None:
-        where = storage.data_ptr()
-        if where not in self._others:
-            self._uses[where] -= 1
-            if not self._uses[where]:
-                del self._uses[where]
-                self.now -= storage.nbytes()
+        if where in self._others:
+            return
+        before = self._uses[where]
+        self._uses[where] += more
+        if not before:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        elif not self._uses[where]:
+            del self._uses[where]
+            self.now -= storage.nbytes()
 
 
 class _Kept:
@@ -133,10 +127,10 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor, counts: SavedBytes) -> None:
         self.tensor = tensor
         self._counts = counts
-        counts.keep(tensor.untyped_storage())
+        counts.use(tensor, 1)
 
     def __del__(self) -> None:
-        self._counts.let_go(self.tensor.untyped_storage())
+        self._counts.use(self.tensor, -1)
 
 
 class Editions:
@@ -185,21 +179,6 @@ class Editions:
         self._optimizer.zero_grad()
 
 
-def build(model: nn.Module, job: Job) -> Interleaved:
-    """Cut the model into as many stages as a step has micro-batches, unless fewer are chosen.
-
-    Raises ``ValueError`` for more stages than blocks or micro-batches.
-    """
-    settings = job.settings
-    assert isinstance(settings, CyclicSettings)
-    called = "micro-batches per step (accumulation)"
-    runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
-    model.to(job.topology.mesh.device_type)
-    stages = [Editions(model, params, job) for params in parameters(model, job.blocks, runs)]
-    starts = [job.blocks[run.start] for run in runs]
-    return Interleaved(model, job, settings.rule, stages, starts)
-
-
 @dataclass(eq=False)
 class _Flight:
     """A micro-batch on its way through the stages."""
@@ -208,7 +187,7 @@ class _Flight:
     step: int
     #: The slot in which it began.
     begin: int
-    lane: Lane[torch.Tensor]
+    lane: Lane
     segments: Segments = field(default_factory=Segments)
     #: Bytes that its forward has left for its backward.
     saved: int = 0
@@ -217,19 +196,20 @@ class _Flight:
 class Interleaved(Staged):
     """All micro-batches of a cycle, on this rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: Job,
-        rule: Rule,
-        stages: Sequence[Editions],
-        starts: Sequence[nn.Module],
-    ) -> None:
-        """``starts``: each stage's first block."""
-        least_bytes = 2 * crossing_bytes(trained_numel(model), job, 4)
-        super().__init__(model, job, least_bytes, starts)
-        self._rule = rule
-        self._stages = stages
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Cut the model into as many stages as a step has micro-batches, unless fewer are chosen.
+
+        Raises ``ValueError`` for more stages than blocks or micro-batches.
+        """
+        settings = job.settings
+        assert isinstance(settings, CyclicSettings)
+        called = "micro-batches per step (accumulation)"
+        runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
+        super().__init__(model, job, 2 * crossing_bytes(trained_numel(model), job, 4), runs)
+        model.to(job.topology.mesh.device_type)
+        self._rule = settings.rule
+        of_stages = parameters(model, job.blocks, runs)
+        self._stages = [Editions(model, params, job) for params in of_stages]
         self._micro_batches = job.accumulation
         #: Slots and steps that have begun.
         self._slot = 0
@@ -240,7 +220,7 @@ class Interleaved(Staged):
         #: Gradients so far, by step and stage.
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
-        every = chain(*(stage.of(version) for stage in stages for version in (0, 1)))
+        every = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
         self._saved = SavedBytes([*every, *model.parameters(), *model.buffers()])
         #: Most bytes that graphs held in each slot of the last step, and what all its micro-batches
         #: at once would.
@@ -282,7 +262,7 @@ class Interleaved(Staged):
             phase = self._slot - flight.begin
             if phase < stages:
                 assert phase == forward_slot(0, phase)
-                with self._phases.timed("forward"):
+                with self._timed("forward"):
                     self._forward(flight, ends=phase == stages - 1)
         for flight in self._flights:
             phase = self._slot - flight.begin
@@ -294,7 +274,8 @@ class Interleaved(Staged):
         self._flights = [f for f in self._flights if self._slot - f.begin < 2 * stages]
 
     def _forward(self, flight: _Flight, *, ends: bool) -> None:
-        self._install(flight)
+        for index, stage in enumerate(self._stages):
+            stage.install(self._version(flight.number, flight.step, index))
         before = self._saved.now
         self._running = flight
         flight.lane.resume()
@@ -315,21 +296,15 @@ class Interleaved(Staged):
         return flight.segments.cut(index, given)
 
     def _backward(self, flight: _Flight, stage: int) -> None:
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             flight.segments.backward(stage)
             self._collect(flight, stage)
         if flight.number == self._micro_batches - 1:
-            with self._phases.timed("optimizer"):
+            with self._timed("optimizer"):
                 self._update(flight.step, stage)
 
     def _version(self, number: int, step: int, stage: int) -> int:
-        """The version of a stage that a micro-batch computes with."""
         return step - (not is_fresh(self._rule, number, stage, len(self._stages)))
-
-    def _install(self, flight: _Flight) -> None:
-        """Have the model compute with all that this micro-batch computes with."""
-        for index, stage in enumerate(self._stages):
-            stage.install(self._version(flight.number, flight.step, index))
 
     def _collect(self, flight: _Flight, stage: int) -> None:
         """Take the gradients of a stage's backward, which others' are not to be mixed with.

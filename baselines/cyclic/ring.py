@@ -13,6 +13,7 @@ with what it would have in ``baselines.cyclic.synchronous``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch.nn as nn
 
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
-from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters, split
-from baselines.part import Part, take_gradients, views
+from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
+from baselines.part import Part, split, take_gradients, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, make_optimizer, numel
 
@@ -83,27 +84,18 @@ Key = tuple[Kind, int]
 class Post:
     """Messages that one rank sends and receives, by gloo, in float32."""
 
-    def __init__(
-        self,
-        sends: Mapping[Key, Message],
-        receives: Mapping[Key, Message],
-        sizes: Mapping[Kind, Sequence[int]],
-        rank: int,
-        period: int,
-    ) -> None:
-        """``receives``: in the order of a step; ``sizes``: elements of each stage's messages.
-
-        ``period``: slots from the start of a step to that of the next.
-        """
-        #: Messages that this rank sends and receives.
-        self.sends = sends
-        self.receives = receives
+    def __init__(self, cycle: Cycle, sizes: Mapping[Kind, Sequence[int]], rank: int) -> None:
+        """``sizes``: elements of each stage's messages."""
+        #: Messages that this rank sends, and those that it receives in the order of a step.
+        self.sends = cycle.sent_by(rank)
+        self.receives = cycle.received_by(rank)
         self._sizes = sizes
         self._rank = rank
-        self._period = period
+        #: Slots from the start of a step to that of the next.
+        self._period = 2 * cycle.ranks
         #: Steps that are done; below 0 before the first.
         self.step = 0
-        order = [*receives]
+        order = [*self.receives]
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
         self.group = dist.new_group(backend="gloo")
         #: Messages being received, or received and not taken yet.
@@ -123,7 +115,7 @@ class Post:
             return 0
         start = self.step * self._period
         if self.step >= 0:  # before the first step nobody receives yet
-            self._end_those_needed_before(start + message.sent)
+            self.settle(start + message.sent)
         if held.numel():
             work = dist.isend(held, group=self.group, group_dst=message.target, tag=_tag(message))
             self._going.append((start + message.needed, held, work, message))
@@ -159,16 +151,11 @@ class Post:
             self._coming[kind, stage] = (buffer, None)
         return buffer
 
-    def settle(self) -> None:
-        """Wait until all that was sent has been received."""
-        for _, _, work, message in self._going:
-            _wait(work, "did not reach", message.target, message.kind, message.stage)
-        self._going.clear()
+    def settle(self, slot: float = math.inf) -> None:
+        """Wait until all that was sent has been received, or what slots before this one need.
 
-    def _end_those_needed_before(self, slot: int) -> None:
-        """Let go of what has been received by the schedule's clock: gloo tells it by waiting alone.
-
-        A wait for what an earlier slot needs; the order of slots stays without circles.
+        By waiting alone gloo tells what may be let go. What an earlier slot needs is waited for:
+        the order of slots stays without circles.
         """
         for needed, _, work, message in self._going:
             if needed < slot:
@@ -197,42 +184,29 @@ def _tag(message: Message) -> int:
     return message.stage * len(KINDS) + KINDS.index(message.kind)
 
 
-def build(model: nn.Module, job: Job) -> Executor:
-    """Put the model under ``ring`` or ``zero``, as the schedule says.
-
-    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
-    """
-    settings, ranks, zero = job.settings, job.topology.world_size, job.schedule.cycle == "zero"
-    assert isinstance(settings, CyclicSettings)
-    if job.accumulation != 1:
-        raise ValueError(
-            f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
-        )
-    runs = chosen_runs(settings.stages, job.blocks, ranks, "ranks")
-    device = torch.device(job.topology.mesh.device_type)
-    model.to(device)
-    stages = []
-    for params in parameters(model, job.blocks, runs, frozen=zero):
-        # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
-        kept, passed = split(params, job.blocks) if zero else (params, [])
-        stages.append(Stage(Part(kept, device), Part(passed, device)))
-    starts = [job.blocks[run.start] for run in runs]
-    return Executor(model, job, Cycle(settings.rule, ranks, len(runs), zero), stages, starts)
-
-
 class Executor(Staged):
     """One rank of the cycle, which is one micro-batch."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: Job,
-        cycle: Cycle,
-        stages: Sequence[Stage],
-        starts: Sequence[nn.Module],
-    ) -> None:
-        """``starts``: each stage's first block."""
-        topology = job.topology
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Put the model under ``ring`` or ``zero``, as the schedule says.
+
+        Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
+        """
+        settings, topology, zero = job.settings, job.topology, job.schedule.cycle == "zero"
+        assert isinstance(settings, CyclicSettings)
+        if job.accumulation != 1:
+            raise ValueError(
+                f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
+            )
+        runs = chosen_runs(settings.stages, job.blocks, topology.world_size, "ranks")
+        device = torch.device(topology.mesh.device_type)
+        model.to(device)
+        stages = []
+        for params in parameters(model, job.blocks, runs, frozen=zero):
+            # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
+            kept, passed = split(params, job.blocks) if zero else (params, [])
+            stages.append(Stage(Part(kept, device), Part(passed, device)))
+        cycle = Cycle(settings.rule, topology.world_size, len(runs), zero)
         sizes: dict[Kind, list[int]] = {
             "forward": [numel(stage.params) for stage in stages],
             "backward": [stage.passed.numel for stage in stages],
@@ -240,7 +214,7 @@ class Executor(Staged):
             "sum": [numel(stage.trained) for stage in stages],
         }
         crossing = routes.crossing(cycle, sizes, topology.ranks_per_node, topology.nodes)
-        super().__init__(model, job, crossing * torch.float32.itemsize, starts)
+        super().__init__(model, job, crossing * torch.float32.itemsize, runs)
         self._cycle = cycle
         self._rank = topology.rank
         self._stages = stages
@@ -248,40 +222,34 @@ class Executor(Staged):
         self._owned = {index: Owned(stages[index], job) for index in own}
         #: Owned stages whose last gradients are not applied yet.
         self._due: set[int] = set()
-        sends, receives = cycle.sent_by(self._rank), cycle.received_by(self._rank)
-        self._post = Post(sends, receives, sizes, self._rank, 2 * cycle.ranks)
+        self._post = Post(cycle, sizes, self._rank)
         self._segments: Segments | None = None
         #: Bytes sent since the last ``take_metrics`` in each slot of this rank, and over how many
         #: steps.
         self._sent = [0] * (2 * cycle.stages)
         self._steps = 0
-        self._send_first()
+        self._post.step = -1  # what a step before the first would have sent
+        for (kind, index), message in self._post.sends.items():
+            if message.later and kind != "sum":
+                stage = stages[index]
+                values = stage.values() if kind == "forward" else stage.passed.values().clone()
+                self._post.send(kind, index, values)
+        self._post.step = 0
         for index in range(cycle.stages):
             self._let_go(index)
-
-    def _send_first(self) -> None:
-        """Send what a step before the first would have."""
-        self._post.step = -1
-        for message in self._cycle.sent_by(self._rank).values():
-            if message.later and message.kind != "sum":
-                stage = self._stages[message.stage]
-                forward = message.kind == "forward"
-                values = stage.values() if forward else stage.passed.values().clone()
-                self._post.send(message.kind, message.stage, values)
-        self._post.step = 0
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take one micro-batch through all stages; return its loss."""
         (batch,) = micro_batches
         last = self._cycle.stages - 1
         self._segments = segments = Segments()
-        with self._phases.timed("forward"), self.casting():
-            self._enter(0)
+        with self._timed("forward"), self.casting():
+            self._enter("forward", 0)
             loss = self.job.loss(self.model, batch)
             self._let_go(last)
         self._segments = None
         segments.end(loss / self._cycle.ranks)
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             for index in range(last, -1, -1):
                 self._backward(index, segments)
         self._due.update(self._owned)
@@ -294,24 +262,27 @@ class Executor(Staged):
         if self._segments is None:  # an evaluation
             return given
         self._let_go(index - 1)
-        self._enter(index)
+        self._enter("forward", index)
         return self._segments.cut(index, given)
 
-    def _enter(self, index: int) -> None:
-        """Have a stage's parameters for forward, and pass them on."""
+    def _enter(self, kind: Kind, index: int) -> None:
+        """Have a stage's parameters for forward, or again for backward, and pass them on."""
+        stage, forward = self._stages[index], kind == "forward"
         if owned := self._owned.get(index):
-            self._renew(index, owned)
-            self._send("forward", index, owned.newest.clone())
+            if forward:
+                self._renew(index)
+            self._send(kind, index, (owned.newest if forward else owned.passed).clone())
         else:
-            message = self._post.take("forward", index)
-            self._send("forward", index, message)
-            self._stages[index].fill(message)
+            message = self._post.take(kind, index)
+            self._send(kind, index, message)
+            (stage if forward else stage.passed).fill(message)
 
-    def _renew(self, index: int, owned: Owned) -> None:
+    def _renew(self, index: int) -> None:
         """Update this rank's stage, and have what it is to compute with: v1 what was before."""
         if index not in self._due:
             return
         self._due.discard(index)
+        owned = self._owned[index]
         late = self._cycle.lag(self._rank, index)
         if late:
             self._stages[index].fill(owned.newest)
@@ -321,7 +292,8 @@ class Executor(Staged):
 
     def _backward(self, index: int, segments: Segments) -> None:
         """Backward of a stage; its gradients go on with those that came."""
-        self._enter_again(index)
+        if self._cycle.twice:
+            self._enter("backward", index)
         adds = ("gradient", index) in self._post.receives
         if adds:
             self._post.expect("gradient", index)
@@ -332,17 +304,6 @@ class Executor(Staged):
         last = self._rank == self._cycle.ranks - 1
         self._send("sum" if last else "gradient", index, total)
         self._let_go(index)
-
-    def _enter_again(self, index: int) -> None:
-        """Have the same parameters again for backward, and pass them on."""
-        if not self._cycle.twice:
-            return
-        if owned := self._owned.get(index):
-            self._send("backward", index, owned.passed.clone())
-        else:
-            message = self._post.take("backward", index)
-            self._send("backward", index, message)
-            self._stages[index].passed.fill(message)
 
     def _let_go(self, index: int) -> None:
         """Free what comes again before it is needed; the owner's own does not."""
@@ -357,7 +318,7 @@ class Executor(Staged):
 
     def settle(self) -> None:
         """Take in all that is under way: what the next step's slots, or updates, will need."""
-        for (kind, index), message in self._cycle.received_by(self._rank).items():
+        for (kind, index), message in self._post.receives.items():
             if message.later and (kind != "sum" or index in self._due):
                 self._post.land(kind, index)
         self._post.settle()
@@ -377,8 +338,8 @@ class Executor(Staged):
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the parameters that ranks have next, their mean."""
         self.settle()
-        for index, owned in self._owned.items():
-            self._renew(index, owned)
+        for index in self._owned:
+            self._renew(index)
         # Values of stages that are not let go.
         own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
         for index, stage in enumerate(self._stages):

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from baselines.settings import UpdateRule
+
 
 def chosen(stages: int | None, costs: Sequence[float], most: int, called: str) -> list[range]:
     """Cut blocks of these costs into stages: ``most`` of them, unless chosen.
@@ -49,13 +51,8 @@ def chosen(stages: int | None, costs: Sequence[float], most: int, called: str) -
 def partition(costs: Sequence[float], stages: int) -> list[range]:
     """Cut consecutive blocks into ``stages`` runs, where the costs up to each cut are nearest.
 
-    Every run has at least one block. Raises ``ValueError`` for more stages than blocks, for fewer
-    than one, and for a cost below 0.
+    Every run has at least one block.
     """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"stages = {stages}: allowed are 1 to {len(costs)}, the number of blocks")
-    if min(costs) < 0:
-        raise ValueError(f"costs = {[*costs]}: allowed are numbers from 0")
     upto = [0.0, *accumulate(costs)]
     cuts = [0]
     for stage in range(1, stages):
@@ -66,16 +63,12 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(cuts)]
 
 
-#: ``dp``: all micro-batches use the newest parameters, behind a barrier; ``v1``: all use those of
-#: one step ago; ``v2``: each stage's newest that are there when the micro-batch comes to it.
-Rule = Literal["dp", "v1", "v2"]
+def is_fresh(rule: UpdateRule, micro_batch: int, stage: int, stages: int) -> bool:
+    """Whether a micro-batch computes a stage with the parameters of this step, not of the last.
 
-
-def is_fresh(rule: Rule, micro_batch: int, stage: int, stages: int) -> bool:
-    """Whether a micro-batch computes a stage with the parameters of this step, not of the last."""
-    if rule == "v2":
-        return micro_batch + stage >= stages - 1
-    return rule == "dp"
+    By ``v1`` none does, by ``v2`` where they are there when the micro-batch comes to the stage.
+    """
+    return rule == "v2" and micro_batch + stage >= stages - 1
 
 
 def forward_slot(micro_batch: int, stage: int) -> int:
@@ -116,7 +109,7 @@ class Message:
 class Cycle:
     """Ranks, each with a micro-batch two slots after the one before, and stages."""
 
-    rule: Rule
+    rule: UpdateRule
     ranks: int
     stages: int
     #: Whether ranks let parameters go between forward and backward.
@@ -138,13 +131,18 @@ class Cycle:
 
     def messages(self) -> list[Message]:
         """All messages that are sent in one step."""
-        return [
-            message
-            for stage in range(self.stages)
-            for kind in KINDS
-            if self.twice or kind != "backward"
-            for message in self._of(kind, stage)
-        ]
+        found: list[Message] = []
+        for stage in range(self.stages):
+            passed_on = [*pairwise(self.route(stage))]
+            hops: dict[Kind, list[tuple[int, int]]] = {
+                "forward": passed_on,
+                "backward": passed_on if self.twice else [],
+                "gradient": [*pairwise(range(self.ranks))],
+                # Within the rank, where the last one is the owner.
+                "sum": [(self.ranks - 1, self.owner(stage))],
+            }
+            found += [self._message(kind, stage, *hop) for kind in KINDS for hop in hops[kind]]
+        return found
 
     def sent_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
         """Messages that a rank sends in each step, by kind and stage."""
@@ -157,31 +155,14 @@ class Cycle:
         mine.sort(key=lambda message: message.needed - step * message.later)
         return {(m.kind, m.stage): m for m in mine}
 
-    def _of(self, kind: Kind, stage: int) -> list[Message]:
-        if kind == "sum":
-            return [self._sum(stage)]
-        if kind == "gradient":
-            return [self._gradient(stage, rank) for rank in range(self.ranks - 1)]
-        hops = pairwise(self.route(stage))
-        return [self._parameters(kind, stage, source, target) for source, target in hops]
-
-    def _gradient(self, stage: int, rank: int) -> Message:
-        sent, needed = (self._slot("gradient", who, stage) for who in (rank, rank + 1))
-        return Message("gradient", stage, rank, rank + 1, sent, needed, later=False)
-
-    def _sum(self, stage: int) -> Message:
-        """The sum's last way: within the rank, where the last one is the owner."""
-        last, owner = self.ranks - 1, self.owner(stage)
-        sent, needed = self._slot("sum", last, stage), self._slot("forward", owner, stage)
-        return Message("sum", stage, last, owner, sent, needed + 2 * self.ranks, later=True)
-
-    def _parameters(self, kind: Kind, stage: int, source: int, target: int) -> Message:
-        has = 0 if source == self.owner(stage) else self.lag(source, stage)
-        later = self.lag(target, stage) > has
-        sent, needed = self._slot(kind, source, stage), self._slot(kind, target, stage)
-        return Message(
-            kind, stage, source, target, sent, needed + 2 * self.ranks * later, later=later
-        )
+    def _message(self, kind: Kind, stage: int, source: int, target: int) -> Message:
+        later = kind == "sum"
+        if kind in ("forward", "backward"):
+            has = 0 if source == self.owner(stage) else self.lag(source, stage)
+            later = self.lag(target, stage) > has
+        sent = self._slot(kind, source, stage)
+        needed = self._slot("forward" if kind == "sum" else kind, target, stage)
+        return Message(kind, stage, source, target, sent, needed + 2 * self.ranks * later, later)
 
     def _slot(self, kind: Kind, rank: int, stage: int) -> int:
         if kind == "forward":

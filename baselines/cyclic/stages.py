@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,33 +50,20 @@ def parameters(
     return found
 
 
-def split(
-    params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters of no block or of several ones, which stages share, and those of one block."""
-    times = Counter(id(param) for block in blocks for param in block.parameters())
-    return (
-        [param for param in params if times[id(param)] != 1],
-        [param for param in params if times[id(param)] == 1],
-    )
-
-
 class Staged(Trainable):
     """A model whose forward is interrupted where stages meet."""
 
-    engine = "cyclic"
-
     def __init__(
-        self, model: nn.Module, job: Job, closed_form_bytes: float, starts: Sequence[nn.Module]
+        self, model: nn.Module, job: Job, closed_form_bytes: float, runs: Sequence[range]
     ) -> None:
-        """``starts``: each stage's first block."""
+        """``runs``: each stage's blocks."""
         super().__init__(model, job, closed_form_bytes)
-        for index, block in enumerate(starts[1:], start=1):
+        for index, run in enumerate(runs[1:], start=1):
 
             def begin(_block: nn.Module, args: Any, kwargs: Any, index: int = index) -> Any:
                 return self._next_stage(index, (args, kwargs))
 
-            block.register_forward_pre_hook(begin, with_kwargs=True)
+            job.blocks[run.start].register_forward_pre_hook(begin, with_kwargs=True)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job, cached=False)

@@ -7,14 +7,12 @@ same micro-batches, and so the same training, without the schedule's even traffi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from baselines.cyclic.routes import Rule, is_fresh
+from baselines.cyclic.routes import is_fresh
 from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
@@ -22,39 +20,28 @@ from baselines.strategy import Job, replicated_bytes
 from fcdp.exchange import wait_all
 
 
-def build(model: nn.Module, job: Job) -> Cyclic:
-    """Replicate the model, and cut it into stages of about as many parameters each.
-
-    Raises ``ValueError`` for more stages than blocks or ranks.
-    """
-    settings, ranks = job.settings, job.topology.world_size
-    assert isinstance(settings, CyclicSettings)
-    runs = chosen_runs(settings.stages, job.blocks, ranks, "ranks")
-    closed_form = replicated_bytes(model, job)
-    model.to(job.topology.mesh.device_type)
-    parts = parameters(model, job.blocks, runs)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Cyclic(replica, job, closed_form, parts, settings.rule)
-
-
 class Cyclic(DDP):
     """DDP's loop; stages that are late on this rank step by the gradients of the step before."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: Job,
-        closed_form_bytes: float,
-        stages: Sequence[Sequence[nn.Parameter]],
-        rule: Rule,
-    ) -> None:
-        super().__init__(model, job, closed_form_bytes)
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Replicate the model, and cut it into stages of about as many parameters each.
+
+        Raises ``ValueError`` for more stages than blocks or ranks.
+        """
+        settings, topology = job.settings, job.topology
+        assert isinstance(settings, CyclicSettings)
+        runs = chosen_runs(settings.stages, job.blocks, topology.world_size, "ranks")
+        closed_form = replicated_bytes(model, job)
+        model.to(topology.mesh.device_type)
+        stages = parameters(model, job.blocks, runs)
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        super().__init__(replica, job, closed_form)
         self._params = [param for params in stages for param in params]
         #: Late parameters, and their gradients of the last step: none before the first.
         self._late = [
             param
             for stage, params in enumerate(stages)
-            if not is_fresh(rule, job.topology.rank, stage, len(stages))
+            if not is_fresh(settings.rule, topology.rank, stage, len(stages))
             for param in params
         ]
         self._put_off: list[torch.Tensor] | None = None

@@ -30,6 +30,8 @@ from baselines.strategy import (
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
 _DEFAULT_PREFETCH_BUCKET = 5e7
+#: Part of an adapter's name.
+_LOW_RANK = "lora_"
 #: Bytes of an element in the codecs that DeepSpeed has; others have those of the job's type.
 _CODEC_BYTES = {"int8": 1.0, "int4": 0.5}
 
@@ -157,11 +159,7 @@ def _largest_persistent(model: nn.Module) -> int:
     matrices = [
         param.numel()
         for name, param in model.named_parameters()
-        if param.dim() > 1 and not _is_low_rank(name)
+        if param.dim() > 1 and _LOW_RANK not in name
     ]
-    adapters = [param.numel() for name, param in model.named_parameters() if _is_low_rank(name)]
+    adapters = [param.numel() for name, param in model.named_parameters() if _LOW_RANK in name]
     return min(max(vectors + adapters, default=0), min(matrices) - 1)
-
-
-def _is_low_rank(name: str) -> bool:
-    return "lora_" in name

@@ -34,7 +34,11 @@ def initialize(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
     )
     params = trainable_parameters(model)
-    _have_group(config["zero_optimization"].get("zero_hpz_partition_size", 1))
+    size = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    # Without an optimizer, as frozen models are, it fails to make hpZ's group: 0.19.6 calls a
+    # method of the optimizer on its engine.
+    if size > 1 and groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
     engine, *_ = deepspeed.initialize(
         model=model,
         # A frozen model has neither.
@@ -43,15 +47,6 @@ def initialize(
         config=config,
     )
     return DeepSpeedZero3(engine, job, closed_form_bytes)
-
-
-def _have_group(size: int) -> None:
-    """Make hpZ's group of so many ranks: without an optimizer, as frozen models are, it fails to.
-
-    0.19.6 calls a method of the optimizer on its engine.
-    """
-    if size > 1 and groups._get_zero_param_intra_parallel_group() is None:
-        groups._create_zero_param_parallel_group(size)
 
 
 def build_operators(*more: str) -> None:
@@ -78,18 +73,17 @@ def build_operators(*more: str) -> None:
 class DeepSpeedZero3(Trainable):
     """DeepSpeed's own loop: its engine counts micro-batches and steps after the last."""
 
-    engine = "deepspeed"
     engine_version = deepspeed.__version__
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         engine: Any = self.model
         losses = []
         for batch in micro_batches:
-            with self._phases.timed("forward"):
+            with self._timed("forward"):
                 loss = self.job.loss(engine, batch)
-            with self._phases.timed("backward"):
+            with self._timed("backward"):
                 engine.backward(loss)  # divides by the number of micro-batches itself
-            with self._phases.timed("optimizer"):
+            with self._timed("optimizer"):
                 engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()

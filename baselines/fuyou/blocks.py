@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -30,9 +30,9 @@ Product = tuple[int, int]
 class Profile:
     """Work of forward: operations in the blocks, and each product that may be kept."""
 
-    flops: float
-    between: int
-    items: dict[Product, Item]
+    flops: float = 0.0
+    between: int = 0
+    items: dict[Product, Item] = field(default_factory=dict)
 
 
 class Recomputed:
@@ -52,15 +52,12 @@ class Recomputed:
         self.collect = collect
         #: Products whose outputs are kept.
         self.kept: frozenset[Product] = frozenset()
-        self.profile = Profile(0.0, 0, {})
+        self.profile = Profile()
         #: Has outputs need a gradient where a block's parameters do and its input does not.
         self._marker = torch.zeros((), device=device, requires_grad=True)
         for index, block in enumerate(blocks):
             trained = any(param.requires_grad for param in block.parameters())
             block.forward = functools.partial(self._forward, index, block.forward, trained)
-
-    def begin_profile(self) -> None:
-        self.profile = Profile(0.0, 0, {})
 
     def _forward(
         self, index: int, original: Callable[..., Any], trained: bool, *args: Any, **kwargs: Any
@@ -132,14 +129,6 @@ class Recomputed:
         self.collect(index)
         self.fifo.release(index)
 
-    def counted(self, index: int, place: int, func: Any, args: Any, out: Any) -> None:
-        """Note what an operation of a forward takes; ``place``: -1 where it is no product."""
-        flops = flop_registry.get(func.overloadpacket)
-        operations = float(flops(*args, out_val=out)) if flops else 0.0
-        self.profile.flops += operations
-        if place >= 0:
-            self.profile.items[index, place] = Item(out.nbytes, operations)
-
 
 class _Products(TorchDispatchMode):
     """Counts the products of one block's pass, keeps outputs of those that are chosen.
@@ -155,17 +144,21 @@ class _Products(TorchDispatchMode):
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_product = func in _PRODUCTS
-        place = self._count if is_product else -1
+        is_product, place = func in _PRODUCTS, self._count
         self._count += is_product
-        kept, name = (self._index, place) in self._of.kept, (self._index, "product", place)
+        name = (self._index, "product", place)
+        kept = is_product and (self._index, place) in self._of.kept
         if kept and self._again:
             return self._of.swapper.get(name)
         out = func(*args, **(kwargs or {}))
         if kept:
             self._of.swapper.put(name, out)
         if not self._again:
-            self._of.counted(self._index, place, func, args, out)
+            flops = flop_registry.get(func.overloadpacket)
+            operations = float(flops(*args, out_val=out)) if flops else 0.0
+            self._of.profile.flops += operations
+            if is_product:
+                self._of.profile.items[self._index, place] = Item(out.nbytes, operations)
         return out
 
 

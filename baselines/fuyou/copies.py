@@ -7,7 +7,8 @@ been run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,13 +25,21 @@ class Copies:
         #: Bytes so far; and of the CPU's, seconds.
         self.nbytes = 0
         self.seconds = 0.0
+        #: Seconds that the device has waited for parameters, activations and room for gradients.
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block's time as the device's that waits."""
+        begin = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - begin
 
     def out(self, host: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copy tensors of the device, which may be let go; what says when they have landed."""
         begin = time.perf_counter()
         stream = self._streams.copies_out
-        if not self._streams.on_host:
-            stream.wait_stream(self._streams.current())
+        stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             for target, source in zip(host, given, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -43,12 +52,10 @@ class Copies:
         """Copy to the device, before what the calling thread's stream does next."""
         begin = time.perf_counter()
         stream = self._streams.copies_in
-        if not self._streams.on_host:
-            stream.wait_stream(self._streams.current())
+        stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             target.copy_(host, non_blocking=True)
-        if not self._streams.on_host:
-            self._streams.current().wait_stream(stream)
+        self._streams.current().wait_stream(stream)
         self._count([host], begin)
 
     def load(self, target: torch.Tensor, host: torch.Tensor, unused: Sequence[Any]) -> None:

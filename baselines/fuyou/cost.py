@@ -72,47 +72,34 @@ class Rates:
         return max(seconds) if self.duplex else sum(seconds)
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """A step's time, by pass and by what works in it."""
-
-    forward: dict[str, float]
-    backward: dict[str, float]
-    #: Seconds of SSDs in both together, where a step need not wait for what it writes.
-    ssd: float = 0.0
-
-    @property
-    def step(self) -> float:
-        return max(self.ssd, max(self.forward.values()) + max(self.backward.values()))
-
-
 def by_benefit(items: Sequence[Item]) -> list[int]:
     """Places of the items, those first that spare most operations per byte."""
     return sorted(range(len(items)), key=lambda place: -items[place].benefit)
 
 
-def seconds(work: Work, rates: Rates, nbytes: float, spared: float) -> Seconds:
+def seconds(work: Work, rates: Rates, nbytes: float, spared: float) -> float:
     """The time of a step that keeps so many bytes of items, which spare so many operations."""
     moved = work.between + nbytes
     on_ssd = max(0.0, moved - rates.dram)
     left = max(0.0, rates.dram - moved) if rates.keeps_parameters else 0.0
     read = max(0.0, work.parameters - left)
-    forward = {
-        "device": work.flops / rates.flops,
-        "to device": work.parameters / rates.link,
-        "from device": moved / rates.link,
-        "ssd": rates.disk(read, on_ssd),
-    }
+    forward = max(
+        work.flops / rates.flops,
+        work.parameters / rates.link,  # to the device
+        moved / rates.link,  # from the device
+        rates.disk(read, on_ssd),
+    )
     read_back, written = read + work.state_read + on_ssd, work.state_written
-    backward = {
-        "device": (2 * work.flops + work.recomputed - spared) / rates.flops,
-        "to device": (work.parameters + moved) / rates.link,
-        "from device": work.gradients / rates.link,
-        "ssd": rates.disk(read_back, 0.0 if work.delayed else written),
-        "cpu": rates.adam,
-    }
+    backward = max(
+        (2 * work.flops + work.recomputed - spared) / rates.flops,
+        (work.parameters + moved) / rates.link,
+        work.gradients / rates.link,
+        rates.disk(read_back, 0.0 if work.delayed else written),
+        rates.adam,
+    )
+    # SSDs in both together, where a step need not wait for what it writes.
     whole = rates.disk(read + read_back, on_ssd + written) if work.delayed else 0.0
-    return Seconds(forward, backward, whole)
+    return max(whole, forward + backward)
 
 
 def curve(work: Work, rates: Rates) -> list[tuple[float, float]]:
@@ -120,7 +107,7 @@ def curve(work: Work, rates: Rates) -> list[tuple[float, float]]:
     ordered = [work.items[place] for place in by_benefit(work.items)]
     nbytes = accumulate((item.nbytes for item in ordered), initial=0.0)
     spared = accumulate((item.flops for item in ordered), initial=0.0)
-    return [(n, seconds(work, rates, n, s).step) for n, s in zip(nbytes, spared, strict=True)]
+    return [(n, seconds(work, rates, n, s)) for n, s in zip(nbytes, spared, strict=True)]
 
 
 def chosen(work: Work, rates: Rates) -> int:

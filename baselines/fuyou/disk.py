@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from fcdp import direct_io
 from fcdp.direct_io import File
 
 _GROUPS = Path("/sys/fs/cgroup")
+Way = Literal["read", "write"]
+WAYS: tuple[Way, ...] = ("read", "write")
 
 
 class Limited:
@@ -36,32 +38,26 @@ class Limited:
         """
         number = os.stat(folder).st_dev
         disk = f"{os.major(number)}:{os.minor(number)}"
+        first = (_GROUPS / "blkio").is_dir()
+        parent = _GROUPS / "blkio" if first else _GROUPS
+        group = parent / f"fuyou-{os.getpid()}"
+        limits = {"io.max": f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"}
+        if first:
+            limits = {f"blkio.throttle.{way}_bps_device": f"{disk} {bytes_per_s}" for way in WAYS}
+        for old in parent.glob("fuyou-*"):
+            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
+                with contextlib.suppress(OSError):
+                    old.rmdir()  # of a process that was killed
         try:
-            self._enter(disk, bytes_per_s)
+            group.mkdir()
+            self.leave = weakref.finalize(self, _leave, parent, group)
+            for name, text in (*limits.items(), ("cgroup.procs", str(os.getpid()))):
+                (group / name).write_text(text, encoding="ascii")
         except OSError as error:
             raise ValueError(
                 f"ssd_limit = {bytes_per_s}: needs root, a control group for block devices and a "
                 f"folder on one, which {folder} on {disk} is not ({error.strerror})"
             ) from error
-
-    def _enter(self, disk: str, bytes_per_s: int) -> None:
-        first = (_GROUPS / "blkio").is_dir()
-        parent = _GROUPS / "blkio" if first else _GROUPS
-        group = parent / f"fuyou-{os.getpid()}"
-        for old in parent.glob("fuyou-*"):
-            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
-                with contextlib.suppress(OSError):
-                    old.rmdir()  # of a process that was killed
-        group.mkdir()
-        self.leave = weakref.finalize(self, _leave, parent, group)
-        if first:
-            for way in ("read", "write"):
-                limit = group / f"blkio.throttle.{way}_bps_device"
-                limit.write_text(f"{disk} {bytes_per_s}", encoding="ascii")
-        else:
-            both = f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"
-            (group / "io.max").write_text(both, encoding="ascii")
-        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
 
 def _leave(parent: Path, group: Path) -> None:
@@ -70,8 +66,6 @@ def _leave(parent: Path, group: Path) -> None:
         group.rmdir()
 
 
-Way = Literal["read", "write"]
-WAYS: tuple[Way, ...] = ("read", "write")
 #: Transfers at once, each way: a disk is busy with a few, and neither way waits for the other.
 _THREADS = 4
 
@@ -94,8 +88,9 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
+        move = partial(direct_io.write, file, offset, memory, landed)
         try:
-            return self._writers.submit(self._write, file, offset, memory, landed)
+            return self._writers.submit(self._counted, "write", memory, move)
         except RuntimeError:
             if self._closed:
                 raise
@@ -103,14 +98,15 @@ class Disk:
             # others. This one writes itself, lest a step that has ended be lost.
             done: Future[int] = Future()
             try:
-                done.set_result(self._write(file, offset, memory, landed))
+                done.set_result(self._counted("write", memory, move))
             except BaseException as error:
                 done.set_exception(error)
             return done
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""
-        return self._readers.submit(self._read, file, offset, memory, expected)
+        move = partial(direct_io.read, file, offset, memory, (), expected)
+        return self._readers.submit(self._counted, "read", memory, move)
 
     def moved(self, way: Way) -> tuple[int, float]:
         """Bytes so far, and seconds in which anything was moved, of what goes on too."""
@@ -123,25 +119,16 @@ class Disk:
         self._readers.shutdown()
         self._writers.shutdown()
 
-    def _write(self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
-        with self._counted("write", memory.numel()):
-            return direct_io.write(file, offset, memory, landed)
-
-    def _read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> int:
-        with self._counted("read", memory.numel()):
-            return direct_io.read(file, offset, memory, (), expected)
-
-    @contextmanager
-    def _counted(self, way: Way, nbytes: int) -> Iterator[None]:
+    def _counted(self, way: Way, memory: torch.Tensor, move: Callable[[], int]) -> int:
         with self._lock:
             self._under_way[way] += 1
             if self._under_way[way] == 1:
                 self._since[way] = time.perf_counter()
         try:
-            yield
+            return move()
         finally:
             with self._lock:
                 self._under_way[way] -= 1
-                self.nbytes[way] += nbytes
+                self.nbytes[way] += memory.numel()
                 if not self._under_way[way]:
                     self.seconds[way] += time.perf_counter() - self._since[way]

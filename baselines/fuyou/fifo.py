@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,17 +55,12 @@ class Fifo:
         self._order: deque[int] = deque()
         self._computed: int | None = None
         self._cached: dict[int, torch.Tensor] = {}
-        #: Seconds that the device has waited for parameters.
-        self.waited = 0.0
+        self._load(layout.root, self._root, self._slots[0].staging, None)
+        _point(layout.root, self._root, layout.dtype)
 
     @property
     def device_bytes(self) -> int:
         return self._root.nbytes + sum(slot.memory.nbytes for slot in self._slots)
-
-    def load_root(self) -> None:
-        """Have the root's parameters on the device, where they stay."""
-        self._load(self._layout.root, self._root, self._slots[0].staging, None)
-        _point(self._layout.root, self._root, self._layout.dtype)
 
     def cache(self, dram: Dram, spare: int) -> int:
         """Keep blocks in host memory while so many bytes stay free; how many are kept.
@@ -74,11 +68,8 @@ class Fifo:
         The first ones: forward waits for them, their update is written last, and the last ones'
         slots hold them from forward to backward in any case.
         """
-        for block in range(len(self._layout.blocks)):
-            unit = self._layout.blocks[block]
-            if block in self._cached or dram.free - unit.compute_bytes < spare:
-                break
-            kept = dram.try_take(unit.compute_bytes)
+        for block, unit in enumerate(self._layout.blocks):
+            kept = dram.try_take(unit.compute_bytes, spare)
             if kept is None:
                 break
             for group, part in _parts(unit, kept):
@@ -106,10 +97,9 @@ class Fifo:
                 "computes one after another, each once"
             )
         self._computed = self._order.popleft()
-        begin = time.perf_counter()
         assert slot.filled is not None
-        slot.filled.result()
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            slot.filled.result()
         _point(self._layout.blocks[block], slot.memory, self._layout.dtype)
 
     def release(self, block: int) -> None:
@@ -136,7 +126,9 @@ class Fifo:
         self._threads.shutdown()
 
     def _fill(self) -> None:
-        wanted = self._wanted()
+        first = [] if self._computed is None else [self._computed]
+        # As many blocks as there are slots: those that are needed first.
+        wanted = list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
         free = [slot for slot in self._slots if slot.block not in wanted]
         for block in wanted:
             if self._holding(block) is None:
@@ -147,11 +139,6 @@ class Fifo:
                 slot.filled = self._threads.submit(
                     self._load, unit, slot.memory, slot.staging, kept, slot.unused
                 )
-
-    def _wanted(self) -> list[int]:
-        """As many blocks as there are slots: those that are needed first."""
-        first = [] if self._computed is None else [self._computed]
-        return list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
 
     def _load(
         self,

@@ -11,14 +11,15 @@ the masters themselves where the model computes in float32.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count
 
 import torch
 import torch.nn as nn
 
+from baselines.part import split
+from baselines.strategy import numel
 from fcdp.arena import aligned
 
 FLOAT = torch.float32.itemsize
@@ -72,6 +73,15 @@ class Group:
         flat = part.view(dtype)[first : first + self.numel]
         sizes = [shape.numel() for shape in self.shapes]
         return [x.view(s) for x, s in zip(flat.split(sizes), self.shapes, strict=True)]
+
+    def states(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Masters, first and second moments (float32) of a trained group, by parameter."""
+        moments = self.part(buffer, "moments")
+        return [
+            self.views(self.part(buffer, "master"), torch.float32),
+            self.views(moments, torch.float32),
+            self.views(moments, torch.float32, self.numel),
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,26 +141,45 @@ def laid_out(
     model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, *, aside: bool
 ) -> Layout:
     """The layout of a model; ``aside``: with room for gradients."""
-    owners = Counter(id(param) for block in blocks for param in set(block.parameters()))
     names = {id(param): name for name, param in model.named_parameters()}
-    most = max((sum(param.numel() for param in block.parameters()) for block in blocks), default=1)
+    most = max((numel(block.parameters()) for block in blocks), default=1)
     indices = count()
 
-    def unit(params: Sequence[nn.Parameter]) -> Unit:
-        groups = []
-        for trained in (True, False):
-            for run in _runs([p for p in params if p.requires_grad == trained], most):
-                groups.append(_group(next(indices), run, names, dtype, trained=trained))
-        return Unit(tuple(groups))
+    def group(params: Sequence[nn.Parameter], trained: bool) -> Group:
+        elements = numel(params)
+        sizes: dict[str, int] = {}
+        if trained:
+            sizes = {"master": aligned(elements * FLOAT), "moments": aligned(2 * elements * FLOAT)}
+        if not trained or dtype != torch.float32:
+            sizes["compute"] = aligned(elements * dtype.itemsize)
+        ends = accumulate(sizes.values())
+        return Group(
+            next(indices),
+            tuple(names[id(param)] for param in params),
+            tuple(params),
+            tuple(param.shape for param in params),
+            trained,
+            tuple(Segment(n, end - sizes[n], sizes[n]) for n, end in zip(sizes, ends, strict=True)),
+        )
 
-    inside = {key for key, times in owners.items() if times == 1}
-    made = Layout(dtype, unit([p for p in model.parameters() if id(p) not in inside]))
+    def unit(params: Sequence[nn.Parameter]) -> Unit:
+        return Unit(
+            tuple(
+                group(run, trained)
+                for trained in (True, False)
+                for run in _runs([p for p in params if p.requires_grad == trained], most)
+            )
+        )
+
+    root, in_one = split([*model.parameters()], blocks)
+    inside = {id(param) for param in in_one}
+    made = Layout(dtype, unit(root))
     for block in blocks:
         made.blocks.append(unit([p for p in block.parameters() if id(p) in inside]))
-    for group in made.groups():
-        if aside and group.trained:
-            made.gradients[group.index] = made.aside_bytes
-            made.aside_bytes += group.gradient_bytes
+    for each in made.groups():
+        if aside and each.trained:
+            made.gradients[each.index] = made.aside_bytes
+            made.aside_bytes += each.gradient_bytes
     return made
 
 
@@ -165,27 +194,3 @@ def _runs(params: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]
         runs[-1].append(param)
         room -= param.numel()
     return runs
-
-
-def _group(
-    index: int,
-    params: Sequence[nn.Parameter],
-    names: Mapping[int, str],
-    dtype: torch.dtype,
-    *,
-    trained: bool,
-) -> Group:
-    numel = sum(param.numel() for param in params)
-    wide, narrow = aligned(numel * FLOAT), aligned(numel * dtype.itemsize)
-    sizes = {"master": wide, "moments": aligned(2 * numel * FLOAT)} if trained else {}
-    if not trained or dtype != torch.float32:
-        sizes["compute"] = narrow
-    ends = accumulate(sizes.values())
-    return Group(
-        index,
-        tuple(names[id(param)] for param in params),
-        tuple(params),
-        tuple(param.shape for param in params),
-        trained,
-        tuple(Segment(n, end - sizes[n], sizes[n]) for n, end in zip(sizes, ends, strict=True)),
-    )

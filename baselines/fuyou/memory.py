@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -45,9 +46,11 @@ class Dram:
             )
         return found
 
-    def try_take(self, nbytes: int) -> torch.Tensor | None:
-        """The same; ``None`` where there is no room."""
+    def try_take(self, nbytes: int, spare: int = 0) -> torch.Tensor | None:
+        """The same; ``None`` where there is no room, or less than ``spare`` would be left."""
         size = aligned(nbytes)
+        if self.free - size < spare:
+            return None
         for place, (start, room) in enumerate(self._free):
             if room >= size:
                 self._free[place : place + 1] = [(start + size, room - size)] * (room > size)
@@ -69,13 +72,11 @@ class Dram:
         self._free = joined
 
 
-def resident() -> int:
-    return _field("VmRSS")
-
-
-def peak_resident() -> int:
-    """The most of them since ``forget_peak``."""
-    return _field("VmHWM")
+def taken(what: Literal["VmRSS", "VmHWM"]) -> int:
+    """Bytes of this process that are resident, or were at most since ``forget_peak``."""
+    found = re.search(rf"^{what}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None, "Linux says it"
+    return int(found[1]) * 1024
 
 
 def forget_peak() -> None:
@@ -90,9 +91,3 @@ def give_back_at_once() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _LARGE)
     libc.malloc_trim(0)
-
-
-def _field(name: str) -> int:
-    found = re.search(rf"^{name}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
-    assert found is not None, "Linux says it"
-    return int(found[1]) * 1024

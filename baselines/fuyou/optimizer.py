@@ -63,9 +63,7 @@ class Ring:
         Between steps, of which the last may still be written.
         """
         while len(self._buffers) < min(most, len(self._groups)):
-            if self._dram.free - self._nbytes < spare:
-                break
-            taken = self._dram.try_take(self._nbytes)
+            taken = self._dram.try_take(self._nbytes, spare)
             if taken is None:
                 break
             self._buffers.append(taken)
@@ -101,8 +99,7 @@ class Ring:
         buffer = self._free.get()
         if buffer is None:
             raise RuntimeError("the run has ended")
-        for read in self._store.read(group, ("master", "moments"), buffer):
-            read.result()
+        self._store.read(group, buffer)
         return buffer
 
 
@@ -135,16 +132,9 @@ class Adam:
         optimizer = self._optimizers[group.index]
         (options,) = optimizer.param_groups
         options["steps_done"] = done
-        moments = group.part(buffer, "moments")
-        views = zip(
-            options["params"],
-            group.views(group.part(buffer, "master"), torch.float32),
-            group.views(gradient, torch.float32),
-            group.views(moments, torch.float32),
-            group.views(moments, torch.float32, group.numel),
-            strict=True,
-        )
-        for param, master, grad, first, second in views:
+        gradients = group.views(gradient, torch.float32)
+        views = zip(options["params"], gradients, *group.states(buffer), strict=True)
+        for param, grad, master, first, second in views:
             param.data, param.grad = master, grad
             step = torch.tensor(float(done))
             optimizer.state[param] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
@@ -220,9 +210,9 @@ class Updates:
             self.ring.begin()
         for group in aside:
             self._take_aside(group)
-        if self._form != "delayed":
-            self._submit(None, self._written)
         self._settle()
+        if self._form != "delayed":
+            self._written()
 
     def commit(self) -> None:
         """Have the step count, when all of it is written. Raises what went wrong with the last."""
@@ -260,7 +250,7 @@ class Updates:
         self._writer.shutdown()
         self.ring.close()
 
-    def _submit(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+    def _submit(self, gradient: torch.Tensor, task: Callable[[], None]) -> None:
         self._under_way.append(self._optimizer.submit(self._guarded, gradient, task))
 
     def _settle(self) -> None:
@@ -270,7 +260,7 @@ class Updates:
         if self._broken is not None:
             raise self._broken
 
-    def _guarded(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+    def _guarded(self, gradient: torch.Tensor, task: Callable[[], None]) -> None:
         """Do the task unless an earlier one failed; the gradient's memory is free in any case."""
         try:
             if self._broken is None:
@@ -278,8 +268,7 @@ class Updates:
         except BaseException as error:
             self._broken = self._broken or error
         finally:
-            if gradient is not None:
-                self._free.put(gradient)
+            self._free.put(gradient)
 
     def _take(
         self, group: Group, gradient: torch.Tensor, landed: Sequence[Any], last: bool

@@ -6,7 +6,6 @@ that is there; what its record will replace stays until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -49,16 +48,18 @@ class Store:
         assert self.steps_ended == self.step, "the step before counts"
         self.steps_ended += 1
 
-    def read(self, group: Group, names: Sequence[str], buffer: torch.Tensor) -> list[Future[int]]:
-        """Begin to read segments of the last step into a buffer of the whole group.
+    def read(self, group: Group, buffer: torch.Tensor) -> None:
+        """Read the last step's state, but for what is cast, into a buffer of the whole group.
 
-        Waits until they are written. Raises what went wrong in a write.
+        Waits until it is written. Raises what went wrong in a write.
         """
-        return [
+        reads = [
             self.read_segment(group, segment, group.part(buffer, segment.name))
             for segment in group.segments
-            if segment.name in names
+            if segment.name != "compute" or not group.trained
         ]
+        for read in reads:
+            read.result()
 
     def read_segment(self, group: Group, segment: Segment, memory: torch.Tensor) -> Future[int]:
         place, expected = self._state.find(_key(group, segment), self.steps_ended)
@@ -115,19 +116,14 @@ class Store:
         self, group: Group, buffer: torch.Tensor
     ) -> list[tuple[str, torch.Tensor, list[torch.Tensor]]]:
         """Each parameter's name, values and moments, by way of a buffer; frozen ones have none."""
-        for read in self.read(group, [segment.name for segment in group.segments], buffer):
-            read.result()
+        self.read(group, buffer)
         if not group.trained:
             frozen = group.views(group.part(buffer, "compute"), self._layout.dtype)
             return [(n, v.clone(), []) for n, v in zip(group.names, frozen, strict=True)]
-        parts = [(group.part(buffer, "master"), 0)]
-        parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
-        views = [group.views(part, torch.float32, first) for part, first in parts]
-        found = []
-        for name, *of in zip(group.names, *views, strict=True):
-            master, *moments = (value.clone() for value in of)
-            found.append((name, master, moments))
-        return found
+        return [
+            (name, master.clone(), [first.clone(), second.clone()])
+            for name, master, first, second in zip(group.names, *group.states(buffer), strict=True)
+        ]
 
     def close(self) -> None:
         self._state.close()

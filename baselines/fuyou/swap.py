@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _Kept:
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
-    memory: torch.Tensor | None
+    memory: torch.Tensor | None = None
     #: Its place on SSD; ``None``: it stays in host memory.
     place: int | None = None
     written: Future[int] | None = None
@@ -58,13 +58,11 @@ class Swapper:
         self._kept: dict[Name, _Kept] = {}
         self._writing: list[_Kept] = []
         self._largest = 0
-        #: Bytes that host memory has for what stays there; ``None``: all but what others pass
-        #: through.
-        self.limit: int | None = None
+        #: Bytes that host memory has for what stays there, beside what others pass through.
+        self.limit: float = math.inf
         self._held = 0
-        #: Bytes since the last ``take_counts``, and seconds that the device has waited.
+        #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
-        self.waited = 0.0
 
     @property
     def spare(self) -> int:
@@ -86,14 +84,19 @@ class Swapper:
         self._reap()
         tensor = tensor.detach()
         self._largest = max(self._largest, tensor.nbytes)
-        kept = _Kept(tensor.shape, tensor.dtype, tensor.nbytes, None)
-        kept.memory = self._room_to_stay(kept.nbytes)
+        kept, size = _Kept(tensor.shape, tensor.dtype, tensor.nbytes), aligned(tensor.nbytes)
+        if self._held + size <= self.limit:
+            kept.memory = self._dram.try_take(kept.nbytes, self.spare)
         if kept.memory is None:
-            kept.memory = self._room_to_pass(aligned(kept.nbytes))
-            kept.place = self._place(name, aligned(kept.nbytes))
+            kept.memory = self._room_to_pass(size)
+            kept.place, room = self._places.get(name, (0, 0))
+            if room < size:
+                reserve(self._file, self._end, self._end + size, self._path, "ssd")
+                kept.place, self._end = self._end, self._end + size
+                self._places[name] = (kept.place, size)
         landed = self._copies.out([self._view(kept)], [tensor])
         if kept.place is None:
-            self._held += aligned(kept.nbytes)
+            self._held += size
             for event in landed:  # the host waits for nothing: what reads it has the same stream
                 event.wait()
         else:
@@ -111,9 +114,8 @@ class Swapper:
         for block in blocks:
             for name, kept in self._kept.items():
                 if name[0] == block and kept.memory is None:
-                    if self._dram.free < 2 * aligned(kept.nbytes):
-                        return
-                    memory = self._dram.try_take(aligned(kept.nbytes))
+                    size = aligned(kept.nbytes)
+                    memory = self._dram.try_take(size, spare=size)
                     if memory is None:
                         return
                     self._begin_to_read(kept, memory)
@@ -121,15 +123,14 @@ class Swapper:
     def get(self, name: Name) -> torch.Tensor:
         """The tensor that was kept, on the device."""
         kept = self._kept.pop(name)
-        begin = time.perf_counter()
-        if kept.memory is None:
-            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
-        if kept.read is not None:
-            kept.read.result()
-        elif kept.written is not None and kept in self._writing:
-            kept.written.result()
-            self._writing.remove(kept)
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            if kept.memory is None:
+                self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
+            if kept.read is not None:
+                kept.read.result()
+            elif kept.written is not None and kept in self._writing:
+                kept.written.result()
+                self._writing.remove(kept)
         found = torch.empty(kept.shape, dtype=kept.dtype, device=self._copies.device)
         self._copies.into(found, self._view(kept))
         for event in self._copies.used():
@@ -164,19 +165,11 @@ class Swapper:
         assert kept.memory is not None
         return kept.memory[: kept.nbytes].view(kept.dtype).view(kept.shape)
 
-    def _room_to_stay(self, nbytes: int) -> torch.Tensor | None:
-        if self.limit is not None and self._held + aligned(nbytes) > self.limit:
-            return None
-        if self._dram.free - aligned(nbytes) < self.spare:
-            return None
-        return self._dram.try_take(nbytes)
-
     def _room_to_pass(self, nbytes: int) -> torch.Tensor:
         """Host memory for a while; waits for writes until there is some."""
-        begin = time.perf_counter()
-        while (found := self._dram.try_take(nbytes)) is None and self._writing:
-            self._landed(self._writing.pop(0))
-        self.waited += time.perf_counter() - begin
+        with self._copies.waiting():
+            while (found := self._dram.try_take(nbytes)) is None and self._writing:
+                self._landed(self._writing.pop(0))
         return self._dram.take(nbytes, "an activation") if found is None else found
 
     def _reap(self) -> None:
@@ -189,11 +182,3 @@ class Swapper:
         assert kept.written is not None
         kept.checksum = kept.written.result()
         self._give_back(kept)
-
-    def _place(self, name: Name, nbytes: int) -> int:
-        place, room = self._places.get(name, (0, 0))
-        if room < nbytes:
-            reserve(self._file, self._end, self._end + nbytes, self._path, "ssd")
-            place, self._end = self._end, self._end + nbytes
-            self._places[name] = (place, nbytes)
-        return place

@@ -20,15 +20,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
 from baselines.fuyou import cost, memory
-from baselines.fuyou.blocks import Product, Profile, Recomputed
+from baselines.fuyou.blocks import Profile, Recomputed
 from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Rates, Work
 from baselines.fuyou.disk import WAYS, Disk, Limited, Way
@@ -49,22 +47,6 @@ from fcdp.sizes import parse, written
 _PASSES = 4
 #: Bytes per second of what nothing has passed.
 _ENDLESS = 1e12
-
-
-@dataclass
-class Choice:
-    """Items that later steps keep."""
-
-    kept: frozenset[Product]
-    #: Bytes of what is kept, and with what passes between blocks.
-    nbytes: float
-    moved: int
-    #: Seconds that the model predicts for a step.
-    seconds: float
-    #: Blocks whose parameters stay in host memory.
-    cached: int = 0
-    #: Buffers of optimizer state.
-    buffers: int = 1
 
 
 class Observed:
@@ -137,24 +119,14 @@ class Observed:
         return min(nbytes / seconds if seconds else _ENDLESS, settings.ssd_limit or _ENDLESS)
 
 
-def choose(work: Work, rates: Rates, profile: Profile, settings: FuyouSettings) -> Choice:
-    """The products to keep: by benefit, as many as the cell says or the model finds best."""
-    ordered = cost.by_benefit(work.items)
-    sums = [*accumulate((work.items[place].nbytes for place in ordered), initial=0.0)]
-    if settings.swap == "auto":
-        count = cost.chosen(work, rates)
-    elif settings.swap in ("none", "all"):
-        count = len(ordered) if settings.swap == "all" else 0
-    else:
-        most = parse(settings.swap)
-        count = max(count for count, nbytes in enumerate(sums) if nbytes <= most)
-    products = list(profile.items)
-    return Choice(
-        kept=frozenset(products[place] for place in ordered[:count]),
-        nbytes=sums[count],
-        moved=int(sums[count]) + profile.between,
-        seconds=cost.curve(work, rates)[count][1],
-    )
+def chosen(work: Work, rates: Rates, swap: str) -> int:
+    """How many of the items to keep, by benefit: as the cell says, or the model finds best."""
+    if swap == "auto":
+        return cost.chosen(work, rates)
+    if swap == "all":
+        return len(work.items)
+    most = 0 if swap == "none" else parse(swap)
+    return max(n for n, (nbytes, _) in enumerate(cost.curve(work, rates)) if nbytes <= most)
 
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
@@ -167,7 +139,9 @@ def build(model: nn.Module, job: Job) -> Fuyou:
     """Train in a new folder, which goes when the run ends."""
     settings = job.settings
     assert isinstance(settings, FuyouSettings)
-    _sweep(Path(settings.ssd or tempfile.gettempdir()))
+    for old in Path(settings.ssd or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if left_over(old / STATE):  # of a run that was killed
+            shutil.rmtree(old, ignore_errors=True)
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=settings.ssd))
     except OSError as error:
@@ -184,17 +158,9 @@ def build(model: nn.Module, job: Job) -> Fuyou:
     return made
 
 
-def _sweep(parent: Path) -> None:
-    """Remove the folders of runs that were killed, as each has two generations of a model."""
-    for old in parent.glob(f"{_PREFIX}*"):
-        if left_over(old / STATE):
-            shutil.rmtree(old, ignore_errors=True)
-
-
 class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
-    engine = "fuyou"
     #: Called when a step has failed: a rank ends then without what is to happen at its end.
     on_failure: Callable[[], object] = staticmethod(lambda: None)
 
@@ -207,7 +173,10 @@ class Fuyou(Trainable):
         super().__init__(model, job, 0.0)
         settings = job.settings
         assert isinstance(settings, FuyouSettings)
-        _check(job)
+        if (ranks := job.topology.world_size) != 1:
+            raise ValueError(f"ranks = {ranks}: allowed is 1, one device, for fuyou")
+        if not isinstance(job.optimizer, AdamW):
+            raise ValueError(f"optimizer = {job.optimizer.kind!r}: allowed is 'adamw' for fuyou")
         self._settings = settings
         self._limited = settings.ssd_limit and Limited(folder, settings.ssd_limit)
         self._device = torch.device(job.topology.mesh.device_type)
@@ -222,7 +191,6 @@ class Fuyou(Trainable):
         slots = settings.blocks_on_device
         self._fifo = Fifo(self._layout, self._store, self._dram, self._copies, slots)
         groups = self._layout.backward_order()
-        assert isinstance(job.optimizer, AdamW)
         self._adam = Adam(groups, job.optimizer, job.learning_rate)
         self._updates = Updates(
             settings.update,
@@ -235,7 +203,6 @@ class Fuyou(Trainable):
         )
         weakref.finalize(self, self._updates.leave)  # of who forgets ``close``
         self._check_device()
-        self._fifo.load_root()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
         self._recomputed = Recomputed(
             job.blocks,
@@ -246,15 +213,15 @@ class Fuyou(Trainable):
         )
         self._last = True
         self._broken = False
-        #: Choice of what is kept; ``None`` before the profiling step.
-        self.choice: Choice | None = None
+        #: Metrics of what is kept; none before the profiling step.
+        self._chosen: dict[str, float] = {}
         self._until_choice = _PROFILED
         self._device_peak = 0
         self._steps = 0
         self._told = (0, 0)
         if self._device.type == "cpu":
             memory.give_back_at_once()
-        self._baseline = memory.resident() - self._dram.nbytes - self._fifo.device_bytes
+        self._baseline = memory.taken("VmRSS") - self._dram.nbytes - self._fifo.device_bytes
 
     @property
     def steps_done(self) -> int:
@@ -267,45 +234,41 @@ class Fuyou(Trainable):
         Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
         """
         try:
-            return self._step(micro_batches)
+            self._require_whole()
+            self._broken = True
+            memory.forget_peak()
+            observed = Observed(self._disk, self._copies, self._adam)
+            total = torch.zeros((), device=self._device)
+            self._updates.begin()
+            for index, batch in enumerate(micro_batches):
+                total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
+            with self._timed("optimizer"):
+                self._updates.finish()
+                self._measure()  # before the step counts: who goes on from an error takes it again
+                self._updates.commit()
+            self._steps += 1
+            self._until_choice -= 1
+            if self._until_choice == 0:
+                self._choose(observed)
         except BaseException:
             self.on_failure()
             raise
-
-    def _step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        self._require_whole()
-        self._broken = True
-        memory.forget_peak()
-        observed = Observed(self._disk, self._copies, self._adam)
-        total = torch.zeros((), device=self._device)
-        self._updates.begin()
-        for index, batch in enumerate(micro_batches):
-            total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
-        with self._phases.timed("optimizer"):
-            self._updates.finish()
-            self._measure()  # before the step counts: who goes on from an error takes it again
-            self._updates.commit()
-        self._steps += 1
-        self._until_choice -= 1
-        if self._until_choice == 0:
-            self._choose(observed)
         self._broken = False
         return total
 
     def _micro_batch(self, batch: torch.Tensor, observed: Observed, *, last: bool) -> torch.Tensor:
         blocks = range(len(self._layout.blocks))
         self._last = last
-        self._recomputed.begin_profile()
+        self._recomputed.profile = Profile()
         self._fifo.expect([*blocks, *reversed(blocks)])
-        waited = self._fifo.waited + self._swapper.waited
+        waited = self._copies.waited
         begin = time.perf_counter()
-        with self._phases.timed("forward"):
+        with self._timed("forward"):
             loss = self.job.loss(self.model, batch) / self.job.accumulation
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             loss.backward()
             self._collect(self._layout.root.trained)
-        waited = self._fifo.waited + self._swapper.waited - waited
-        observed.computed(time.perf_counter() - begin - waited)
+        observed.computed(time.perf_counter() - begin - (self._copies.waited - waited))
         self._fifo.stop()
         self._swapper.clear()
         return loss.detach()
@@ -327,21 +290,20 @@ class Fuyou(Trainable):
         self._updates.flush()
         largest = max(group.nbytes for group in self._layout.groups())
         idle = self._updates.ring.idle()
-        taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
+        buffer = idle if idle.numel() >= largest else self._dram.take(largest, "a group")
         try:
             for group in self._layout.groups():
-                buffer = idle if taken is None else taken
                 yield from self._store.take_out(group, buffer)
         finally:
-            if taken is not None:
-                self._dram.give_back(taken)
+            if buffer is not idle:
+                self._dram.give_back(buffer)
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what went wrong in its writes."""
         if not self._broken:
             self._updates.flush()
 
-    def take_metrics(self) -> dict[str, float | list[float]]:
+    def take_metrics(self) -> dict[str, float]:
         """Bytes per step that were kept of activations, and read and written; memory at its peak.
 
         ``modelled_seconds``: what the cost model makes of a step with what was chosen.
@@ -351,7 +313,7 @@ class Fuyou(Trainable):
         counts = self._swapper.take_counts()
         read, written_bytes = (self._disk.nbytes[way] for way in ("read", "write"))
         before, self._told = self._told, (read, written_bytes)
-        told: dict[str, float | list[float]] = {
+        told: dict[str, float] = {
             "dram_peak_bytes": self._dram.peak,
             "kept_bytes": sum(counts.values()) / steps,
             "kept_on_ssd_bytes": counts["ssd"] / steps,
@@ -360,14 +322,7 @@ class Fuyou(Trainable):
         }
         if self._device.type == "cpu":
             told["peak_device_bytes"] = self._device_peak
-        if self.choice is not None:
-            told |= {
-                "chosen_bytes": self.choice.nbytes,
-                "modelled_seconds": self.choice.seconds,
-                "blocks_in_dram": self.choice.cached,
-                "state_buffers": self.choice.buffers,
-            }
-        return told
+        return told | self._chosen
 
     def close(self) -> None:
         """End the threads; the folder may be opened by others then, and this trains no more.
@@ -377,16 +332,13 @@ class Fuyou(Trainable):
         try:
             self.settle()
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._broken = True
-        self._updates.close()
-        self._fifo.close()
-        self._disk.close()
-        self._store.close()
-        if self._limited:
-            self._limited.leave()
+            self._broken = True
+            self._updates.close()
+            self._fifo.close()
+            self._disk.close()
+            self._store.close()
+            if self._limited:
+                self._limited.leave()
 
     def _require_whole(self) -> None:
         if self._broken:
@@ -399,21 +351,16 @@ class Fuyou(Trainable):
     def _collect(self, groups: Sequence[Group]) -> None:
         """Hand the gradients of groups over to the optimizer."""
         for group in groups:
-            lacking = [
-                name
-                for name, param in zip(group.names, group.params, strict=True)
-                if param.grad is None
-            ]
-            if lacking:
-                raise RuntimeError(
-                    f"{lacking[0]}: has no gradient; must be one that every micro-batch trains"
-                )
-            begin = time.perf_counter()
-            gradient = self._updates.memory()
-            self._fifo.waited += time.perf_counter() - begin
-            found = [param.grad for param in group.params]
-            views = group.views(gradient, torch.float32)
-            landed = self._copies.out(views, [grad for grad in found if grad is not None])
+            found = []
+            for name, param in zip(group.names, group.params, strict=True):
+                if param.grad is None:
+                    raise RuntimeError(
+                        f"{name}: has no gradient; must be one that every micro-batch trains"
+                    )
+                found.append(param.grad)
+            with self._copies.waiting():
+                gradient = self._updates.memory()
+            landed = self._copies.out(group.views(gradient, torch.float32), found)
             for param in group.params:
                 param.grad = None
             self._updates.submit(group, gradient, landed, last=self._last)
@@ -447,7 +394,7 @@ class Fuyou(Trainable):
     def _measure(self) -> None:
         """Raises ``OutOfMemoryError`` if the step took more of the device than its budget."""
         if self._device.type == "cpu":
-            grown = memory.peak_resident() - self._baseline - self._dram.nbytes
+            grown = memory.taken("VmHWM") - self._baseline - self._dram.nbytes
         else:
             grown = torch.cuda.max_memory_allocated(self._device)
         self._device_peak = max(self._device_peak, grown)
@@ -459,16 +406,25 @@ class Fuyou(Trainable):
 
     def _choose(self, observed: Observed) -> None:
         """Choose what later steps keep, and what parameters host memory has room for then."""
-        spare = self._swapper.spare_for(self._recomputed.profile.items.values())
+        profile, settings = self._recomputed.profile, self._settings
+        spare = self._swapper.spare_for(profile.items.values())
         buffers = self._deepen(spare)
         room = max(0, self._dram.free - spare)
-        work = observed.work(self._layout, self._recomputed.profile, self._settings)
-        rates = observed.rates(self._recomputed.profile, self._settings, room, buffers)
-        self.choice = choose(work, rates, self._recomputed.profile, self._settings)
-        self._recomputed.kept = self.choice.kept
-        self._swapper.limit = min(room, self.choice.moved)
-        self.choice.buffers = buffers
-        self.choice.cached = self._fifo.cache(self._dram, spare + self._swapper.limit)
+        work = observed.work(self._layout, profile, settings)
+        rates = observed.rates(profile, settings, room, buffers)
+        count = chosen(work, rates, settings.swap)
+        nbytes, seconds = cost.curve(work, rates)[count]
+        products = list(profile.items)
+        kept = cost.by_benefit(work.items)[:count]
+        self._recomputed.kept = frozenset(products[place] for place in kept)
+        limit = min(room, int(nbytes) + profile.between)
+        self._swapper.limit = limit
+        self._chosen = {
+            "chosen_bytes": nbytes,
+            "modelled_seconds": seconds,
+            "blocks_in_dram": self._fifo.cache(self._dram, spare + limit),
+            "state_buffers": buffers,
+        }
 
     def _deepen(self, spare: int) -> int:
         """Take buffers for the optimizer's state, and warn where there is no room for them."""
@@ -483,10 +439,3 @@ class Fuyou(Trainable):
                 stacklevel=2,
             )
         return there
-
-
-def _check(job: Job) -> None:
-    if (ranks := job.topology.world_size) != 1:
-        raise ValueError(f"ranks = {ranks}: allowed is 1, one device, for fuyou")
-    if not isinstance(job.optimizer, AdamW):
-        raise ValueError(f"optimizer = {job.optimizer.kind!r}: allowed is 'adamw' for fuyou")

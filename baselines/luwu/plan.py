@@ -51,13 +51,9 @@ class Unit(Strict):
     trained: tuple[Parameter, ...]
     frozen: tuple[Parameter, ...]
 
-    @property
-    def trained_numel(self) -> int:
-        return sum(each.numel for each in self.trained)
-
-    @property
-    def frozen_numel(self) -> int:
-        return sum(each.numel for each in self.frozen)
+    def numel(self, *, trained: bool) -> int:
+        """Elements of the trained parameters, or of the frozen ones."""
+        return sum(each.numel for each in (self.trained if trained else self.frozen))
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,8 @@ class Plan(Strict):
         """A unit's chunks, trained ones first."""
         size = self.chunk_bytes // self.type.itemsize
         found: list[Chunk] = []
-        parts = ((True, self.units[unit].trained_numel), (False, self.units[unit].frozen_numel))
-        for trained, numel in parts:
+        for trained in (True, False):
+            numel = self.units[unit].numel(trained=trained)
             for begin in range(0, numel, size):
                 end = min(begin + size, numel)
                 found.append(Chunk(unit, len(found), trained, begin, end))

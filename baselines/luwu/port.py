@@ -52,8 +52,8 @@ class Port(wire.Role):
         self._outbox = wire.Inbox()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._welcomes: list[wire.Message] = []
-        self._counts: list[dict[str, int]] = []
+        #: What the server has answered to what it was asked once, by kind.
+        self._answers: dict[wire.Kind, wire.Message] = {}
         self._slots: deque[_Slot] = deque()
         #: Chunks of the slots in their order, those that have come and may not land yet, and how
         #: many have landed.
@@ -66,8 +66,7 @@ class Port(wire.Role):
         self._thread = threading.Thread(target=self._serve, name="luwu-port", daemon=True)
         self._thread.start()
         self._outbox.put(wire.Message(wire.Kind.HELLO, payload=plan.model_dump_json().encode()))
-        self._until(lambda: bool(self._welcomes))
-        (welcome,) = self._welcomes
+        welcome = self._answer(wire.Kind.WELCOME)
         #: Whether the server has no parameters yet.
         self.wants_initial = bool(welcome.extra)
         #: The last complete step when this worker came.
@@ -120,8 +119,8 @@ class Port(wire.Role):
 
     def counts(self) -> dict[str, int]:
         self._outbox.put(wire.Message(wire.Kind.COUNT))
-        self._until(lambda: bool(self._counts))
-        return self._counts.pop()
+        found: dict[str, int] = json.loads(self._answer(wire.Kind.COUNTS).payload)
+        return found
 
     def close(self) -> None:
         """Leave; with the last worker the run ends for the switch and the server too."""
@@ -135,6 +134,10 @@ class Port(wire.Role):
             self._pushed += 1
         payload = bytes(bytes_of(values.contiguous()))
         self._outbox.put(wire.Message(kind, step, chunk.unit, chunk.index, payload=payload))
+
+    def _answer(self, kind: wire.Kind) -> wire.Message:
+        self._until(lambda: kind in self._answers)
+        return self._answers.pop(kind)
 
     def _until(self, done: Callable[[], bool]) -> None:
         with self._changed:
@@ -166,28 +169,21 @@ class Port(wire.Role):
 
     def _hear_switch(self) -> None:
         self._note(wire.SWITCH)
-        self._receive(wire.read(self._connection.socket.recv_multipart()))
-
-    def _receive(self, message: wire.Message) -> None:
+        message = wire.read(self._connection.socket.recv_multipart())
         kind = message.kind
         with self._changed:
             if kind == wire.Kind.PARAMETERS:
                 self._waiting.append(message)
             elif kind == wire.Kind.APPLIED:
-                self._pushed -= self._is_mine()
+                # What this worker has sent: initial parameters come of one alone.
+                self._pushed -= self._committed >= 0 or self._rank == 0
             elif kind == wire.Kind.COMMITTED:
                 self._committed = message.step
-            elif kind == wire.Kind.WELCOME:
-                self._welcomes.append(message)
-            elif kind == wire.Kind.COUNTS:
-                self._counts.append(json.loads(message.payload))
+            elif kind in (wire.Kind.WELCOME, wire.Kind.COUNTS):
+                self._answers[kind] = message
             elif kind == wire.Kind.ABORT:
                 raise wire.Lost(wire.reason_of(message))
             self._changed.notify_all()
-
-    def _is_mine(self) -> bool:
-        """Whether this worker sent what was applied: initial parameters come of one alone."""
-        return self._committed >= 0 or self._rank == 0
 
     def _land_waiting(self) -> None:
         """Take chunks of the two next layers to their memory, and say so."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import tempfile
 import threading
 from collections import deque
@@ -38,105 +37,76 @@ class Item:
     #: The step that is complete before it.
     step: int
     gradients: Any
-    buffer: Buffer | None = None
+    buffer: Buffer
 
 
 class Pipeline:
     """Threads that take chunks through read, Adam, cast and write.
 
     *Step-centric* (the paper's): each does one of these for the chunks of all layers.
-    *Layer-centric*, with as many: each takes a layer, and does all of them for its chunks.
+    *Layer-centric*, with as many: each does all of them for the chunks of its layers.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        files: Files,
-        done: Callable[[Item, bool], None],
-        failed: Callable[[BaseException], None],
+        self, plan: Plan, files: Files, tell: Callable[[wire.Message | BaseException], None]
     ) -> None:
-        """``done``: called with each item, and whether it completes its step."""
+        """``tell``: called with what the workers are to hear of a chunk, or what went wrong."""
         self._plan = plan
         self._files = files
-        self._done = done
-        self._failed = failed
+        self._tell = tell
         self._broken = False
-        #: As many as may be under way: nobody waits for one for ever.
-        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
-        for _ in range(WINDOW):
-            self._buffers.put(Buffer(plan))
+        #: As many as may be under way; who fails keeps one.
+        self._buffers = deque(Buffer(plan) for _ in range(WINDOW))
         self._order = (self._read, self._adam, self._cast, self._write)
+        self._by_step = plan.pipeline == "step"
         #: Step-centric: one each reads, casts and writes, and the others step.
-        counts = (1, plan.threads - 3, 1, 1) if plan.pipeline == "step" else (plan.threads,)
+        counts = [1, plan.threads - 3, 1, 1] if self._by_step else [1] * plan.threads
         self._threads = [
             ThreadPoolExecutor(count, "luwu-pipeline", torch.set_num_threads, (1,))
             for count in counts
         ]
-        #: Layers some of whose chunks have come, how many have not; and what a thread does with
-        #: them. ``None``: no more will come.
-        self._open: dict[int, tuple[queue.SimpleQueue[Item | None], int]] = {}
 
-    def submit(self, item: Item) -> None:
-        """Take a chunk; all of a layer's come before any of it comes again."""
-        if self._plan.pipeline == "step":
-            self._threads[0].submit(self._take_on, item, 0)
+    def submit(self, chunk: Chunk, step: int, gradients: Any) -> None:
+        """Take a chunk's gradients; all of a layer's come before any of it comes again."""
+        if self._broken:
             return
-        unit = item.chunk.unit
-        if unit not in self._open:
-            count = sum(chunk.trained for chunk in self._plan.chunks(unit))
-            self._open[unit] = queue.SimpleQueue(), count
-            self._threads[0].submit(self._take_layer, self._open[unit][0], count)
-        items, left = self._open.pop(unit)
-        items.put(item)
-        if left > 1:
-            self._open[unit] = items, left - 1
+        item = Item(chunk, step, gradients, self._buffers.popleft())
+        if self._by_step:
+            self._threads[0].submit(self._take_on, item, 0)
+        else:
+            self._threads[chunk.unit % self._plan.threads].submit(self._do, item, *self._order)
 
     def end(self) -> None:
         """Have the threads end, each with what it has in hand."""
-        for _ in range(WINDOW):
-            self._buffers.put(None)  # a failed step has kept what somebody waits for
-        for items, _ in self._open.values():
-            items.put(None)
         for threads in self._threads:
             threads.shutdown()
 
     def _take_on(self, item: Item, place: int) -> None:
         """Do one thing with a chunk, and hand it on to the threads that do the next."""
-        if self._do(item, place) and place + 1 < len(self._order):
+        self._do(item, self._order[place])
+        if not self._broken and place + 1 < len(self._order):
             self._threads[place + 1].submit(self._take_on, item, place + 1)
 
-    def _take_layer(self, items: queue.SimpleQueue[Item | None], count: int) -> None:
-        for _ in range(count):
-            item = items.get()
-            if item is None:
-                return
-            for place in range(len(self._order)):
-                self._do(item, place)
-
-    def _do(self, item: Item, place: int) -> bool:
-        """Whether it is done: nothing is after something has failed."""
+    def _do(self, item: Item, *order: Callable[[Item], None]) -> None:
+        """Do these things with a chunk, unless something has failed."""
         try:
-            if not self._broken:
-                self._order[place](item)
+            for each in order:
+                if not self._broken:
+                    each(item)
         except Exception as error:
             self._broken = True
-            self._failed(error)
-        return not self._broken
+            self._tell(error)
 
     def _read(self, item: Item) -> None:
-        item.buffer = self._buffers.get()
-        if item.buffer is None:
-            raise RuntimeError("the run has ended")
         self._files.read_states(item.chunk, item.step, item.buffer)
 
     def _adam(self, item: Item) -> None:
         """Step the master by the mean gradients: PyTorch's AdamW."""
-        plan, buffer = self._plan, item.buffer
-        assert buffer is not None
+        plan = self._plan
         gradients = wire.tensor(item.gradients, plan.type).float()
         item.gradients = None
         gradients /= plan.workers
-        master, first, second = buffer.states(item.chunk.numel)
+        master, first, second = item.buffer.states(item.chunk.numel)
         adamw(
             [master],
             [gradients],
@@ -156,16 +126,16 @@ class Pipeline:
 
     def _cast(self, item: Item) -> None:
         """Round the master to what workers compute with."""
-        assert item.buffer is not None
         numel = item.chunk.numel
         item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
 
     def _write(self, item: Item) -> None:
         """Write all of the chunk to the other generation, once nobody needs what is there."""
-        assert item.buffer is not None
         complete = self._files.write(item.chunk, item.step + 1, item.buffer)
-        self._buffers.put(item.buffer)
-        self._done(item, complete)
+        self._buffers.append(item.buffer)
+        self._tell(wire.Message(wire.Kind.APPLIED, step=item.step, unit=item.chunk.unit))
+        if complete:
+            self._tell(wire.Message(wire.Kind.COMMITTED, step=item.step + 1))
 
 
 def main() -> None:
@@ -188,8 +158,16 @@ class Server(wire.Host):
         super().__init__(listener, [wire.SWITCH], patience_s)
         self._folder = folder
         self._inbox = wire.Inbox()
-        self._state: _State | None = None
         self._received = 0
+        #: The plan, once it is known; only then there are files, threads and their memory.
+        self._plan: Plan | None = None
+        #: Chunks that have been read and not sent, and how many have been sent.
+        self._ahead: deque[wire.Message] = deque()
+        self._sent = 0
+        #: How many chunks the reader may read that are not sent, and how many it has read.
+        self._room = threading.Semaphore(WINDOW)
+        self._read = 0
+        self._ended = False
 
     def serve(self) -> None:
         """Handle what comes until the switch says that the run is over.
@@ -202,13 +180,16 @@ class Server(wire.Host):
             self.abort(f"server: {error}")
             raise
         finally:
-            if self._state is not None:
-                self._state.close()
+            if self._plan is not None:
+                self._end_threads()
             self._listener.close()
 
     def _go_on(self) -> None:
-        if self._state is not None:
-            self._state.send_ahead()
+        """Send what has been read, as far as all workers have room for it."""
+        while self._ahead and self._sent - min(self._taken.values()) < WINDOW:
+            self._say(self._ahead.popleft())
+            self._sent += 1
+            self._room.release()
 
     def _beat(self) -> None:
         self._say(wire.Message(wire.Kind.BEAT))
@@ -229,78 +210,54 @@ class Server(wire.Host):
             self._say(wire.Message(wire.Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
         elif message.kind != wire.Kind.BEAT:
             self._received += 1
-            if self._state is None:
+            if self._plan is None:
                 raise wire.Malformed(f"{message.kind.name} before HELLO")
-            self._state.handle(message)
+            self._take(message, self._plan)
 
     def _hello(self, message: wire.Message) -> None:
-        if self._state is not None:
+        if self._plan is not None:
             raise wire.Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
-        self._state = _State(plan, Files(self._folder, plan), self._inbox, self._say)
-        step = self._state.files.step
+        self._files = Files(self._folder, plan)
+        self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
+        #: How much of the stream each worker has taken.
+        self._taken = dict.fromkeys(range(plan.workers), 0)
+        self._pipeline = Pipeline(plan, self._files, self._inbox.put)
+        self._buffer = Buffer(plan)
+        #: A thread that reads ahead, each chunk once it has the step that is asked for.
+        self._reader = ThreadPoolExecutor(1, "luwu-reader")
+        self._read_into = Buffer(plan)
+        self._plan = plan
+        step = self._files.step
         self._say(wire.Message(wire.Kind.WELCOME, step=step or 0, extra=step is None))
 
     def _take_items(self) -> None:
-        """Take what threads have handed over: chunks to send, ones that are applied, an error."""
+        """Take what threads have handed over: chunks to send, what is applied, an error."""
         for item in self._inbox.take():
             if isinstance(item, BaseException):
                 raise item
-            assert self._state is not None
-            if isinstance(item, wire.Message):
-                self._state.ahead.append(item)
-                continue
-            done, complete = item
-            self._say(wire.Message(wire.Kind.APPLIED, step=done.step, unit=done.chunk.unit))
-            if complete:
-                self._say(wire.Message(wire.Kind.COMMITTED, step=done.step + 1))
+            if item.kind == wire.Kind.PARAMETERS:
+                self._ahead.append(item)
+            else:
+                self._say(item)
 
     def _counts(self) -> dict[str, int]:
         """Counts since the server began: messages beside signs of life, bytes."""
         counts = {"messages": self._received}
-        if self._state is not None:
-            files = self._state.files
-            counts |= {"file_read": files.read, "file_written": files.written}
+        if self._plan is not None:
+            counts |= {"file_read": self._files.read, "file_written": self._files.written}
         if interface := os.environ.get("FCDP_INTERFACE"):
             received, sent = interface_bytes(interface)
             counts |= {"received": received, "sent": sent}
         return counts
 
-
-class _State:
-    """State that the server has once it knows the plan."""
-
-    def __init__(
-        self, plan: Plan, files: Files, inbox: wire.Inbox, say: Callable[[wire.Message], None]
-    ) -> None:
-        """``say``: called with what the switch is told."""
-        self.plan = plan
-        self.files = files
-        self._say = say
-        #: Chunks that have been read and not sent.
-        self.ahead: deque[wire.Message] = deque()
-        self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
-        self._pipeline = Pipeline(plan, files, lambda *done: inbox.put(done), inbox.put)
-        self._buffer = Buffer(plan)
-        self._sent = 0
-        #: How much of the stream each worker has taken.
-        self._taken = dict.fromkeys(range(plan.workers), 0)
-        self._inbox = inbox
-        #: A thread that reads ahead, each chunk once it has the step that is asked for; its memory,
-        #: how much it may read that is not sent, and how much it has read.
-        self._reader = ThreadPoolExecutor(1, "luwu-reader")
-        self._read_into = Buffer(plan)
-        self._room = threading.Semaphore(WINDOW)
-        self._read = 0
-        self._ended = False
-
-    def handle(self, message: wire.Message) -> None:
+    def _take(self, message: wire.Message, plan: Plan) -> None:
         """Take a message of the workers'."""
         kind = message.kind
         if kind == wire.Kind.INITIAL:
-            self._initial(message)
+            self._initial(message, plan)
         elif kind == wire.Kind.BEGIN:
-            stream = self.plan.stream(Pass(message.unit), Frozen(message.extra))
+            stream = plan.stream(Pass(message.unit), Frozen(message.extra))
             for chunk in chain.from_iterable(chunks for _, chunks in stream):
                 self._reader.submit(self._read_ahead, chunk, message.step)
         elif kind == wire.Kind.TAKEN:
@@ -312,33 +269,25 @@ class _State:
                     )
                 self._taken[worker] = message.extra
         elif kind == wire.Kind.GRADIENTS:
-            chunk = self._chunk(message, self.plan.type.itemsize)
-            self._pipeline.submit(Item(chunk, message.step, message.payload))
+            chunk = self._chunk(message, plan.type.itemsize)
+            self._pipeline.submit(chunk, message.step, message.payload)
         else:
             raise wire.Malformed(f"{kind.name} is not for the server")
 
-    def send_ahead(self) -> None:
-        """Send what has been read, as far as all workers have room for it."""
-        while self.ahead and self._sent - min(self._taken.values()) < WINDOW:
-            self._say(self.ahead.popleft())
-            self._sent += 1
-            self._room.release()
-
-    def close(self) -> None:
-        """Have the threads end."""
-        self.files.end()
+    def _end_threads(self) -> None:
+        self._files.end()
         self._pipeline.end()
         self._ended = True
         self._room.release()
         self._reader.shutdown(cancel_futures=True)
-        self.files.close()
+        self._files.close()
 
     def _read_ahead(self, chunk: Chunk, step: int) -> None:
         self._room.acquire()
         if self._ended:
             return
         try:
-            payload = bytes(self.files.parameters(chunk, step, self._read_into))
+            payload = bytes(self._files.parameters(chunk, step, self._read_into))
         except Exception as error:
             self._ended = True
             self._inbox.put(error)
@@ -347,18 +296,18 @@ class _State:
         self._inbox.put(wire.Message(wire.Kind.PARAMETERS, *where, payload))
         self._read += 1
 
-    def _initial(self, message: wire.Message) -> None:
+    def _initial(self, message: wire.Message, plan: Plan) -> None:
         chunk = self._chunk(message, torch.float32.itemsize)
         values = wire.tensor(message.payload, torch.float32)
         if chunk.trained:
             states = self._buffer.states(chunk.numel)
             for state, value in zip(states, (values, 0.0, 0.0), strict=True):
                 state.copy_(torch.as_tensor(value))
-            self._buffer.parameters(chunk.numel, self.plan.type).copy_(values)
+            self._buffer.parameters(chunk.numel, plan.type).copy_(values)
         else:
-            nbytes = chunk.numel * self.plan.type.itemsize
-            self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
-        complete = self.files.write(chunk, 0, self._buffer)
+            nbytes = chunk.numel * plan.type.itemsize
+            self._buffer.memory[:nbytes].view(plan.type).copy_(values)
+        complete = self._files.write(chunk, 0, self._buffer)
         self._say(wire.Message(wire.Kind.APPLIED, unit=chunk.unit))
         if complete:
             self._say(wire.Message(wire.Kind.COMMITTED))

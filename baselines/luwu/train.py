@@ -93,8 +93,6 @@ def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list
 class LuWu(Trainable):
     """One worker in training."""
 
-    engine = "luwu"
-
     def __init__(self, model: nn.Module, job: Job, connect: Any) -> None:
         """``connect``: called with the plan, this rank, and what takes chunks to their place."""
         topology, settings = job.topology, job.settings
@@ -125,9 +123,13 @@ class LuWu(Trainable):
             self._send_initial(plan)
         self._port.wait(self.steps_done)
         self._cached = settings.cached
-        if self._cached:
-            self._keep_frozen()
         device = torch.device(topology.mesh.device_type)
+        if self._cached:
+            sizes = [unit.numel(trained=False) * job.dtype.itemsize for unit in plan.units]
+            arena = Arena(sum(map(aligned, sizes)), device)
+            for layer, nbytes in zip(self._layers, sizes, strict=True):
+                if nbytes:
+                    layer.kept = arena.take(nbytes).view(job.dtype)
         for layer in self._layers:
             layer.move(device, job.dtype)
         model.to(device)
@@ -151,10 +153,10 @@ class LuWu(Trainable):
         blocks = range(1, len(self._layers))
         self._left = [*reversed(blocks)]
         self._unpushed = {i for i, layer in enumerate(self._layers) if layer.trained}
-        with self._phases.timed("forward"):
+        with self._timed("forward"):
             loss = self.job.loss(self.model, batch)
         self._backward = True
-        with self._phases.timed("backward"):
+        with self._timed("backward"):
             loss.backward()
             self._end_backward()
         self._training = self._backward = False
@@ -205,21 +207,12 @@ class LuWu(Trainable):
 
     def _send_initial(self, plan: Plan) -> None:
         for index, layer in enumerate(self._layers):
-            flat = [param.detach().float().flatten().cpu() for param in layer.trained]
-            still = [param.detach().float().flatten().cpu() for param in layer.frozen]
-            parts = torch.cat([torch.empty(0), *flat]), torch.cat([torch.empty(0), *still])
+            parts = [
+                torch.cat([torch.empty(0), *(p.detach().float().flatten().cpu() for p in params)])
+                for params in (layer.frozen, layer.trained)
+            ]
             for chunk in plan.chunks(index):
-                part = parts[0 if chunk.trained else 1]
-                self._port.initial(chunk, part[chunk.begin : chunk.end])
-
-    def _keep_frozen(self) -> None:
-        size = self.job.dtype.itemsize
-        sizes = [layer.unit.frozen_numel * size for layer in self._layers]
-        device = torch.device(self.job.topology.mesh.device_type)
-        arena = Arena(sum(map(aligned, sizes)), device)
-        for layer, nbytes in zip(self._layers, sizes, strict=True):
-            if nbytes:
-                layer.kept = arena.take(nbytes).view(self.job.dtype)
+                self._port.initial(chunk, parts[chunk.trained][chunk.begin : chunk.end])
 
     def _begin(self, order: Pass, *, first: bool = False) -> None:
         self._among_blocks = order == Pass.BACKWARD

@@ -35,8 +35,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         error_feedback=settings.error_feedback,
         exchanges="hierarchical" if job.schedule.hierarchical else "flat",
     )
-    made = Sched if job.schedule.cached_for == "step" else FCDP
-    return made(model, job, _least_bytes(model, job))
+    return FCDP(model, job, _least_bytes(model, job))
 
 
 def settings_of(job: Job) -> CacheSettings:
@@ -111,34 +110,20 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
     return counts
 
 
-def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
-    """This rank's cache: what it did since its ledger was reset, and where its entries are."""
-    engine, ledger = engine_of(model), fcdp.ledger(model)
-    entries: Counter[str] = Counter()
-    entry_bytes: Counter[str] = Counter()
-    for unit in engine.units:
-        tier = engine.cache.tier_of(unit)
-        if tier is not None:
-            entries[tier] += 1
-            entry_bytes[tier] += (topology.nodes - 1) * unit.shard_bytes
-    return CacheUse(
-        hits=ledger.hits,
-        misses=ledger.misses,
-        entries=dict(entries),
-        entry_bytes=dict(entry_bytes),
-        device_bytes=ledger.device_cache_bytes,
-        host_bytes=ledger.host_cache_bytes,
-    )
-
-
 class FCDP(FSDP2):
     """FSDP2's loop with gradient accumulation without sync between nodes, if it is deferred."""
-
-    engine = "fcdp"
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
         self.policy = _describe(settings_of(job))
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = super().step(micro_batches)
+        if self.job.schedule.cached_for == "step":
+            # The paper's FCDP-Sched alone, which does not tell frozen from trained parameters: all
+            # count as written by the optimizer.
+            fcdp.invalidate(self.model)
+        return total
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         deferred = self.job.schedule.accumulates_without_sync
@@ -155,20 +140,19 @@ class FCDP(FSDP2):
 
     @property
     def cache(self) -> CacheUse:
-        return cache_use(self.model, self.job.topology)
-
-    @property
-    def host_cache_bytes(self) -> int:
-        return fcdp.ledger(self.model).host_cache_bytes
-
-
-class Sched(FCDP):
-    """The paper's FCDP-Sched alone, which does not tell frozen from trained parameters.
-
-    No entry outlives a step: every parameter counts as written by its optimizer.
-    """
-
-    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = super().step(micro_batches)
-        fcdp.invalidate(self.model)
-        return total
+        engine, ledger = engine_of(self.model), fcdp.ledger(self.model)
+        entries: Counter[str] = Counter()
+        entry_bytes: Counter[str] = Counter()
+        for unit in engine.units:
+            tier = engine.cache.tier_of(unit)
+            if tier is not None:
+                entries[tier] += 1
+                entry_bytes[tier] += (self.job.topology.nodes - 1) * unit.shard_bytes
+        return CacheUse(
+            hits=ledger.hits,
+            misses=ledger.misses,
+            entries=dict(entries),
+            entry_bytes=dict(entry_bytes),
+            device_bytes=ledger.device_cache_bytes,
+            host_bytes=ledger.host_cache_bytes,
+        )

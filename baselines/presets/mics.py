@@ -7,16 +7,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from baselines.pytorch import hybrid
+from baselines.pytorch.fsdp2 import FSDP2
+from baselines.pytorch.fsdp2 import build as sharded
 from baselines.strategy import Job
 from fcdp import Topology, exchange, fsdp2
 from fcdp.fsdp2 import AllGather, ReduceScatter
 from fcdp.gathering import Gathering
 
 
-def build(model: nn.Module, job: Job) -> MiCS:
+def build(model: nn.Module, job: Job) -> FSDP2:
     """Shard the model; intra-node collectives are those of ``fcdp``, sums cross once per step."""
-    trainable = MiCS(*hybrid.shard(model, job))
+    trainable = sharded(model, job)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_NodeGather(job.topology, module))
@@ -24,12 +25,6 @@ def build(model: nn.Module, job: Job) -> MiCS:
             if job.topology.mesh.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
     return trainable
-
-
-class MiCS(hybrid.HybridShard):
-    """Hybrid sharding's loop over the exchanges of ``fcdp``."""
-
-    engine = "fcdp"
 
 
 class _NodeGather(exchange.Buffers, AllGather):

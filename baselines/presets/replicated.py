@@ -8,35 +8,27 @@ import torch.nn as nn
 
 from baselines.part import views
 from baselines.presets.fcdp import node_bytes
-from baselines.pytorch.ddp import autocast
-from baselines.pytorch.fsdp2 import FSDP2
+from baselines.pytorch.ddp import Replica
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.counts import Ledger
 from fcdp.exchange import all_reduce
 
 
-def build(model: nn.Module, job: Job) -> Replicated:
-    """Replicate the model; gradients are all-reduced in ``job.dtype``, first inside the node."""
-    model.to(job.topology.mesh.device_type)
-    for param in trainable_parameters(model):
-        dist.broadcast(param.detach(), src=0)
-    return Replicated(model, job, replicated_bytes(model, job))
-
-
-class Replicated(FSDP2):
+class Replicated(Replica):
     """FSDP2's loop with gradient accumulation without sync: only the last micro-batch reduces."""
 
-    engine = "fcdp"
-
-    def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
-        super().__init__(model, job, closed_form_bytes)
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        """Replicate the model; gradients are all-reduced in ``job.dtype``, first in the node."""
+        model.to(job.topology.mesh.device_type)
+        for param in trainable_parameters(model):
+            dist.broadcast(param.detach(), src=0)
+        super().__init__(model, job, replicated_bytes(model, job))
         self._ledger = Ledger()
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        with self.casting():
-            loss = super().backward(batch, last=last)
+        loss = super().backward(batch, last=last)
         if last:
-            with self._phases.timed("backward"):
+            with self._timed("backward"):
                 self._reduce()
         return loss
 
@@ -54,9 +46,6 @@ class Replicated(FSDP2):
         means = views(buffer[: flat.numel()], grads)
         for param, mean in zip(params, means, strict=True):
             param.grad = mean.to(param.dtype)
-
-    def casting(self) -> torch.autocast:
-        return autocast(self.job)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(self._ledger, self.job.topology)

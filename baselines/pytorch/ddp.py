@@ -26,18 +26,20 @@ def build(model: nn.Module, job: Job) -> DDP:
     return DDP(replica, job, closed_form)
 
 
-class DDP(FSDP2):
-    """FSDP2's loop with gradient accumulation without sync; weights stay float32."""
-
-    engine = "ddp"
-
-    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        assert isinstance(self.model, DistributedDataParallel)
-        with nullcontext() if last else self.model.no_sync(), self.casting():
-            return super().backward(batch, last=last)
+class Replica(FSDP2):
+    """FSDP2's loop over a whole model: weights stay float32, operations are in the job's type."""
 
     def casting(self) -> torch.autocast:
         return autocast(self.job)
+
+
+class DDP(Replica):
+    """Gradient accumulation without sync."""
+
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
+        assert isinstance(self.model, DistributedDataParallel)
+        with nullcontext() if last else self.model.no_sync():
+            return super().backward(batch, last=last)
 
 
 def autocast(job: Job, *, cached: bool = True) -> torch.autocast:

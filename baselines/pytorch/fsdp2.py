@@ -1,8 +1,9 @@
 """ZeRO-3 as PyTorch ships it: FSDP2 over all ranks; each gather and reduction crosses nodes.
 
-Two schedules differ: parameters on the host (ZeRO-Offload), whose optimizer steps there too, and
-which on a CPU is FSDP2 itself; and a cache on the device (hpZ), where per micro-batch forward
-gathers across nodes and backward inside.
+Three schedules differ: shards inside the node (MiCS, hybrid sharding), where gradients alone cross,
+once per step; parameters on the host (ZeRO-Offload), whose optimizer steps there too, and which on
+a CPU is FSDP2 itself; and a cache on the device (hpZ), where per micro-batch forward gathers across
+nodes and backward inside.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,6 +32,7 @@ from baselines.strategy import (
     crossing_bytes,
     make_optimizer,
     numel,
+    replicated_bytes,
     trainable_parameters,
     trained_numel,
     zero3_bytes,
@@ -38,8 +40,15 @@ from baselines.strategy import (
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
-    """Shard every block and the root over all ranks; each is a unit."""
+    """Shard every block and the root, over all ranks or those of a node; each is a unit."""
     topology = job.topology
+    if job.schedule.shards == "node":
+        closed_form = replicated_bytes(model, job)
+        sizes = topology.nodes, topology.ranks_per_node
+        names = "replicate", "shard"
+        by_node = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
+        shard_each(model, job, by_node)
+        return FSDP2(model, job, closed_form)
     if job.schedule.cache is None:
         closed_form = zero3_bytes(model, job)
         shard_each(model, job, topology.mesh, offload_policy=offload_policy(job))
@@ -104,7 +113,7 @@ class FSDP2(Trainable):
         total = torch.zeros((), device=micro_batches[0].device)
         for index, batch in enumerate(micro_batches):
             total += self.backward(batch, last=index == len(micro_batches) - 1)
-        with self._phases.timed("optimizer"):
+        with self._timed("optimizer"):
             self.update()
             self.optimizer.zero_grad()
         return total
@@ -132,9 +141,14 @@ class FSDP2(Trainable):
 
         Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
+        Those that are sharded inside the node cross nodes with the last one alone.
         """
-        with self._phases.timed("forward"):
-            loss = self.job.loss(self.model, batch) / self.job.accumulation
-        with self._phases.timed("backward"):
-            loss.backward()
+        if self.job.schedule.shards == "node":
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_all_reduce(last)
+        with self.casting():
+            with self._timed("forward"):
+                loss = self.job.loss(self.model, batch) / self.job.accumulation
+            with self._timed("backward"):
+                loss.backward()
         return loss.detach()

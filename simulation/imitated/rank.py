@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fcdp
 from baselines import registry
 from baselines import strategy as strategies
-from baselines.pytorch import hybrid
+from baselines.pytorch import fsdp2
 from baselines.strategy import Job, Trainable
 from fcdp.arena import Arena
 from fcdp.engine import has_engine
@@ -86,7 +86,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
     dist.init_process_group(backends, store=FakeStore(), rank=0, world_size=size)
     try:
         with contextlib.ExitStack() as patches:
-            for owner, name in ((hybrid, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
+            for owner, name in ((fsdp2, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
             for module in ("agreement", "staleness", "cache.cache"):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.cyclic.stages import chosen_runs, parameters, split
+from baselines.cyclic.stages import chosen_runs, parameters
+from baselines.part import split
 from baselines.strategy import numel
 from experiments.clusters.simulated import measured
 from experiments.records.modelled import cluster_of, workload_of

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.co2.train import OuterState, Rule
+from baselines.co2.train import Rule
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 
 
@@ -56,14 +56,13 @@ def test_each_kind_has_its_rule() -> None:
 
 def _late(rule: Rule, rounds: int, gap: float = 1.0) -> list[float]:
     """Where rounds that end at 0 whatever they start from go on from, each one round late."""
-    state = OuterState(torch.ones(1), torch.zeros(1))
-    sent, starts = [state.start.clone()], [1.0]
+    start, momentum = torch.ones(1), torch.zeros(1)
+    sent, starts = [start.clone()], [1.0]
     for _ in range(rounds):
         arrived = sent.pop(0)
-        sent.append(state.start.clone())
-        state.absorb(rule, arrived, torch.tensor(gap), 0.1)
-        state.move(rule, 0.1)
-        starts.append(state.start.item())
+        sent.append(start.clone())
+        rule.move(start, rule.absorb(momentum, arrived, torch.tensor(gap), 0.1), 0.1)
+        starts.append(start.item())
     return starts
 
 

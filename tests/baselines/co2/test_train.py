@@ -74,9 +74,9 @@ def test_what_is_sent_is_not_what_is_trained() -> None:
     for _ in range(2):
         workers.step([next(own)])
     workers.settle()
-    sent = workers._fragments[0]._average.buffer.clone()
+    sent = workers._fragments[0]._memory.snapshot.clone()
     workers.step([next(own)])
-    assert workers._fragments[0]._average.buffer.equal(sent)
+    assert workers._fragments[0]._memory.snapshot.equal(sent)
     assert sent.any()
 
 
@@ -102,7 +102,7 @@ def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
     """The one over nodes."""
     _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
     for fragment in workers._fragments:
-        fragment._average.start()
+        fragment._send()
     workers.settle()
     (thread,) = (each for each in threading.enumerate() if each.name.startswith("co2"))
     del workers, fragment

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from baselines.co2.train import LocalSteps, build
+from baselines.co2.train import LocalSteps
 from baselines.schedule import CO2, LOCAL_SGD, STREAMING, Schedule
 from baselines.settings import CO2Settings, LocalSGDSettings, StreamingSettings
 from tests.baselines.jobs import LEARNING_RATE, job
@@ -74,7 +74,7 @@ def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
         schedule=training.schedule,
         loss=loss,
     )
-    return trained, build(trained, given)
+    return trained, LocalSteps(trained, given)
 
 
 def flat(of: nn.Module) -> torch.Tensor:

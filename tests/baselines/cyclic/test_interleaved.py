@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from baselines.cyclic.interleaved import SavedBytes, build
-from baselines.cyclic.routes import Rule
-from baselines.settings import CyclicSettings
+from baselines.cyclic.interleaved import Interleaved, SavedBytes
+from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (
     WIDTH,
@@ -33,7 +32,7 @@ STEPS, ROWS = 5, 3
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize(("count", "stages"), [(3, 3), (3, 2), (4, 1)])
 def test_each_micro_batch_computes_with_what_a_rank_would(
-    ranks: Pools, rule: Rule, count: int, stages: int
+    ranks: Pools, rule: UpdateRule, count: int, stages: int
 ) -> None:
     arguments = (CyclicSettings(rule=rule, stages=stages), STEPS, count == 3, (0, 2, 3))
     expected = ranks.run(count, trained, "cyclic", count, *arguments)
@@ -54,7 +53,7 @@ def test_ranks_add_up_gradients_of_each_stage(ranks: Pools) -> None:
 
 
 def _losses(ranks: int) -> list[float]:
-    trainable = build(*made(ranks, 1, CyclicSettings(), k=3))
+    trainable = Interleaved(*made(ranks, 1, CyclicSettings(), k=3))
     found = [
         trainable.step([batch(number, step) for number in range(3)]).item() for step in range(4)
     ]
@@ -77,7 +76,7 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
     del graphs, graph
     assert saved.now == 0
     model.zero_grad()
-    trainable = build(model, job(topology_of(1, 1), model, **given))
+    trainable = Interleaved(model, job(topology_of(1, 1), model, **given))
     for _ in range(3):
         trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
     told: Any = trainable.take_metrics()
@@ -103,7 +102,7 @@ def test_more_stages_than_micro_batches_are_refused() -> None:
 
 @on_ranks(1)
 def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting() -> None:
-    trainable = build(*made(1, 1, CyclicSettings(), k=3))
+    trainable = Interleaved(*made(1, 1, CyclicSettings(), k=3))
     trainable.step([batch(number, 0) for number in range(3)])
     lanes = [flight.lane for flight in trainable._flights]
     assert lanes

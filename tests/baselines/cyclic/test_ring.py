@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from baselines.cyclic.ring import Post
-from baselines.cyclic.routes import KINDS, Cycle, Kind, Rule
-from baselines.settings import CyclicSettings
+from baselines.cyclic.routes import KINDS, Cycle, Kind
+from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import Told, alike, batch, made, trained
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
@@ -39,7 +39,7 @@ def _same(found: list[Told], expected: list[Told]) -> None:
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (3, 3), (3, 2)])
 def test_each_rank_computes_with_what_it_would_in_synchrony(
-    ranks: Pools, rule: Rule, count: int, stages: int
+    ranks: Pools, rule: UpdateRule, count: int, stages: int
 ) -> None:
     """Whatever is evaluated in between; of three ranks with frozen parameters."""
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
@@ -73,7 +73,7 @@ def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
 @pytest.mark.parametrize(("form", "stages_at_once"), [("cyclic-ring", 1), ("cyclic-zero", 2)])
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @on_ranks(4)
-def test_a_slot_sends_one_stage(form: str, stages_at_once: int, rule: Rule) -> None:
+def test_a_slot_sends_one_stage(form: str, stages_at_once: int, rule: UpdateRule) -> None:
     """In backward ``zero`` sends the blocks' parameters on beside the gradients."""
     model, job = made(4, 1, CyclicSettings(rule=rule))
     trainable = load(form)(model, job)
@@ -191,7 +191,7 @@ def test_messages_without_elements_are_not_sent() -> None:
     rank = dist.get_rank()
     cycle = Cycle("v2", 2, 2, twice=True)
     sizes: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
-    box = Post(cycle.sent_by(rank), cycle.received_by(rank), sizes, rank, 4)
+    box = Post(cycle, sizes, rank)
     for kind, stage in cycle.sent_by(rank):
         assert box.send(kind, stage, torch.empty(0)) == 0
     for kind, stage in cycle.received_by(rank):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from baselines import optimizers
-from baselines.cyclic.routes import Rule, is_fresh, partition
+from baselines.cyclic.routes import is_fresh, partition
 from baselines.cyclic.stages import parameters
-from baselines.cyclic.synchronous import build
-from baselines.settings import CyclicSettings
+from baselines.cyclic.synchronous import Cyclic
+from baselines.settings import CyclicSettings, UpdateRule
 from tests.baselines.cyclic.training import (
     ADAMW,
     BLOCKS,
@@ -37,7 +37,7 @@ SCHEDULES: list[optimizers.AnyOptimizer] = [
 
 
 def by_the_rule(
-    rule: Rule, ranks: int, stages: int, k: int, chosen: optimizers.AnyOptimizer
+    rule: UpdateRule, ranks: int, stages: int, k: int, chosen: optimizers.AnyOptimizer
 ) -> list[list[dict[str, torch.Tensor]]]:
     """What each rank computes with in each step: θ_t where a stage is fresh, else θ_{t−1}."""
     torch.manual_seed(1)
@@ -87,7 +87,7 @@ def check(
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize(("count", "stages", "k"), [(1, 1, 1), (2, 2, 2), (3, 2, 1)])
 def test_every_rank_computes_with_what_the_rule_says(
-    ranks: Pools, rule: Rule, count: int, stages: int, k: int
+    ranks: Pools, rule: UpdateRule, count: int, stages: int, k: int
 ) -> None:
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
     check(ranks, settings, count, k, ADAMW)
@@ -96,7 +96,7 @@ def test_every_rank_computes_with_what_the_rule_says(
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize("optimizer", SCHEDULES, ids=["root", "cosine", "decay"])
 def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
-    ranks: Pools, rule: Rule, optimizer: optimizers.AnyOptimizer
+    ranks: Pools, rule: UpdateRule, optimizer: optimizers.AnyOptimizer
 ) -> None:
     check(ranks, CyclicSettings(rule=rule), 2, 1, optimizer)
 
@@ -104,7 +104,7 @@ def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
 @on_ranks(2)
 def test_losses_are_those_of_the_mean_parameters_and_training_goes_on() -> None:
     model, job = made(2, 1, CyclicSettings())
-    cyclic = build(model, job)
+    cyclic = Cyclic(model, job)
     for step in range(3):
         cyclic.step([batch(job.topology.rank, step)])
     before = parameters_to_vector(model.parameters()).detach()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from baselines.cyclic.interleaved import build as build_interleaved
+from baselines.cyclic.interleaved import Interleaved
 from baselines.cyclic.ring import Executor, Owned
 from baselines.cyclic.synchronous import Cyclic
 from baselines.optimizers import AdamW, AnyOptimizer
@@ -132,7 +132,7 @@ def interleaved(
     """
     model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
     names = {id(param): name for name, param in model.named_parameters()}
-    trainable = build_interleaved(model, job)
+    trainable = Interleaved(model, job)
     told = [Told(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
 
     def note(prefix: str, module: nn.Module) -> None:

@@ -64,11 +64,10 @@ class _Fakes:
             there = self._noted.wait_for(lambda: set(notes) <= set(self.notes), 60)
         assert there, f"{notes} are not in {self.notes}"
 
-    def read(self, group: Group, names: object, buffer: torch.Tensor) -> list[Future[int]]:
+    def read(self, group: Group, buffer: torch.Tensor) -> None:
         assert buffer.data_ptr() not in self._users, "somebody has the buffer"
         self._users[buffer.data_ptr()] = group.index
         self.note("read", group)
-        return []
 
     def write(self, group: Group, buffer: torch.Tensor) -> None:
         assert self._users[buffer.data_ptr()] == group.index
