@@ -331,6 +331,11 @@ class Hardware(Checked):
     overheads: Overheads = Overheads()
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Number of nodes, and of ranks per node."""
+        return self.nodes, self.ranks_per_node
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node

@@ -23,6 +23,7 @@ from simulation.memory import Footprint
 from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import Tasks
 from simulation.workload import (
+    STATE_BYTES,
     Workload,
     block_bytes,
     block_work,
@@ -36,8 +37,6 @@ from simulation.workload import (
 LUWU = "luwu"
 #: Forward and backward are each asked for by a message.
 _PASSES = 2
-#: AdamW's master and moments, in fp32.
-STATE_BYTES = 12
 #: A step reads one generation of the files and writes the other.
 GENERATIONS = 2
 #: Sequential rates of an NVMe drive, by the data sheet of the D7-P5510 (3.84 TB), of which the

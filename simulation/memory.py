@@ -16,12 +16,11 @@ from simulation.cycle import Held
 from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import States, Workload, block_bytes, kept_bytes, loss_bytes
+from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from fcdp.cache.memory import Usage
 
-_MASTER_BYTES = 4
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
@@ -115,22 +114,13 @@ class Footprint:
         return None
 
 
-def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
-    """Bytes of all entries of one rank: our cache leaves out its own shard, vendors do not."""
-    nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    gathered = workload.parameters * workload.element_bytes
-    if not schedule.caches_own_shard:
-        return (nodes - 1) / nodes * gathered / ranks
-    return gathered / ranks
-
-
 def footprint(
-    workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
     """The peak memory of a steady step where the cache's bytes are given."""
-    nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    element = workload.element_bytes
-    held = _held(workload, schedule, units, hardware)
+    nodes, ranks = hardware.shape
+    schedule, element = workload.schedule, workload.element_bytes
+    held = _held(workload, hardware)
     on_device = schedule.optimizer == "device"
     device: dict[str, float] = {}
     host: dict[str, float] = {}
@@ -152,7 +142,7 @@ def footprint(
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
-    moments = _moments(workload, schedule, units, ranks, gradients, step, slices, held.in_flight)
+    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
     if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are held
         for moment in moments:
             moment.pop("gathered", None)
@@ -163,15 +153,16 @@ def footprint(
     )
 
 
-def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Held:
+def _held(workload: Workload, hardware: Hardware) -> Held:
     """Memory that a rank keeps from step to step, and that its optimizer takes."""
+    schedule = workload.schedule
     if schedule.cycle is not None:
         return of_cycle(workload, hardware.world_size)
-    sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+    sharers = schedule.sharers(*hardware.shape)
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     fp32 = workload.states == "fp32"
-    stored = _MASTER_BYTES if schedule.shards_fp32 and fp32 else workload.element_bytes
-    master = _MASTER_BYTES if stored < _MASTER_BYTES and fp32 else 0
+    stored = FP32 if schedule.shards_fp32 and fp32 else workload.element_bytes
+    master = FP32 if stored < FP32 and fp32 else 0
     moments = _MOMENTS_BYTES[workload.states]
     stepped, whole = workload.trained / sharers, workload.parameters / sharers
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
@@ -190,12 +181,12 @@ def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
 def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
     """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
     if schedule.shards_fp32:
-        return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
+        return FP32 * stepped, _STEP_BYTES * stepped
     if schedule.optimizer == "device":
-        in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
+        in_fp32 = (FP32 + _STEP_BYTES) * min(stepped, _SUB_GROUP)
         return element * stepped, in_fp32
     # On the host all gradients are there in fp32 too, and its own Adam steps in place.
-    return (element + _MASTER_BYTES) * stepped, 0.0
+    return (element + FP32) * stepped, 0.0
 
 
 def _slices(
@@ -219,7 +210,6 @@ def _slices(
 
 def _moments(
     workload: Workload,
-    schedule: Schedule,
     units: Layout,
     ranks: int,
     gradients: float,
@@ -237,7 +227,7 @@ def _moments(
     ``in_flight`` micro-batches take turns, activations of all but one are there at each moment.
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
-    full = workload.lora is None
+    schedule, full = workload.schedule, workload.lora is None
     block = tokens * block_bytes(workload)
     entry = tokens * element * model.width
     left_by = tokens * kept_bytes(workload)
@@ -261,7 +251,7 @@ def _moments(
         last += element * workload.trained / ranks
     if schedule.shards == "rank" or schedule.cycle is not None:
         # Autocast's bf16 copies of fp32 weights, of each graph, and DDP's buckets: the gradients.
-        root = in_flight * (element * _cast(workload) if element < _MASTER_BYTES else 0)
+        root = in_flight * (element * _cast(workload) if element < FP32 else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
@@ -272,7 +262,7 @@ def _moments(
     without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
     if schedule.shards == "world" and without_sync:
         # Partial gradients; committed records have them under this name.
-        left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
+        left["gradient sums"] = FP32 * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     moments = (
@@ -324,18 +314,19 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
+def place(workload: Workload, units: Layout, hardware: Hardware) -> Placement:
     """Place the units' entries as the strategy or its policy does.
 
     Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
     """
+    schedule = workload.schedule
     if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
-    if schedule.cache != "policy":
-        whole = entry_bytes(workload, schedule, hardware)
+    if schedule.cache != "policy":  # a vendor's, which has the rank's own shard in it
+        whole = workload.parameters * workload.element_bytes / hardware.ranks_per_node
         cache = CacheBytes(**{schedule.cache: whole})
         return Placement(dict.fromkeys(units.units, schedule.cache), cache)
-    return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
+    return _by_policy(schedule.policy or workload.policy, workload, units, hardware)
 
 
 def check_policy(text: str) -> None:
@@ -346,13 +337,7 @@ def check_policy(text: str) -> None:
         parse(text)
 
 
-def _by_policy(
-    text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
-) -> Placement:
-    if text in _ONE_TIER:
-        return _in_one_tier(_ONE_TIER[text], workload, units, hardware)
-    from fcdp.cache.named import parse  # needs torch
-
+def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware) -> Placement:
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
@@ -360,31 +345,29 @@ def _by_policy(
         seen[unit] = _PolicyUnit(
             unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
         )
-    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
     tiers: dict[Unit, Place] = {}
-    for unit, policy_unit in seen.items():
-        for tier in decided.preferences[policy_unit][:1]:
-            tiers[unit] = tier
-    if decided.guarded:
-        tiers = _by_usage(decided, seen, tiers, workload, schedule, units, hardware)
+    guarded = False
+    if text in _ONE_TIER:
+        if (only := _ONE_TIER[text]) is not None:
+            tiers = dict.fromkeys(seen, only)
+    else:
+        from fcdp.cache.named import parse  # needs torch
+
+        decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+        guarded = decided.guarded
+        for unit, policy_unit in seen.items():
+            for tier in decided.preferences[policy_unit][:1]:
+                tiers[unit] = tier
+        if guarded:
+            tiers = _by_usage(decided, seen, tiers, workload, units, hardware)
     sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
         if unit in tiers:
             sizes[tiers[unit]] += size
-        if decided.guarded and tiers.get(unit) == "device":
+        if guarded and tiers.get(unit) == "device":
             sizes["host"] += size  # the arena has room for every unit
     return Placement(tiers, CacheBytes(**sizes))
-
-
-def _in_one_tier(
-    tier: Place | None, workload: Workload, units: Layout, hardware: Hardware
-) -> Placement:
-    if tier is None:
-        return Placement({}, CacheBytes())
-    each = (shard_numel(unit.gathered, hardware.world_size) for unit in units.units)
-    size = float((hardware.nodes - 1) * workload.element_bytes * sum(each))
-    return Placement(dict.fromkeys(units.units, tier), CacheBytes(**{tier: size}))
 
 
 def _by_usage(
@@ -392,12 +375,11 @@ def _by_usage(
     seen: Mapping[Unit, _PolicyUnit],
     tiers: Mapping[Unit, Place],
     workload: Workload,
-    schedule: Schedule,
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
-    most = footprint(workload, schedule, units, hardware, CacheBytes())
+    most = footprint(workload, units, hardware, CacheBytes())
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
     found: dict[Unit, Place] = dict(tiers)

@@ -68,10 +68,9 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
 
 def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Placement, Footprint]:
     """The units, where their entries are kept, and the memory that all of it takes."""
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    return units, placement, footprint(workload, schedule, units, hardware, placement.cache)
+    units = layout(workload, *hardware.shape)
+    placement = place(workload, units, hardware)
+    return units, placement, footprint(workload, units, hardware, placement.cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -132,8 +131,7 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     if schedule.cycle == "turns":  # or take turns,
         return Built(workload, hardware, needs, turns(workload, hardware))
     # or do the same at once.
-    tasks = Step(workload, schedule, units, placement, hardware).build()
-    return Built(workload, hardware, needs, tasks)
+    return Built(workload, hardware, needs, Step(workload, units, placement, hardware).build())
 
 
 def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from baselines.registry import find, schedule_of
@@ -57,7 +58,8 @@ _PRODUCTS: Mapping[ProductDtype, float] = {"bf16": 1.0, "fp8": 0.6}
 _ADAM_BYTES: Mapping[States, int] = {"fp32": 28, "bf16": 14, "int8": 10}
 #: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
 _SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
-_FP32 = 4
+#: Bytes per parameter in fp32, and of AdamW's master and moments.
+FP32, STATE_BYTES = 4, 12
 #: Kernels of a block's forward, or backward: ours, by traces of such blocks; and of an adapter's.
 _KERNELS: Mapping[Kernels, int] = {"eager": 60, "flash": 45, "fused": 20}
 _KERNELS_OF_ADAPTER = 6
@@ -118,7 +120,7 @@ class Workload(Checked):
     merged: bool = True
     cached: bool = False
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The strategy's, as the settings have it.
 
@@ -197,6 +199,11 @@ class Workload(Checked):
         return 0 if self.lora is None else self.model.adapter_parameters(self.lora)
 
     @property
+    def block_parameters(self) -> int:
+        """Parameters of one block, adapters included."""
+        return self.model.block_parameters + self.block_adapters
+
+    @property
     def parameters(self) -> int:
         """Parameters of the model, adapters included."""
         return self.model.parameters + self.model.layers * self.block_adapters
@@ -258,6 +265,12 @@ def recomputed_work(workload: Workload) -> Work:
         return forward
     products = forward.products / 2
     return Work(products, products, 0.0, _elementwise(workload)[0])
+
+
+def block_passes(workload: Workload, share: float = 1.0) -> tuple[Work, Work]:
+    """One token's forward in this share of a block, and its backward with what it does again."""
+    forward, backward = (work * share for work in block_work(workload))
+    return forward, backward + recomputed_work(workload) * share * workload.recomputed
 
 
 def block_kernels(workload: Workload) -> int:
@@ -344,7 +357,7 @@ def block_bytes(workload: Workload) -> float:
         if lora is None:
             return inputs + element * (8 * width + (2 if fused else 5) * inner)
         return inputs + element * (7 * width + (1 if fused else 4) * inner)
-    norms = 2 * (element if fused else _FP32) * width
+    norms = 2 * (element if fused else FP32) * width
     attention = element * (width + 2 * queries + 2 * narrow)
     if lora is None:
         return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
@@ -380,5 +393,5 @@ def _scores(workload: Workload) -> int:
         return 0
     pairs = workload.model.heads * workload.sequence_length
     element = workload.element_bytes
-    cast = element < _FP32 and workload.model.family == "llama"
-    return pairs * (element + (_FP32 if cast else 0))
+    cast = element < FP32 and workload.model.family == "llama"
+    return pairs * (element + (FP32 if cast else 0))

@@ -15,16 +15,22 @@ from baselines.fuyou import cost
 from baselines.fuyou.cost import Item, Rates, Work
 from baselines.settings import FuyouSettings
 from simulation.hardware import Hardware
-from simulation.luwu import LUWU, Server, files_bytes
+from simulation.luwu import GENERATIONS, LUWU, Server, files_bytes
 from simulation.planner.request import Request
 from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
-from simulation.workload import Workload, block_bytes, block_work, head_work, kept_bytes, loss_bytes
+from simulation.workload import (
+    FP32,
+    STATE_BYTES,
+    Workload,
+    block_bytes,
+    block_work,
+    head_work,
+    kept_bytes,
+    loss_bytes,
+)
 
-#: Bytes per trained parameter: AdamW's master and moments in fp32, and a gradient.
-_STATE, _GRADIENT = 12, 4
 #: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
 _STATES, _GRADIENTS, _PASSING = 3, 2, 3
-_GENERATIONS = 2
 _SLOTS = FuyouSettings().blocks_on_device
 #: Sequences of a step that are tried, and how close to the fastest the fewest must come.
 _BATCHES = tuple(2**power for power in range(11))
@@ -192,7 +198,7 @@ def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
     curve = cost.curve(work, _rates(workload, hardware, dram))
     moved, seconds = min(curve, key=lambda point: point[1])
     kept = max(0.0, work.between + moved - dram)
-    state = (_STATE + workload.element_bytes) * workload.trained * _GENERATIONS
+    state = (STATE_BYTES + workload.element_bytes) * workload.trained * GENERATIONS
     frozen = workload.element_bytes * workload.frozen
     tokens_per_s = workload.tokens / seconds
     nbytes = state + frozen + kept
@@ -214,10 +220,10 @@ def _work(workload: Workload) -> Work:
     return Work(
         flops=blocks + model.head_flops * tokens,
         recomputed=blocks,
-        parameters=model.layers * _block(workload) * workload.element_bytes,
+        parameters=model.layers * workload.block_parameters * workload.element_bytes,
         gradients=workload.element_bytes * workload.trained,
-        state_read=_STATE * workload.trained,
-        state_written=(_STATE + workload.element_bytes) * workload.trained,
+        state_read=STATE_BYTES * workload.trained,
+        state_written=(STATE_BYTES + workload.element_bytes) * workload.trained,
         between=model.layers * kept_bytes(workload) * tokens,
         items=tuple(items) * model.layers,
     )
@@ -239,13 +245,13 @@ def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
 def _taken(workload: Workload) -> float:
     """Host memory that is not for activations."""
     of_root = max(rows * row for rows, row in workload.model.root_rows)
-    largest = max(_block(workload), of_root)
+    largest = max(workload.block_parameters, of_root)
     trained = largest if workload.lora is None else workload.block_adapters
-    state = (_STATE + workload.element_bytes) * trained
+    state = (STATE_BYTES + workload.element_bytes) * trained
     moved = max(matrix.active * matrix.outputs for matrix in workload.model.matrices)
     return (
         _STATES * state
-        + _GRADIENTS * _GRADIENT * trained
+        + _GRADIENTS * FP32 * trained
         + _SLOTS * workload.element_bytes * largest
         + _PASSING * workload.element_bytes * moved * workload.tokens
     )
@@ -254,14 +260,10 @@ def _taken(workload: Workload) -> float:
 def _device_bytes(workload: Workload) -> float:
     """Memory that stays, the blocks that are there at once, and the fullest moment's own."""
     model, element = workload.model, workload.element_bytes
-    root, block = model.root_parameters, _block(workload)
+    root, block = model.root_parameters, workload.block_parameters
     full = workload.lora is None
     parameters = element * (root + _SLOTS * block)
     gradients = element * (root + block if full else workload.block_adapters)
     one_block = block_bytes(workload)
     loss = loss_bytes(workload) * model.vocabulary
     return parameters + gradients + max(one_block, loss) * workload.tokens
-
-
-def _block(workload: Workload) -> int:
-    return workload.model.block_parameters + workload.block_adapters

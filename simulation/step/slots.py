@@ -27,12 +27,11 @@ from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
 from simulation.step.schedule import StageSeconds
 from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
-from simulation.workload import Workload
+from simulation.workload import FP32, Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
 #: under way.
 _STEPS, _STEADY, _SHOWN = 10, 4, 8
-_FP32 = 4
 #: Phases of messages, as a record's ledger names them.
 _PHASES: dict[Kind, str] = {
     "forward": "forward",
@@ -92,7 +91,7 @@ class Slots(Tasks):
 
     def _nbytes(self, message: Message) -> float:
         """Bytes of a message."""
-        return float(_FP32 * self._sizes[message.kind][message.stage])
+        return float(FP32 * self._sizes[message.kind][message.stage])
 
     def _node(self, rank: int) -> int:
         return rank // self.hardware.ranks_per_node
@@ -357,9 +356,9 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
     """Append what follows a stage's last gradients: their sum over ranks, and a new version."""
     hardware = tasks.hardware
     if hardware.world_size > 1 and trained:
-        nbytes = float(_FP32 * trained)
-        ring = traffic.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
-        whole, name = traffic.all_reduce(ring), f"reduce stage {stage}"
+        nbytes = float(FP32 * trained)
+        ring, name = traffic.flat(nbytes, *hardware.shape), f"reduce stage {stage}"
+        whole = traffic.all_reduce(ring)
         tasks.exchange(name, COMPUTE, whole, "reduce", (), reduced_bytes=nbytes)
     copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

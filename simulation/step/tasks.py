@@ -332,10 +332,11 @@ class Tasks:
         return self.add(name, stream, {link: nbytes / rate}, after)
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
-        """Append a node's ``read`` or ``write`` of ``nbytes``."""
+        """Append a node's ``read`` or ``write``, of ``nbytes`` for each of its ranks."""
         rate: float = getattr(self.hardware, f"disk_{kind}_bytes_per_s")
-        self.count("disk", phase, nbytes)
-        return self.add(name, f"disk {kind}", {"disk": nbytes / rate}, after)
+        of_node = nbytes * self.hardware.ranks_per_node
+        self.count("disk", phase, of_node)
+        return self.add(name, f"disk {kind}", {"disk": of_node / rate}, after)
 
     def add(
         self,
