@@ -31,13 +31,15 @@ from simulation.compute import (
     Constant,
     Fitted,
     Predicted,
+    Row,
+    Run,
     architecture,
+    run_of,
     shares,
 )
 from simulation.emulated import Constants, MeasuredStep, emulated
 from simulation.files import now
 from simulation.hardware import scale
-from simulation.measured import Row, Run, run_of
 from simulation.prediction import build, predict
 from simulation.workload import block_kernels, dequantised_bytes, token_work
 

@@ -10,9 +10,8 @@ import pytest
 
 from simulation import calibration, compute
 from simulation.calibration import fit, spread
-from simulation.compute import SOURCES, Fitted, rates_of, with_rates
+from simulation.compute import ROWS, SOURCES, Fitted, Run, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
-from simulation.measured import ROWS, Run, read_rows, run_of
 from simulation.planner.request import Request
 from simulation.planner.search import computed_range, simulated, tokens_range
 from tests.simulation.workloads import workload

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from simulation import hardware
-from simulation.compute import rates_of, with_rates
+from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, FABRICS, cluster, gpu, gpu_of, reported, share_of_peak
-from simulation.measured import Row, read_rows, run_of
 from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
