@@ -338,12 +338,9 @@ def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, flo
 
 
 def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Check:
-    measured = {id(run): run.row.tokens_per_s_per_gpu for run in runs}
-    ratios = [measured[key] / predicted[key] for key in measured]
-    absolute = [abs(1 / ratio - 1) for ratio in ratios]
-    lowest, highest = spread(
-        [(run.row.source, measured[id(run)] / predicted[id(run)]) for run in runs]
-    )
+    ratios = [(r.row.source, r.row.tokens_per_s_per_gpu / predicted[id(r)]) for r in runs]
+    absolute = [abs(1 / ratio - 1) for _, ratio in ratios]
+    lowest, highest = spread(ratios)
     return Check(
         what=what,
         rows=len(runs),
