@@ -86,15 +86,16 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
     That of ``flops`` is a rate. A draw that lacks an engine is left out.
     """
     free, names, fitted = _least_squares(steps)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for at, step in enumerate(free):
-        groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
+
+    def group(row: int) -> tuple[str, str]:
+        workload = free[row].workload
+        return workload.model.name, workload.strategy
 
     def solve(rows: list[int]) -> list[float] | None:
         complete = _engines([free[at] for at in rows]) == _engines(free)
         return fitted(rows) if complete else None
 
-    ends = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(range(len(free)), group, solve)
     found = []
     for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
         if name == "flops":
@@ -104,17 +105,22 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
 
 
 def bootstrap(
-    groups: Sequence[Sequence[_T]], solve: Callable[[list[_T]], Sequence[float] | None]
+    rows: Iterable[_T],
+    group: Callable[[_T], object],
+    solve: Callable[[list[_T]], Sequence[float] | None],
 ) -> NDArray[np.float64]:
     """Where each number begins and ends in nine of ten draws, whose units are whole groups.
 
     A draw that ``solve`` has no numbers for is left out.
     """
-    draw = np.random.default_rng(_SEED)
+    groups: dict[object, list[_T]] = {}
+    for row in rows:
+        groups.setdefault(group(row), []).append(row)
+    units, draw = list(groups.values()), np.random.default_rng(_SEED)
     drawn = []
     for _ in range(_DRAWS):
-        chosen = draw.integers(len(groups), size=len(groups))
-        if (found := solve([one for index in chosen for one in groups[index]])) is not None:
+        chosen = draw.integers(len(units), size=len(units))
+        if (found := solve([one for index in chosen for one in units[index]])) is not None:
             drawn.append(found)
     ends: NDArray[np.float64] = np.quantile(np.array(drawn), _INTERVAL, axis=0)
     return ends
@@ -363,9 +369,6 @@ def spread(ratios: Sequence[tuple[str, float]]) -> tuple[float, float]:
 
 def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
     """The constants with intervals; a draw that lacks a GPU, or cannot be fitted, is left out."""
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.row.gpu, run.row.model), []).append(run)
     names = list(whole.constants)
 
     def solve(drawn: list[Run]) -> list[float] | None:
@@ -375,7 +378,7 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
             return None
         return [numbers[name] for name in names] if {*numbers} == {*names} else None
 
-    ends = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(runs, lambda run: (run.row.gpu, run.row.model), solve)
     found = []
     for name, *numbers in zip(names, whole.constants.values(), *ends, strict=True):
         value, low, high = (float(f"{number:.4g}") for number in numbers)

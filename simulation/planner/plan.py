@@ -69,15 +69,14 @@ def plan(request: Request) -> Plan | None:
     if request.usual_length is not None:
         request = _at_length(request)
     verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
-    found: dict[str, Option] = {}
-    for verdict in verdicts:
-        if verdict.best is not None:
-            found[verdict.strategy] = verdict.best
+    found = {one.strategy: one.best for one in verdicts if one.best is not None}
     if not found:
         return None
     # A strategy that does not train the same is taken only where nothing else fits.
     exact = {name: option for name, option in found.items() if not differs(name)} or found
-    ties = _tied(exact)
+    # The fastest, and those as fast: closer than the simulator's own error.
+    least = (1 - tie()) * max(option.tokens_per_s for option in exact.values())
+    ties = {name: option for name, option in exact.items() if option.tokens_per_s >= least}
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
     reason = _reason(request, strategy, ties, found, by_name)
@@ -88,17 +87,13 @@ def plan(request: Request) -> Plan | None:
 def _at_length(request: Request) -> Request:
     """The request at the length that a plan is for, where nobody named one."""
     lengths = (request, *request.shorter())
-    if request.lora_rank is not None and (kept := on_device(request.strategies)):
+    schedules = ((name, schedule_of(name)) for name in request.strategies)
+    kept = tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
+    if request.lora_rank is not None and kept:
         for one in lengths:
             if fits(replace(one, strategies=kept)):
                 return one
     return next(filter(fits, lengths), request)
-
-
-def on_device(strategies: Sequence[str]) -> tuple[str, ...]:
-    """Strategies whose parameters and optimizer stay on the devices."""
-    schedules = ((name, schedule_of(name)) for name in strategies)
-    return tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
 
 
 def differs(strategy: str) -> bool:
@@ -120,16 +115,6 @@ def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
     if verdict.best is not None:
         return (-verdict.best.tokens_per_s, 0.0)
     return (0.0, verdict.shortfall.of_node(request.hardware.ranks_per_node))
-
-
-def _tied(options: dict[str, Option]) -> dict[str, Option]:
-    """The fastest option and those as fast: closer than the simulator's own error."""
-    fastest = max(option.tokens_per_s for option in options.values())
-    return {
-        name: option
-        for name, option in options.items()
-        if option.tokens_per_s >= (1 - tie()) * fastest
-    }
 
 
 def _plainness(strategy: Strategy) -> tuple[int, int]:
@@ -167,7 +152,8 @@ def _reason(
         parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast, within {tie():.0%}: {_listed(others)}")
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        parts.append(f"as fast, within {tie():.0%}: {', '.join(others[:_LISTED])}{more}")
     return "; ".join(parts)
 
 
@@ -208,11 +194,6 @@ def _about_fcdp(
     return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
 def refusal(request: Request) -> str:
     """The smallest shortfall, and what would help, for a request of which nothing fits."""
     lacks = shortfalls(request)
@@ -220,10 +201,9 @@ def refusal(request: Request) -> str:
     strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
     remedies = [*_remedies(request, [lack for _, lack in lacks])]
     remedies += [str(made) for made in (out_of_core(request), in_network(request)) if made]
-    found = ", or ".join(remedies)
     return (
         f"nothing fits {request.hardware.name}: the closest, {strategy}, lacks {lacking(least)}; "
-        + (f"what would help: {found}" if found else "what would help: GPUs with more memory")
+        f"what would help: {', or '.join(remedies) or 'GPUs with more memory'}"
     )
 
 
