@@ -194,7 +194,7 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
             f"accumulation = {workload.accumulation}: allowed with luwu is 1, as each pass's "
             "gradients are pushed and applied"
         )
-    if workload.lora is not None and workload.frozen_dtype == "nf4":
+    if workload.four_bits:
         raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
     root, *blocks = units(workload)
     element, tokens = workload.element_bytes, workload.tokens

@@ -158,6 +158,11 @@ class Workload(Checked):
         return bool(find(self.strategy).extra)
 
     @property
+    def four_bits(self) -> bool:
+        """Whether adapters' base is held in four bits."""
+        return self.lora is not None and self.frozen_dtype == "nf4"
+
+    @property
     def frozen(self) -> int:
         """Parameters that nothing steps."""
         return self.parameters - self.trained
@@ -174,9 +179,7 @@ class Workload(Checked):
     @property
     def sent_frozen_bytes(self) -> float:
         """Bytes per frozen parameter in a gather: four bits are gathered as they are."""
-        if self.lora is None or self.frozen_dtype != "nf4":
-            return float(self.element_bytes)
-        return self.frozen_bytes
+        return self.frozen_bytes if self.four_bits else float(self.element_bytes)
 
     @property
     def reduced_bytes(self) -> int:
@@ -281,7 +284,7 @@ def block_kernels(workload: Workload) -> int:
 
 def dequantised_bytes(workload: Workload) -> float:
     """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
-    if workload.lora is None or workload.frozen_dtype != "nf4":
+    if not workload.four_bits:
         return 0.0
     weights = sum(matrix.weights for matrix in workload.model.matrices)
     return weights * (workload.frozen_bytes + workload.element_bytes)

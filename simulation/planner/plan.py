@@ -13,16 +13,13 @@ from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
 from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
-from simulation.planner.siblings import InNetwork, in_network, out_of_core
+from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.
 _LISTED = 4
-_WAITS = {
-    "compute": "computation",
+_WAITS = WAITS | {
     "inter_node": "the link between nodes",
     "intra_node": "exchanges inside the node",
-    "host_to_device": "copies from the host",
-    "device_to_host": "copies to the host",
     "disk": "the disk",
     "cpu": "the optimizer on the CPU",
     "latency": "latencies",
@@ -239,7 +236,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)
-    wide = request.lora_rank is not None and request.frozen_dtype != "nf4"
+    wide = request.lora_rank is not None and not request.four_bits
     if wide and holds and fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):

@@ -14,7 +14,7 @@ from simulation.hardware import Hardware, card
 from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
-from simulation.transformer import Lora, Targets, Transformer
+from simulation.transformer import Targets
 from simulation.workload import (
     Attention,
     FrozenDtype,
@@ -144,9 +144,14 @@ class Request(Checked):
     @property
     def answered(self) -> tuple[str, ...]:
         """The strategies that can hold the frozen parameters so."""
-        if self.lora_rank is None or self.frozen_dtype != "nf4":
+        if not self.four_bits:
             return self.strategies
         return tuple(name for name in self.strategies if find(name).engine in GATHERS_FOUR_BITS)
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether adapters' base is held in four bits."""
+        return self.lora_rank is not None and self.frozen_dtype == "nf4"
 
     @property
     def sequences_per_rank(self) -> int | None:
@@ -156,11 +161,12 @@ class Request(Checked):
     def workloads(self) -> list[Workload]:
         """The grid but for the micro-batch, which is 1 here. What is simplest comes first."""
         shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
+        rank = self.lora_rank
         return [
             Workload(
                 strategy=strategy,
                 model=shapes[length],
-                lora=self._lora(shapes[length]),
+                lora=None if rank is None else shapes[length].lora(rank, self.lora_targets),
                 sequence_length=length,
                 micro_batch=1,
                 **checkpointed(recomputed),
@@ -177,9 +183,6 @@ class Request(Checked):
             for policy in self._choices(strategy)
             for recomputed in sorted(self.recomputed, key=_effort)
         ]
-
-    def _lora(self, model: Transformer) -> Lora | None:
-        return None if self.lora_rank is None else model.lora(self.lora_rank, self.lora_targets)
 
     def _choices(self, strategy: str) -> tuple[str, ...]:
         """Policies of a strategy that has the choice."""

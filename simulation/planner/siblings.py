@@ -47,7 +47,7 @@ class InNetwork:
 
     def __str__(self) -> str:
         told = self.document()
-        waits = _WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
+        waits = WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
         host = told["host_bytes"] / 1e9
         kept = f", {host:,.1f} GB of host memory a node" if host else ""
         return (
@@ -84,7 +84,8 @@ class InNetwork:
         }
 
 
-_WAITS = {
+#: Words for what a step waits for.
+WAITS = {
     "compute": "computation",
     "inter_node": "what nodes send",
     "inter_node_in": "what nodes receive",
@@ -103,7 +104,7 @@ def in_network(request: Request) -> InNetwork | None:
     A step has one micro-batch, the largest that fits unless the request says its size.
     """
     server, hardware = request.server, request.hardware
-    if server is None or _in_four_bits(request):
+    if server is None or request.four_bits:
         return None
     found = [
         InNetwork(point, simulate_built(with_server(point, hardware, server)), server)
@@ -114,15 +115,11 @@ def in_network(request: Request) -> InNetwork | None:
 
 def lack(request: Request) -> str:
     """Say why ``in_network`` has no step for a request with a server, in one sentence."""
-    if _in_four_bits(request):
+    if request.four_bits:
         return "luwu does not hold frozen parameters in nf4"
     sizes = _sizes(request)
     of = f"{' or '.join(map(str, sizes))} sequences" if sizes else "one sequence"
     return f"luwu does not fit: two layers and the activations of {of} are too much"
-
-
-def _in_four_bits(request: Request) -> bool:
-    return request.lora_rank is not None and request.frozen_dtype == "nf4"
 
 
 def _sizes(request: Request) -> tuple[int, ...]:
@@ -172,7 +169,7 @@ def out_of_core(request: Request) -> OutOfCore | None:
     It is for one device, and computes in what frozen parameters are held in.
     """
     hardware = request.hardware
-    if hardware.world_size > 1 or _in_four_bits(request):
+    if hardware.world_size > 1 or request.four_bits:
         return None
     return next(filter(None, map(_best, (request, *request.shorter()))), None)
 
@@ -199,11 +196,13 @@ def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
     moved, seconds = min(curve, key=lambda point: point[1])
     kept = max(0.0, work.between + moved - dram)
     state = (STATE_BYTES + workload.element_bytes) * workload.trained * GENERATIONS
-    frozen = workload.element_bytes * workload.frozen
-    tokens_per_s = workload.tokens / seconds
-    nbytes = state + frozen + kept
-    sequences, length = workload.micro_batch, workload.sequence_length
-    return OutOfCore(sequences, length, seconds, tokens_per_s, nbytes)
+    return OutOfCore(
+        workload.micro_batch,
+        workload.sequence_length,
+        seconds,
+        workload.tokens / seconds,
+        state + workload.element_bytes * workload.frozen + kept,
+    )
 
 
 def _work(workload: Workload) -> Work:
