@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,16 +152,10 @@ def _least_squares(
 
 def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
     """Hosts on each of which only one thing takes time, by the name of the constant."""
-    none: Mapping[str, float] = {}
-    return {
-        "flops": replace(_NOTHING, flops=1.0),
-        **{
-            one: Constants(flops=math.inf, block_seconds=none, step_seconds=none, **{one: 1.0})
-            for one in _SHARED
-        },
-        **{f"{name} block": replace(_NOTHING, block_seconds={name: 1.0}) for name in engines},
-        **{f"{name} step": replace(_NOTHING, step_seconds={name: 1.0}) for name in engines},
-    }
+    costs: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in ("flops", *_SHARED)}
+    for part in ("block", "step"):
+        costs |= {f"{name} {part}": {f"{part}_seconds": {name: 1.0}} for name in engines}
+    return {name: Constants(**{"flops": math.inf, **cost}) for name, cost in costs.items()}
 
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:

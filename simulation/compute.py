@@ -278,10 +278,10 @@ def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
     All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
     that the fit had not seen do.
     """
-    check = record().check(SOURCES)
-    return replace(
-        rates_of(device).with_block(work, seconds), lowest=check.lowest, highest=check.highest
-    )
+    check, rates = record().check(SOURCES), rates_of(device)
+    times = rates.seconds(work) / seconds
+    measured = rates.faster(times, times, "preflight's block")
+    return replace(measured, lowest=check.lowest, highest=check.highest)
 
 
 def with_rates(hardware: Hardware) -> Hardware:

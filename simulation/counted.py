@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from simulation.transformer import Matrix, Rows, Transformer
+from simulation.transformer import Matrix, Transformer
 
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -74,7 +74,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         active_experts=down.active,
         counted_matrices=tuple(matrices),
         counted_attention=attention,
-        counted_root=tuple(_rows(parameter) for parameter in outside.values()),
+        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside.values()),
     )
 
 
@@ -88,12 +88,8 @@ def _number(name: str, made: Any, key: str) -> int:
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The model without weights, and its whole configuration; built once."""
     key = repr(sorted(config.items()))
-    if key not in _BUILT:
-        _BUILT[key] = _build(name, config)
-    return _BUILT[key]
-
-
-def _build(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    if key in _BUILT:
+        return _BUILT[key]
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -102,13 +98,14 @@ def _build(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         made = AutoConfig.for_model(kind, **said)
         with torch.device("meta"):
-            return auto.from_config(made), made
+            _BUILT[key] = auto.from_config(made), made
     except Exception as error:  # each family refuses what it cannot build in its own way
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"model_type = {kind!r} of {name}: transformers builds no causal language model of it: "
             f"{first[:200]}"
         ) from error
+    return _BUILT[key]
 
 
 def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -168,7 +165,3 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
 def _first(config: Any, keys: tuple[str, ...]) -> int | None:
     """The first of these that the configuration says."""
     return next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), None)
-
-
-def _rows(parameter: torch.Tensor) -> Rows:
-    return parameter.shape[0], parameter[0].numel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baselines.schedule import Place, Schedule
 from simulation.cycle import Held
@@ -17,9 +17,6 @@ from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
 from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
-
-if TYPE_CHECKING:
-    from fcdp.cache.memory import Usage
 
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
@@ -100,17 +97,13 @@ class Footprint:
 
     def shortage(self, hardware: Hardware) -> str | None:
         """A sentence about what does not fit, with needs and haves in GB; ``None`` if all fits."""
-        if self.device_bytes > hardware.usable_device_bytes:
-            return (
-                f"a device needs {self.device_bytes / 1e9:.1f} GB, has "
-                f"{hardware.usable_device_bytes / 1e9:.1f} "
-                f"(most: {max(self.device, key=lambda part: self.device[part])})"
-            )
-        if self.host_bytes > hardware.host_memory_bytes:
-            return (
-                f"a node's host needs {self.host_bytes / 1e9:.1f} GB, has "
-                f"{hardware.host_memory_bytes / 1e9:.1f}"
-            )
+        most = max(self.device, key=lambda part: self.device[part], default="nothing")
+        for what, needs, has, more in (
+            ("a device", self.device_bytes, hardware.usable_device_bytes, f" (most: {most})"),
+            ("a node's host", self.host_bytes, hardware.host_memory_bytes, ""),
+        ):
+            if needs > has:
+                return f"{what} needs {needs / 1e9:.1f} GB, has {has / 1e9:.1f}{more}"
         return None
 
 
@@ -166,9 +159,16 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
     moments = _MOMENTS_BYTES[workload.states]
     stepped, whole = workload.trained / sharers, workload.parameters / sharers
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
-    gradients, step = _gradients_and_step(schedule, workload.element_bytes, stepped)
+    element = workload.element_bytes
     if not fp32:  # by a fused step, which keeps no roots; gradients are as the parameters are
         gradients, step = stored * stepped, 0.0
+    elif schedule.shards_fp32:
+        gradients, step = FP32 * stepped, _STEP_BYTES * stepped
+    elif schedule.optimizer == "device":
+        in_fp32 = (FP32 + _STEP_BYTES) * min(stepped, _SUB_GROUP)
+        gradients, step = element * stepped, in_fp32
+    else:  # on the host all gradients are there in fp32 too, and its own Adam steps in place
+        gradients, step = (element + FP32) * stepped, 0.0
     return Held(
         stored * stepped + frozen * (whole - stepped),
         gradients,
@@ -176,17 +176,6 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
         step,
         outer=_OUTER_BYTES * stepped if schedule.averages else 0.0,
     )
-
-
-def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
-    """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
-    if schedule.shards_fp32:
-        return FP32 * stepped, _STEP_BYTES * stepped
-    if schedule.optimizer == "device":
-        in_fp32 = (FP32 + _STEP_BYTES) * min(stepped, _SUB_GROUP)
-        return element * stepped, in_fp32
-    # On the host all gradients are there in fp32 too, and its own Adam steps in place.
-    return (element + FP32) * stepped, 0.0
 
 
 def _slices(
@@ -379,6 +368,10 @@ def _by_usage(
     hardware: Hardware,
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
+    from fcdp.cache.memory import Usage  # needs torch
+
+    # The reserve is used by others than tensors.
+    reserve, total = hardware.device_reserve_bytes, round(hardware.device.memory_bytes)
     most = footprint(workload, units, hardware, CacheBytes())
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
@@ -386,9 +379,10 @@ def _by_usage(
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
         for index, (unit, policy_unit) in enumerate(seen.items()):
-            used = rest + activations * index / len(seen) + sum(held.values())
-            usage = _usage(used, most.device_bytes + sum(held.values()), hardware)
-            on_device = decided.admits(policy_unit, usage)
+            now = rest + activations * index / len(seen) + sum(held.values())
+            peak = most.device_bytes + sum(held.values())
+            used, fullest = (min(round(one + reserve), total) for one in (now, peak))
+            on_device = decided.admits(policy_unit, Usage(used, fullest, total))
             found[unit] = "device" if on_device else "host"
             held.pop(unit, None)
             if on_device:
@@ -396,12 +390,3 @@ def _by_usage(
         if not decided.moves:
             break
     return found
-
-
-def _usage(used: float, peak: float, hardware: Hardware) -> Usage:
-    from fcdp.cache.memory import Usage
-
-    # The reserve is used by others than tensors.
-    total = round(hardware.device.memory_bytes)
-    reserve = hardware.device_reserve_bytes
-    return Usage(min(round(used + reserve), total), min(round(peak + reserve), total), total)

@@ -68,7 +68,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {**_LLAMA, "experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
 }
 #: Keys that a configuration need not have.
-_OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
+_OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 #: Features of other families beside those of a Llama.
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
@@ -143,9 +143,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
 
         return count(name, config, sequence_length)
     keys = _KEYS[kind]
-    missing = [
-        key for field, key in keys.items() if config.get(key) is None and field not in _OPTIONAL
-    ]
+    missing = [k for k in keys.values() if config.get(k) is None and k not in _OPTIONAL]
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
     limit = keys.get("positions", "max_position_embeddings")
@@ -158,8 +156,6 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
-    elif shape["mlp_width"] is None:
-        raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
     else:
         shape |= _of_llama_s_kind(kind, config, shape)
     shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]

@@ -13,7 +13,7 @@ from simulation.luwu import Server, like
 from simulation.memory import Footprint, Placement, footprint, place
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
-from simulation.step.tasks import Tasks, Timeline, busy_seconds
+from simulation.step.tasks import Tasks, Timeline
 from simulation.units import Layout, layout
 from simulation.workload import Workload, token_work
 
@@ -109,11 +109,6 @@ class Built:
     tasks: Tasks
     #: The first task of the step that counts; those before are of the steps before it.
     begin: int = 0
-
-    @property
-    def least_seconds(self) -> float:
-        """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
-        return max(busy_seconds(self.tasks.tasks[self.begin :]).values())
 
 
 def build(workload: Workload, hardware: Hardware) -> Built:

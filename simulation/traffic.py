@@ -213,9 +213,10 @@ class Exchanges:
 
     def gathered_bytes(self, unit: Unit) -> float:
         """Bytes of the whole unit as it is gathered."""
-        frozen = unit.gathered - unit.trained
-        less = frozen * (self.workload.element_bytes - self.workload.sent_frozen_bytes)
-        return float(unit.gathered * self.workload.element_bytes - less)
+        element, less = self.workload.element_bytes, 0.0
+        if self.workload.four_bits:  # they are gathered as they are
+            less = (unit.gathered - unit.trained) * (element - self.workload.frozen_bytes)
+        return unit.gathered * element - less
 
     def _codec(self, setting: Literal["gather_codec", "reduce_codec"]) -> str:
         """The codec that the strategy fixes, or the workload's, if the strategy has the choice."""

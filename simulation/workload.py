@@ -137,11 +137,6 @@ class Workload(Checked):
         return by_node(schedule)
 
     @property
-    def streamed_share(self) -> float:
-        """Share of a round in whose steps some fragment crosses."""
-        return min(1.0, self.fragments * self.overlap / self.interval)
-
-    @property
     def engine(self) -> str:
         """Whose hooks and calls a step has: as few as DDP's without FSDP2's or DeepSpeed's."""
         if self.served:  # nothing was fitted to LuWu
@@ -175,11 +170,6 @@ class Workload(Checked):
         quantised = self.model.layers * sum(matrix.weights for matrix in self.model.matrices)
         share = quantised / self.model.parameters
         return share * _NF4_BYTES + (1 - share) * 2.0
-
-    @property
-    def sent_frozen_bytes(self) -> float:
-        """Bytes per frozen parameter in a gather: four bits are gathered as they are."""
-        return self.frozen_bytes if self.four_bits else float(self.element_bytes)
 
     @property
     def reduced_bytes(self) -> int:

@@ -193,7 +193,7 @@ def _about_fcdp(
 
 def refusal(request: Request) -> str:
     """The smallest shortfall, and what would help, for a request of which nothing fits."""
-    lacks = shortfalls(request)
+    lacks = [*shortfalls(request)]
     ranks = request.hardware.ranks_per_node
     strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
     remedies = [*_remedies(request, [lack for _, lack in lacks])]

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from simulation import goodput
 from simulation.compute import with_rates
-from simulation.files import Strict, problem, rows_of
+from simulation.files import Strict, rows_of, validated
 from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
@@ -121,8 +121,23 @@ def read(source: str | Path) -> list[Instance]:
     path = TABLE if source == ALL else Path(source)
     if not path.is_file():
         raise ValueError(f"instances = {str(source)!r}: allowed are {ALL}, and a CSV or YAML file")
-    lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else rows_of(path)
-    return [one for where, values in lines for one in _instance(where, values).sized()]
+    lines: Iterator[tuple[str, Any]] = rows_of(path)
+    if path.suffix in (".yaml", ".yml"):
+        from simulation.yaml_lines import load
+
+        document = load(path)
+        if not isinstance(document.values, list):
+            document.fail((), "must be a list of instances")
+        lines = ((document.place((at,)), values) for at, values in enumerate(document.values))
+    found: list[Instance] = []
+    for where, values in lines:
+        one = validated(Instance, values, where)
+        try:
+            gpu(one.gpu)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        found += one.sized()
+    return found
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
@@ -133,25 +148,6 @@ def named(name: str, source: str | Path = ALL) -> Instance:
             return one
     names = ", ".join(sorted({one.instance for one in found}))
     raise ValueError(f"instance = {name!r}: allowed are {names}")
-
-
-def _instance(where: str, values: Any) -> Instance:
-    try:
-        found = Instance.model_validate(values)
-        gpu(found.gpu)
-    except ValueError as error:
-        raise ValueError(f"{where}: {problem(error)}") from error
-    return found
-
-
-def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    from simulation.yaml_lines import load
-
-    document = load(path)
-    if not isinstance(document.values, list):
-        document.fail((), "must be a list of instances")
-    for index, values in enumerate(document.values):
-        yield document.place((index,)), values
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -180,17 +179,13 @@ class Request(Checked):
                 policy=policy,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy in self._choices(strategy)
-            for recomputed in sorted(self.recomputed, key=_effort)
+            for policy in (self.policies if _chooses(strategy) else ("host",))
+            # What computes least again comes first.
+            for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]
 
-    def _choices(self, strategy: str) -> tuple[str, ...]:
-        """Policies of a strategy that has the choice."""
-        schedule = schedule_of(strategy)
-        fixed = schedule.cache != "policy" or schedule.policy is not None
-        return ("host",) if fixed else self.policies
 
-
-def _effort(recomputed: Recomputed) -> float:
-    """Sort key, least for what computes least again."""
-    return sys.float_info.min if recomputed == "selective" else recomputed
+def _chooses(strategy: str) -> bool:
+    """Whether the cell's policy says where the strategy caches."""
+    schedule = schedule_of(strategy)
+    return schedule.cache == "policy" and schedule.policy is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -25,6 +25,7 @@ from simulation.prediction import (
     simulate_built,
     utilisations,
 )
+from simulation.step.tasks import busy_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
@@ -85,9 +86,8 @@ class Option:
 
 def most_tokens_per_s(built: Built) -> float:
     """Tokens per second that the busiest resource alone allows: no schedule is faster."""
-    workload = built.workload
-    tokens = workload.tokens * workload.accumulation
-    return built.hardware.world_size * tokens / built.least_seconds
+    seconds = max(busy_seconds(built.tasks.tasks[built.begin :]).values())
+    return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
 def most_crossing_per_s(built: Built) -> float:
@@ -213,14 +213,13 @@ def rests_on(hardware: Hardware) -> str:
     texts = {
         "fitted": f"fitted to runs on {rates.measured_on}; sources left out erred by",
         "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
-        f"shares that {rates.measured_on} reached",
+        f"shares that {rates.measured_on} reached;",
         "preflight": "matrix products measured by preflight, the rest by the shares that "
-        f"{rates.measured_on} reached",
+        f"{rates.measured_on} reached;",
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
-        f"that {rates.measured_on} reached",
+        f"that {rates.measured_on} reached;",
     }
-    text = texts[rates.basis]
-    return f"{text} {span}" if rates.basis == "fitted" else f"{text}; {span}"
+    return f"{texts[rates.basis]} {span}"
 
 
 @dataclass(frozen=True)
@@ -252,30 +251,24 @@ def search(request: Request) -> tuple[Verdict, ...]:
     return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
 
 
-def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
-    """List what each point of the grid lacks, by strategy; nothing is simulated."""
-    return [
-        (point.strategy, needed(tried, request.hardware).lacks(request.hardware))
-        for point in request.workloads()
-        for tried in _tried(point, request)
-    ]
+def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
+    """What each point of the grid lacks, by strategy; nothing is simulated."""
+    hardware = request.hardware
+    for point in request.workloads():
+        for tried in _tried(point, request):
+            yield point.strategy, needed(tried, hardware).lacks(hardware)
 
 
 def fits(request: Request) -> bool:
     """Whether any point of the grid does; nothing is simulated."""
-    return any(
-        prediction.fits(tried, request.hardware)
-        for point in request.workloads()
-        for tried in _tried(point, request)
-    )
+    return any(lack.fits for _, lack in shortfalls(request))
 
 
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
     fitting = [workload for point in points for workload in _fitting(point, request)]
     if not fitting:
-        tried = (one for point in points for one in _tried(point, request))
-        lacking = (needed(one, hardware).lacks(hardware) for one in tried)
+        lacking = (lack for _, lack in shortfalls(replace(request, strategies=(strategy,))))
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least)
     if request.micro_batches:  # all that is named is shown

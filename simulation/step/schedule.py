@@ -121,8 +121,10 @@ def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     """
     hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
     late = schedule.averages == "late"
+    # Of a round's steps some fragment crosses in this share.
+    streamed = min(1.0, workload.fragments * workload.overlap / workload.interval)
     begins = {"waited": (stepped,), "late": ()}.get(
-        schedule.averages or "", _beside(tasks, workload.streamed_share)
+        schedule.averages or "", _beside(tasks, streamed)
     )
     arrived = tasks.exchange("average", "average", average, "reduce", begins)
     if workload.outer_on == "device":

@@ -152,7 +152,7 @@ def test_what_cannot_be_faster_is_not_simulated(tmp_path: Path) -> None:
 
 def test_shortfalls_are_of_every_point() -> None:
     asked = request(strategies=("fcdp", "ddp"), policies=("host", "disk"))
-    lacks = shortfalls(asked)
+    lacks = [*shortfalls(asked)]
     assert [strategy for strategy, _ in lacks] == 4 * ["fcdp"] + 2 * ["ddp"]
     assert {strategy for strategy, lack in lacks if not lack.fits} == {"ddp"}
 
