@@ -9,10 +9,10 @@ in a reduce-scatter of the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from operator import add
-from typing import Literal
 
 from baselines import registry
 from baselines.encoding import DIFFERENCES, EXPONENTS, encoded_bytes
@@ -126,8 +126,6 @@ class Exchanges:
 
     workload: Workload
     hardware: Hardware
-    #: Gathers of units of one size are alike: those of all blocks.
-    _gathers: dict[tuple[int, int], list[Traffic]] = field(default_factory=dict, compare=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -135,18 +133,12 @@ class Exchanges:
 
     def gather(self, unit: Unit) -> list[Traffic]:
         """The exchanges of one gather, from the ranks that share the parameters, in their order."""
-        sizes = (unit.gathered, unit.trained)
-        if sizes not in self._gathers:
-            self._gathers[sizes] = self._gather(unit)
-        return self._gathers[sizes]
-
-    def _gather(self, unit: Unit) -> list[Traffic]:
         nodes, ranks = self.hardware.shape
         if self.schedule.shards == "rank":
             return []
         if self.schedule.shards == "node" or nodes == 1:
             return [self.spread(unit)]
-        codec = self._codec("gather_codec")
+        codec = self._codecs["gather_codec"]
         if self.schedule.hierarchical:
             return [inter_node(self._sent_bytes(unit.gathered, codec), nodes), self.spread(unit)]
         plain = codec == "none"
@@ -179,7 +171,7 @@ class Exchanges:
             return [inside]
         if self.schedule.shards == "node":
             return [inside, all_reduce(inter_node(nbytes, nodes))] if last else [inside]
-        codec = self._codec("reduce_codec")
+        codec = self._codecs["reduce_codec"]
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
             crossing = last or not self.schedule.accumulates_without_sync
             return [inside, self._across(trained, codec)] if crossing else [inside]
@@ -218,11 +210,13 @@ class Exchanges:
             less = (unit.gathered - unit.trained) * (element - self.workload.frozen_bytes)
         return unit.gathered * element - less
 
-    def _codec(self, setting: Literal["gather_codec", "reduce_codec"]) -> str:
-        """The codec that the strategy fixes, or the workload's, if the strategy has the choice."""
-        has = setting in registry.find(self.workload.strategy).settings.model_fields
-        chosen = getattr(self.workload, setting) if has else "none"
-        return self.schedule.fixes.get(setting, chosen)
+    @cached_property
+    def _codecs(self) -> Mapping[str, str]:
+        """The codecs that the strategy fixes, or the workload's, if the strategy has the choice."""
+        usual = {"gather_codec": "none", "reduce_codec": "none"}
+        settings = registry.find(self.workload.strategy).settings.model_fields
+        chosen = {name: getattr(self.workload, name) for name in usual if name in settings}
+        return usual | chosen | self.schedule.fixes
 
     def _across(self, trained: int, codec: str) -> Traffic:
         """The inter-node half of a reduction."""

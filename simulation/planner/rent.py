@@ -276,7 +276,11 @@ def _try(
 ) -> tuple[list[Offer], list[Offer], str | None]:
     """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
     plans: dict[int, Plan | None] = {}
-    counts = list(_node_counts(request, instance, within_hours))
+    # Powers of two that computation alone does not rule out.
+    counts = [2**power for power in range(instance.most_nodes.bit_length())]
+    if within_hours is not None:
+        hours = _least_hours(request, instance)
+        counts = [nodes for nodes in counts if hours / nodes <= within_hours]
     even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
     offers: list[Offer] = []
     late: list[Offer] = []
@@ -310,15 +314,6 @@ def _shares_out(request: Request, hardware: Hardware) -> bool:
         return True
     each, rest = divmod(request.global_batch, hardware.world_size)
     return each > 0 and rest == 0 and not any(each % size for size in request.micro_batches)
-
-
-def _node_counts(request: Request, instance: Instance, within_hours: float | None) -> Iterator[int]:
-    """Powers of two that computation alone does not rule out."""
-    nodes = 1
-    while nodes <= instance.most_nodes:
-        if within_hours is None or _least_hours(request, instance) / nodes <= within_hours:
-            yield nodes
-        nodes *= 2
 
 
 def _least_hours(request: Request, instance: Instance) -> float:

@@ -222,10 +222,6 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: Times of exchanges that are alike, as those of all blocks are.
-    _exchanges: dict[tuple[Traffic, float, float], tuple[dict[str, float], float]] = field(
-        default_factory=dict
-    )
 
     def timeline(self) -> Timeline:
         """The step, event by event."""
@@ -252,13 +248,8 @@ class Tasks:
         """
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
-        known = (traffic, gathered_bytes, reduced_bytes)
-        if known not in self._exchanges:
-            demands = used(self._demands(traffic, gathered_bytes, reduced_bytes))
-            self._exchanges[known] = demands, traffic.latency_seconds(self.hardware)
-        demands, latency = self._exchanges[known]
-        self.tasks.append(Task(name, stream, demands, tuple(after), latency))
-        return len(self.tasks) - 1
+        demands = self._demands(traffic, gathered_bytes, reduced_bytes)
+        return self.add(name, stream, demands, after, traffic.latency_seconds(self.hardware))
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
