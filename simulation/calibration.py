@@ -322,8 +322,8 @@ def errors(rows: Iterable[Row], found: Fitted) -> Check:
 def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
     """Tokens per second and GPU as the simulator predicts them."""
     hardware = replace(run.hardware, rates=found.rates(run.hardware.device))
-    count = min(_SIMULATED, run.workload.accumulation)
-    return predict(replace(run.workload, accumulation=count), hardware).tokens_per_s / run.row.gpus
+    some = replace(run.workload, accumulation=min(_SIMULATED, run.workload.accumulation))
+    return predict(some, hardware).tokens_per_s / hardware.world_size
 
 
 def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, float]:

@@ -87,11 +87,6 @@ class Row(Strict):
     note: str = ""
 
     @property
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return self.nodes * self.gpus_per_node
-
-    @property
     def bf16(self) -> bool:
         """Whether its matrix products are in bf16, and not in fp8."""
         return "bf16" in self.precision
@@ -160,14 +155,10 @@ class Fitted:
 
     constants: Mapping[str, float]
 
-    @property
-    def gpus(self) -> list[str]:
-        """GPUs that had rows."""
-        return [name.split()[0] for name in self.constants if name.endswith(" products")]
-
     def rates(self, device: Gpu) -> Rates:
         """The rates of a GPU by its own shares, or by those of the nearest that had rows."""
-        name, known = device.name, self.gpus
+        name = device.name
+        known = [name.split()[0] for name in self.constants if name.endswith(" products")]
         alike = (gpu for gpu in known if architecture(gpu) == architecture(name))
         nearest = (name, card(name).like, *alike, *known)
         measured = next(gpu for gpu in nearest if gpu in known)

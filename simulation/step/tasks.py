@@ -248,36 +248,28 @@ class Tasks:
         """
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
-        demands = self._demands(traffic, gathered_bytes, reduced_bytes)
-        return self.add(name, stream, demands, after, traffic.latency_seconds(self.hardware))
-
-    def _demands(
-        self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
-    ) -> dict[str, float]:
-        """Demands of an exchange on each resource."""
-        hardware = self.hardware
-        demands = {
-            "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
-            "intra_node": traffic.intra_rank_bytes / hardware.intra_bytes_per_s,
-        }
-        over_pcie = 0.0
+        hardware, over_pcie = self.hardware, 0.0
         if hardware.nic_shares_pcie:
             over_pcie += traffic.inter_node_bytes / hardware.ranks_per_node
         if hardware.intra_shares_pcie:
             over_pcie += traffic.intra_rank_bytes
-        demands["host_to_device"] = over_pcie / hardware.host_to_device_bytes_per_s
-        demands["device_to_host"] = over_pcie / hardware.device_to_host_bytes_per_s
         sent = traffic.inter_node_bytes + traffic.intra_node_bytes
         # Ranks that share their cores share what all of them send, too.
         sharing = hardware.ranks_sharing_device / hardware.ranks_per_node
-        demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
+        compute = hardware.overheads.byte_seconds * sharing * sent
         arrived = gathered_bytes * hardware.ranks_sharing_device
-        demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
-        exchanged = gathered_bytes + reduced_bytes
-        demands["compute"] += exchanged / hardware.rates.exchanged_bytes_per_s
+        compute += hardware.overheads.gathered_byte_seconds * arrived
+        compute += (gathered_bytes + reduced_bytes) / hardware.rates.exchanged_bytes_per_s
         messages = traffic.inter_messages + traffic.intra_messages
-        demands["compute"] += hardware.overheads.message_seconds * messages
-        return demands
+        compute += hardware.overheads.message_seconds * messages
+        demands = {
+            "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
+            "intra_node": traffic.intra_rank_bytes / hardware.intra_bytes_per_s,
+            "host_to_device": over_pcie / hardware.host_to_device_bytes_per_s,
+            "device_to_host": over_pcie / hardware.device_to_host_bytes_per_s,
+            "compute": compute,
+        }
+        return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
 
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]

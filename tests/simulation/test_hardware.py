@@ -115,7 +115,8 @@ def test_without_a_row_nothing_stands_in_for_it() -> None:
 
 
 def label(row: Row) -> str:
-    return f"{row.source[:12]}-{row.gpu}-{row.model}-{row.gpus}-{row.length}x{row.micro_batch}"
+    gpus = row.nodes * row.gpus_per_node
+    return f"{row.source[:12]}-{row.gpu}-{row.model}-{gpus}-{row.length}x{row.micro_batch}"
 
 
 def test_every_run_that_ran_fits() -> None:
