@@ -105,7 +105,7 @@ def replicates(strategy: str) -> bool:
 
 def waits_for(option: Option) -> str:
     """Words for what the option's step waits for longest."""
-    return _WAITS[option.speed.bottleneck]
+    return _WAITS[option.bottleneck]
 
 
 def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
@@ -158,7 +158,7 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     """A clause about the chosen strategy next to plain ZeRO-3."""
     base = found.get("fsdp2")
     if strategy == "fsdp2" or base is None:
-        share = f"{chosen.speed.bottleneck_share:.0%}"
+        share = f"{chosen.bottleneck_share:.0%}"
         return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"

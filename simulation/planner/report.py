@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -45,6 +45,8 @@ _CHOICES = (
     "recomputed",
     "checkpointing",
 )
+#: Measures of an option in the same place.
+_MEASURES = ("step_seconds", "tokens_per_s", "mfu", "hfu", "waits_seconds", "busy_seconds")
 
 
 def titles(request: Request) -> tuple[str, ...]:
@@ -288,7 +290,7 @@ def _name(option: Option) -> str:
 
 def _cells(plan: Plan, option: Option) -> dict[str, str]:
     """Texts of a row by the titles of their columns."""
-    workload, speed = option.workload, option.speed
+    workload = option.workload
     batch = str(workload.micro_batch)
     if workload.accumulation > 1:
         batch += f"×{workload.accumulation}"
@@ -301,10 +303,10 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
         "redo\n": "sel." if selective else f"{workload.recomputed:.0%}",
         "device\nGB": f"{option.footprint.device_bytes / 1e9:.1f}",
         "host\nGB": f"{option.footprint.host_bytes / 1e9:.1f}",
-        "tokens/s\n": f"{speed.tokens_per_s:,.0f}",
+        "tokens/s\n": f"{option.tokens_per_s:,.0f}",
         "range\n": _range(plan, option),
-        "MFU\n%": f"{100 * speed.mfu:.0f}",
-        _WAITS_FOR: _SHORT.get(speed.bottleneck, speed.bottleneck),
+        "MFU\n%": f"{100 * option.mfu:.0f}",
+        _WAITS_FOR: _SHORT.get(option.bottleneck, option.bottleneck),
         "GPU-\nhours": f"{plan.hours(option):,.0f}",
         **({} if cost is None else {"cost\n": f"{cost:,.0f}"}),
     }
@@ -333,18 +335,16 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 
 
 def _option(plan: Plan, option: Option) -> dict[str, Any]:
-    speed, needs = option.speed, option.footprint
-    measures = asdict(speed)
-    sent = measures.pop("inter_node_bytes")
+    needs = option.footprint
     return {
         **{name: getattr(option.workload, name) for name in _CHOICES},
         "device_bytes": dict(needs.device),
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
-        **measures,
+        **{name: getattr(option, name) for name in _MEASURES},
         "tokens_per_s_range": list(tokens_range(option, plan.request)),
-        "bottleneck": speed.bottleneck,
-        "inter_node_bytes": sent,
+        "bottleneck": option.bottleneck,
+        "inter_node_bytes": option.inter_node_bytes,
         "gpu_hours": plan.hours(option),
         "cost": plan.cost(option),
     }

@@ -39,9 +39,11 @@ SAME = 0.01
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Speed of a simulated optimizer step, and what it waits for."""
+class Option:
+    """A workload that fits, with what it takes; the speed of its step, and what that waits for."""
 
+    workload: Workload
+    footprint: Footprint
     step_seconds: float
     #: Tokens per second of the whole cluster.
     tokens_per_s: float
@@ -64,24 +66,10 @@ class Speed:
         """Share of the step that it waits for the bottleneck."""
         return self.waits_seconds[self.bottleneck] / self.step_seconds
 
-
-@dataclass(frozen=True)
-class Option:
-    """A workload that fits, with what it takes and gives."""
-
-    workload: Workload
-    footprint: Footprint
-    speed: Speed
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.speed.tokens_per_s
-
     @property
     def sent_bytes_per_token(self) -> float:
         """Bytes that one node sends to others per token of the whole cluster."""
-        tokens = self.speed.tokens_per_s * self.speed.step_seconds
-        return self.speed.inter_node_bytes / tokens
+        return self.inter_node_bytes / (self.tokens_per_s * self.step_seconds)
 
 
 def most_tokens_per_s(built: Built) -> float:
@@ -128,10 +116,11 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
 
     step = whole(lambda of: {"seconds": of.step_seconds, "sent": of.inter_node_bytes})
     seconds = step["seconds"]
-    tokens = workload.tokens * count
-    per_gpu = tokens / seconds
+    per_gpu = workload.tokens * count / seconds
     mfu, hfu = utilisations(workload, hardware.device, per_gpu)
-    speed = Speed(
+    return Option(
+        workload,
+        last.footprint,
         step_seconds=seconds,
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
@@ -140,7 +129,6 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
         busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
         inter_node_bytes=step["sent"],
     )
-    return Option(workload, last.footprint, speed)
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -163,22 +151,19 @@ def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     much, as what waited behind it may come before. Kernels that nobody named are one more reason
     to err, independent of the others.
     """
-    speed, hardware = option.speed, request.hardware
-    rates = hardware.rates
+    hardware, rates = request.hardware, request.hardware.rates
     measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
     compute = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
         sum(
             seconds / (compute[end] if name in _COMPUTE else links[end])
-            for name, seconds in speed.waits_seconds.items()
+            for name, seconds in option.waits_seconds.items()
         )
         for end in (0, 1)
     )
-    return (
-        speed.tokens_per_s * speed.step_seconds / low,
-        speed.tokens_per_s * speed.step_seconds / high,
-    )
+    tokens = option.tokens_per_s * option.step_seconds
+    return tokens / low, tokens / high
 
 
 def computed_range(
