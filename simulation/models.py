@@ -136,7 +136,14 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     fetched. What has no closed form here is built by ``transformers`` without its weights, and
     counted. Raises ``ValueError`` for a value that cannot be, and for what is not counted.
     """
-    name, config = _named(source)
+    if isinstance(source, Mapping):
+        name, config = (
+            str(source.get("_name_or_path") or source.get("model_type") or "model"),
+            source,
+        )
+    else:
+        name = Path(source).stem if Path(source).exists() else str(source)
+        config = read(source)
     kind: Any = config.get("model_type")
     if kind not in tuple(_KEYS):  # which a list may be compared with, too
         from simulation.counted import count  # needs torch
@@ -179,13 +186,6 @@ def _of_llama_s_kind(
     if kind == "qwen3":
         more["vectors"] = (more["head_width"],) * 2
     return more
-
-
-def _named(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(source, Mapping):
-        return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
-    path = Path(source)
-    return path.stem if path.exists() else str(source), read(source)
 
 
 def read(source: str | Path) -> dict[str, Any]:

@@ -97,17 +97,14 @@ class _Model:
         self._schedule = workload.schedule
         self._ranks_per_node = ranks_per_node
         self._full = workload.lora is None
-        self._passes = block_passes(workload)
+        #: Of a replicated model nothing is gathered, and all gradients are reduced at once.
+        self._whole = self._schedule.shards == "rank" and self._schedule.hierarchical
         self._sharers = self._schedule.sharers(nodes, ranks_per_node) if self._schedule.pads else 1
         lora = workload.lora
         self._adapter_rows = [] if lora is None else workload.model.adapter_rows(lora)
 
     def layout(self) -> Layout:
-        if self._schedule.unit == "matrix":
-            return self._by_matrix()
-        if self._schedule.shards == "rank" and self._schedule.hierarchical:
-            return self._in_one_piece()
-        return self._by_block()
+        return self._by_matrix() if self._schedule.unit == "matrix" else self._by_block()
 
     def _by_block(self) -> Layout:
         model = self._workload.model
@@ -116,14 +113,20 @@ class _Model:
         inside = [] if apart else self._adapter_rows
         base, more = self._gathered(model.block_rows), self._gathered(inside)
         size = padded_numel([*model.block_rows, *inside], 1)
+        passes = block_passes(self._workload)
         segments = []
         for block in range(model.layers):
-            own = Unit(f"block {block}", size, base + more, base + more if self._full else more)
-            segments.append(self._block(block, (own, *adapters.get(block, ()))))
-        root = self._root()
-        return Layout(root, tuple(segments), self._head(root), 0, 0)
+            name = f"block {block}"
+            own = Unit(name, size, base + more, base + more if self._full else more)
+            units = (own, *adapters.get(block, ()))
+            segments.append(Segment(name, *passes, units, block=True))
+        root, workload = self._root(), self._workload
+        replicated = (workload.parameters, workload.trained) if self._whole else (0, 0)
+        return Layout(root, tuple(segments), self._head(root), *replicated)
 
     def _gathered(self, rows: list[Rows]) -> int:
+        if self._whole:
+            return 0
         return padded_numel(rows, self._sharers, cut_rows=self._schedule.cuts_low_rank)
 
     def _root(self) -> Unit:
@@ -134,9 +137,6 @@ class _Model:
 
     def _head(self, root: Unit) -> Segment:
         return Segment("head", *head_work(self._workload), (root,))
-
-    def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
-        return Segment(f"block {block}", *self._passes, units, block=True)
 
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
@@ -150,16 +150,6 @@ class _Model:
             moved = held * gathered
             units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
         return units
-
-    def _in_one_piece(self) -> Layout:
-        """The layout of a replicated model: no gathers, and all gradients are reduced at once."""
-        workload = self._workload
-        root = Unit("root", workload.model.root_parameters, 0, 0, kept=True)
-        blocks = [
-            self._block(block, (Unit(f"block {block}", workload.block_parameters, 0, 0),))
-            for block in range(workload.model.layers)
-        ]
-        return Layout(root, tuple(blocks), self._head(root), workload.parameters, workload.trained)
 
     def _by_matrix(self) -> Layout:
         """DeepSpeed's layout: a unit per matrix; vectors and adapters are below its threshold.

@@ -71,9 +71,8 @@ class Slots(Tasks):
     def _shown_node(self) -> int:
         """The node that sends most."""
         sent = [0.0] * self.hardware.nodes
-        for message in self._messages:
-            if self._crosses(message):
-                sent[self._node(message.source)] += self._nbytes(message)
+        for message in filter(self._crosses, self._messages):
+            sent[self._node(message.source)] += self._nbytes(message)
         return sent.index(max(sent))
 
     @property
