@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from baselines.schedule import Place, Schedule
 from simulation.cycle import Held
@@ -32,21 +32,9 @@ _PREFETCH_DEPTH = 1
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
 #: Policies that put every unit into one tier: what they decide is known without torch.
-_ONE_TIER: Mapping[str, Place | None] = {
-    "none": None,
-    "device": "device",
-    "host": "host",
-    "disk": "disk",
-}
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Bytes of the entries of one rank's cache, by tier."""
-
-    device: float = 0.0
-    host: float = 0.0
-    disk: float = 0.0
+_ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in get_args(Place)}
+#: Bytes of the entries of one rank's cache, by tier.
+CacheBytes = Mapping[Place, float]
 
 
 @dataclass(frozen=True)
@@ -130,9 +118,10 @@ def footprint(
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    device["cache"], disk["cache"] = cache.device, ranks * cache.disk
-    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if cache.disk else 0.0
-    host["cache"] = ranks * (cache.host + buffers)
+    on_disk = cache.get("disk", 0.0)
+    device["cache"], disk["cache"] = cache.get("device", 0.0), ranks * on_disk
+    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if on_disk else 0.0
+    host["cache"] = ranks * (cache.get("host", 0.0) + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
     moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
@@ -191,9 +180,9 @@ def _slices(
     if not schedule.stages or nodes == 1:
         return 0.0, 0.0, 0.0
     across = 2 * nodes / (nodes - 1) * largest if schedule.hierarchical else 0.0
-    if not (cache.device or cache.host or cache.disk):
+    if not any(cache.values()):
         return across, across, across
-    ahead = (_PREFETCH_DEPTH if cache.host else 0) * largest
+    ahead = (_PREFETCH_DEPTH if cache.get("host") else 0) * largest
     return across, across + ahead, ahead + largest
 
 
@@ -310,11 +299,10 @@ def place(workload: Workload, units: Layout, hardware: Hardware) -> Placement:
     """
     schedule = workload.schedule
     if schedule.cache is None or hardware.nodes == 1:
-        return Placement({}, CacheBytes())
+        return Placement({}, {})
     if schedule.cache != "policy":  # a vendor's, which has the rank's own shard in it
         whole = workload.parameters * workload.element_bytes / hardware.ranks_per_node
-        cache = CacheBytes(**{schedule.cache: whole})
-        return Placement(dict.fromkeys(units.units, schedule.cache), cache)
+        return Placement(dict.fromkeys(units.units, schedule.cache), {schedule.cache: whole})
     return _by_policy(schedule.policy or workload.policy, workload, units, hardware)
 
 
@@ -349,14 +337,14 @@ def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware)
                 tiers[unit] = tier
         if guarded:
             tiers = _by_usage(decided, seen, tiers, workload, units, hardware)
-    sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    sizes: dict[Place, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
         if unit in tiers:
             sizes[tiers[unit]] += size
         if guarded and tiers.get(unit) == "device":
             sizes["host"] += size  # the arena has room for every unit
-    return Placement(tiers, CacheBytes(**sizes))
+    return Placement(tiers, sizes)
 
 
 def _by_usage(
@@ -372,7 +360,7 @@ def _by_usage(
 
     # The reserve is used by others than tensors.
     reserve, total = hardware.device_reserve_bytes, round(hardware.device.memory_bytes)
-    most = footprint(workload, units, hardware, CacheBytes())
+    most = footprint(workload, units, hardware, {})
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
     found: dict[Unit, Place] = dict(tiers)
