@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from baselines.schedule import Place, Schedule
+from simulation import cycle
 from simulation.cycle import Held
-from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
 from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
@@ -139,7 +139,7 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
     """Memory that a rank keeps from step to step, and that its optimizer takes."""
     schedule = workload.schedule
     if schedule.cycle is not None:
-        return of_cycle(workload, hardware.world_size)
+        return cycle.held(workload, hardware.world_size)
     sharers = schedule.sharers(*hardware.shape)
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     fp32 = workload.states == "fp32"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import log
 from pathlib import Path
 from statistics import NormalDist
@@ -275,7 +276,11 @@ def _try(
     request: Request, instance: Instance, within_hours: float | None
 ) -> tuple[list[Offer], list[Offer], str | None]:
     """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
-    plans: dict[int, Plan | None] = {}
+
+    @cache
+    def planned(nodes: int) -> Plan | None:
+        return plan(replace(request, hardware=instance.cluster(nodes)))
+
     # Powers of two that computation alone does not rule out.
     counts = [2**power for power in range(instance.most_nodes.bit_length())]
     if within_hours is not None:
@@ -284,16 +289,9 @@ def _try(
     even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
     offers: list[Offer] = []
     late: list[Offer] = []
-    for spot in (False, True):
-        price = instance.spot_usd_per_hour if spot else instance.list_usd_per_hour
-        if price is None:
-            continue
-        made = []
-        for nodes in even:
-            if nodes not in plans:
-                plans[nodes] = plan(replace(request, hardware=instance.cluster(nodes)))
-            if (answer := plans[nodes]) is None:
-                continue
+    for spot, price in ((False, instance.list_usd_per_hour), (True, instance.spot_usd_per_hour)):
+        made: list[Offer] = []
+        for answer in filter(None, map(planned, even if price is not None else ())):
             hardware = answer.request.hardware
             share = goodput.of(answer.option.workload, hardware, spot=spot)
             made.append(Offer(instance, answer, spot, share))
