@@ -200,17 +200,14 @@ _COMMON: Mapping[str, _Usual] = {
     PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
     LOST: _Usual(0.15, 0.01, most=0.5, share=False),
 }
+_SHARES = {"products": _Usual(0.75, 0.25, most=0.95), "bytes": _Usual(0.7, 0.04, most=0.92)}
 
 
 def _usual(name: str) -> _Usual:
     of, _, part = name.partition(" ")
-    if name in _COMMON:
-        return _COMMON[name]
-    if part == "products":
-        return _Usual(0.75, 0.25, most=0.95)
     if part == "attention":
         return _Usual(_ATTENTION.get(of, 0.5), 4.0, most=0.8)
-    return _Usual(0.7, 0.04, most=0.92)
+    return _COMMON.get(name) or _SHARES[part]
 
 
 def fit(runs: Sequence[Run]) -> Fitted:

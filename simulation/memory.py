@@ -332,11 +332,11 @@ def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware)
 
         decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
         guarded = decided.guarded
-        for unit, policy_unit in seen.items():
-            for tier in decided.preferences[policy_unit][:1]:
-                tiers[unit] = tier
         if guarded:
-            tiers = _by_usage(decided, seen, tiers, workload, units, hardware)
+            tiers = _by_usage(decided, seen, workload, units, hardware)
+        else:
+            preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
+            tiers = {unit: tiers[0] for unit, tiers in preferred if tiers}
     sizes: dict[Place, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
@@ -350,7 +350,6 @@ def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware)
 def _by_usage(
     decided: Any,
     seen: Mapping[Unit, _PolicyUnit],
-    tiers: Mapping[Unit, Place],
     workload: Workload,
     units: Layout,
     hardware: Hardware,
@@ -363,7 +362,7 @@ def _by_usage(
     most = footprint(workload, units, hardware, {})
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
-    found: dict[Unit, Place] = dict(tiers)
+    found: dict[Unit, Place] = {}
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
         for index, (unit, policy_unit) in enumerate(seen.items()):

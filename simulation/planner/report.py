@@ -96,48 +96,43 @@ def table(plan: Plan) -> RenderableType:
         grid.add_row(first + more, *dict(cells).values(), style=style)
         if others:
             notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
-    for what, names in _lacks(plan):
-        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
-        notes.append(Text(f"{', '.join(names)} {verb} {what}", style="dim"))
-    left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
-    if left_out:
-        why = f"not known to hold {plan.request.frozen_dtype}, left out: {', '.join(left_out)}"
-        notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
-    if plan.request.server is not None:
-        notes.append(Text(f"{plan.in_network or lack(plan.request)} ({EVIDENCE})"))
-    share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
-    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
-    notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
-    if None in (plan.request.kernels, plan.request.attention):
-        notes.append(Text("ranges hold kernels not named: --kernels, --attention", style="dim"))
-    notes += [Text(line, style="yellow") for line in _absurd(plan)]
-    notes += [Text(line) for line in _to_quality(plan)]
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
+    notes += _notes(plan)
     return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
 
 
-def _absurd(plan: Plan) -> Iterator[str]:
-    """A batch that leaves too few steps, in a sentence."""
-    of, ranks = plan.option.workload, plan.request.hardware.world_size
-    step = of.tokens * of.accumulation * ranks
-    if step * _FEWEST_STEPS > plan.request.tokens:
-        steps = max(1.0, plan.request.tokens / step)
-        yield (
-            f"{step:.3g} tokens per step leave {steps:,.0f} for {plan.request.tokens:.3g} in all: "
-            "a smaller batch trains better (--global-batch, --micro-batch)"
-        )
-
-
-def _to_quality(plan: Plan) -> Iterator[str]:
-    """Say whether others come to a loss sooner than training exactly, in full by FCDP."""
-    measured = quality.committed()
+def _notes(plan: Plan) -> Iterator[Text]:
+    """Lines on what the table does not have."""
+    request, workload = plan.request, plan.option.workload
+    for what, names in _lacks(plan):
+        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
+        yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
+    left_out = [name for name in request.strategies if name not in request.answered]
+    if left_out:
+        why = f"not known to hold {request.frozen_dtype}, left out: {', '.join(left_out)}"
+        yield Text(why, style="dim")
+    if request.server is not None:
+        yield Text(f"{plan.in_network or lack(request)} ({EVIDENCE})")
+    share = goodput.of(workload, request.hardware, spot=False)
+    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
+    yield Text(f"{failures} of the time, which hours and cost do not count", style="dim")
+    if None in (request.kernels, request.attention):
+        yield Text("ranges hold kernels not named: --kernels, --attention", style="dim")
+    step = workload.tokens * workload.accumulation * request.hardware.world_size
+    if step * _FEWEST_STEPS > request.tokens:
+        steps = max(1.0, request.tokens / step)
+        few = f"{step:.3g} tokens per step leave {steps:,.0f} for {request.tokens:.3g} in all: "
+        better = "a smaller batch trains better (--global-batch, --micro-batch)"
+        yield Text(few + better, style="yellow")
+    # Whether others come to a loss sooner than training exactly, in full by FCDP.
     exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
-    full = plan.request.lora_rank is None and plan.request.hardware.nodes > 1
-    if measured is not None and exact is not None and full and (said := measured.of(exact)):
-        yield said
+    full = request.lora_rank is None and request.hardware.nodes > 1
+    measured = quality.committed()
+    if exact is not None and full and measured is not None and (said := measured.of(exact)):
+        yield Text(said)
 
 
 def _next(plan: Plan) -> str:

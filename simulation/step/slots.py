@@ -85,11 +85,9 @@ class Slots(Tasks):
         return [m for m in self._messages if self._node(m.source) == self._shown_node]
 
     def _crosses(self, message: Message) -> bool:
-        """Whether a message goes to another node."""
         return self._node(message.source) != self._node(message.target)
 
     def _nbytes(self, message: Message) -> float:
-        """Bytes of a message."""
         return float(FP32 * self._sizes[message.kind][message.stage])
 
     def _node(self, rank: int) -> int:
