@@ -71,17 +71,9 @@ def stages_of(workload: Workload, ranks: int) -> Stages:
     outside = [0] * len(runs)
     outside[0] += model.embedded_parameters
     outside[-1] += model.root_parameters - model.embedded_parameters
-    full = workload.lora is None
-    trained = size if full else workload.block_adapters
-    return Stages(
-        blocks,
-        tuple(count * size + out for count, out in zip(blocks, outside, strict=True)),
-        tuple(
-            count * trained + (out if full else 0)
-            for count, out in zip(blocks, outside, strict=True)
-        ),
-        tuple(outside),
-    )
+    every = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
+    adapters = tuple(count * workload.block_adapters for count in blocks)
+    return Stages(blocks, every, every if workload.lora is None else adapters, tuple(outside))
 
 
 def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:

@@ -177,27 +177,19 @@ def document(plan: Plan) -> dict[str, Any]:
     request, hardware = plan.request, plan.request.hardware
     return {
         "evidence": EVIDENCE,
-        "model": request.model,
-        "lora_rank": request.lora_rank,
+        **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
         "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
-        "nodes": hardware.nodes,
-        "ranks_per_node": hardware.ranks_per_node,
+        **_of(hardware, "nodes", "ranks_per_node"),
         "gpu": hardware.device.name,
         "inter_bytes_per_s": _finite(hardware.inter_bytes_per_s),
         "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
-        "host_memory_bytes": hardware.host_memory_bytes,
-        "matmul_efficiency": hardware.matmul_efficiency,
+        **_of(hardware, "host_memory_bytes", "matmul_efficiency"),
         "computation": rests_on(hardware),
-        "kernels": request.kernels,
-        "attention": request.attention,
-        "product_dtype": request.product_dtype,
-        "reduce_dtype": request.reduce_dtype,
+        **_of(request, "kernels", "attention", "product_dtype", "reduce_dtype"),
         "inter_latency_seconds": hardware.inter_latency_seconds,
         "goodput": goodput.of(plan.option.workload, hardware, spot=False),
-        "global_batch": request.global_batch,
-        "tokens": request.tokens,
-        "price_per_gpu_hour": request.price_per_gpu_hour,
+        **_of(request, "global_batch", "tokens", "price_per_gpu_hour"),
         "recommended": plan.strategy,
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
@@ -269,6 +261,10 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
+def _of(thing: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
+
+
 def _finite(rate: float) -> float | None:
     """A rate as JSON has it; ``None`` where nothing limits it."""
     return rate if math.isfinite(rate) else None
@@ -332,11 +328,11 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 def _option(plan: Plan, option: Option) -> dict[str, Any]:
     needs = option.footprint
     return {
-        **{name: getattr(option.workload, name) for name in _CHOICES},
+        **_of(option.workload, *_CHOICES),
         "device_bytes": dict(needs.device),
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
-        **{name: getattr(option, name) for name in _MEASURES},
+        **_of(option, *_MEASURES),
         "tokens_per_s_range": list(tokens_range(option, plan.request)),
         "bottleneck": option.bottleneck,
         "inter_node_bytes": option.inter_node_bytes,
