@@ -45,6 +45,11 @@ class Plan:
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
 
+    @property
+    def fitting(self) -> list[Option]:
+        """The best option of each strategy that fits, fastest first."""
+        return [one.best for one in self.verdicts if one.best is not None]
+
     def hours(self, option: Option) -> float:
         """GPU-hours for the request's tokens."""
         world = self.request.hardware.world_size

@@ -145,10 +145,8 @@ def _next(plan: Plan) -> str:
 def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
     """Rows of the table without their names, and who has each: equal rows are one."""
     rows: dict[_Cells, list[str]] = {}
-    for verdict in plan.verdicts:
-        if verdict.best is not None:
-            cells = tuple(_cells(plan, verdict.best).items())
-            rows.setdefault(cells, []).append(_name(verdict.best))
+    for option in plan.fitting:
+        rows.setdefault(tuple(_cells(plan, option).items()), []).append(_name(option))
     return list(rows.items())
 
 
@@ -205,7 +203,7 @@ def curves(plan: Plan) -> dict[str, Any]:
     request, hardware = plan.request, plan.request.hardware
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--figure: needs the bandwidth of a node's link (--inter-node)")
-    fitting = [verdict.strategy for verdict in plan.verdicts if verdict.best]
+    fitting = [option.workload.strategy for option in plan.fitting]
     known = [name for name in ("fcdp", "fsdp2") if name in fitting]
     strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
     nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
@@ -250,14 +248,13 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
     """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
     kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
     found = []
-    for verdict in plan.verdicts:
-        if verdict.best is not None:
-            option = _option(plan, verdict.best)
-            low, high = option.pop("tokens_per_s_range")
-            sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
-            flat = {key: value for key, value in option.items() if key not in kept}
-            more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
-            found.append({"strategy": verdict.strategy, **flat, **sums, **more})
+    for best in plan.fitting:
+        option = _option(plan, best)
+        low, high = option.pop("tokens_per_s_range")
+        sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
+        flat = {key: value for key, value in option.items() if key not in kept}
+        more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
+        found.append({"strategy": best.workload.strategy, **flat, **sums, **more})
     return found
 
 
@@ -272,11 +269,8 @@ def _finite(rate: float) -> float | None:
 
 def _name(option: Option) -> str:
     """The strategy, with choices of its own that are not the usual ones."""
-    workload = option.workload
-    parts = [workload.strategy]
-    if workload.policy != "host":
-        parts.append(workload.policy)
-    return ", ".join(parts)
+    of = option.workload
+    return of.strategy if of.policy == "host" else f"{of.strategy}, {of.policy}"
 
 
 def _cells(plan: Plan, option: Option) -> dict[str, str]:
