@@ -20,23 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.compute import (
-    ARCHITECTURES,
-    LAUNCH,
-    LOST,
-    PASSES,
-    SOURCES,
-    Check,
-    ComputeRecord,
-    Constant,
-    Fitted,
-    Predicted,
-    Row,
-    Run,
-    architecture,
-    run_of,
-    shares,
-)
+from simulation import compute
+from simulation.compute import Check, Constant, Fitted, Row, Run
 from simulation.emulated import Constants, MeasuredStep, emulated
 from simulation.files import now
 from simulation.hardware import scale
@@ -136,7 +121,11 @@ def _least_squares(
     """Steps that took what cores did, the constants' names, their values by some of the steps."""
     unlimited = (one for one in steps if math.isinf(one.hardware.inter_bytes_per_s))
     free = [one for one in unlimited if not one.workload.served]
-    units = _single_costs(_engines(free))
+    # Hosts on each of which only one thing takes time, by the name of the constant.
+    alone: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in ("flops", *_SHARED)}
+    for part in ("block", "step"):
+        alone |= {f"{name} {part}": {f"{part}_seconds": {name: 1.0}} for name in _engines(free)}
+    units = {name: Constants(**{"flops": math.inf, **cost}) for name, cost in alone.items()}
     if len(free) < len(units):
         raise ValueError(
             f"records: hold {len(free)} cells without a limit that ran, "
@@ -148,14 +137,6 @@ def _least_squares(
     features = (np.array(columns).T - rest[:, None]) / measured[:, None]
     target = 1 - rest / measured
     return free, [*units], lambda rows: not_negative(features[rows], target[rows])
-
-
-def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
-    """Hosts on each of which only one thing takes time, by the name of the constant."""
-    costs: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in ("flops", *_SHARED)}
-    for part in ("block", "step"):
-        costs |= {f"{name} {part}": {f"{part}_seconds": {name: 1.0}} for name in engines}
-    return {name: Constants(**{"flops": math.inf, **cost}) for name, cost in costs.items()}
 
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:
@@ -195,10 +176,10 @@ class _Usual:
 #: Attention of the second generation, forward and backward: the papers on FlashAttention-2 and 3.
 _ATTENTION: Mapping[str, float] = {"a100": 0.6, "h100": 0.37}
 _COMMON: Mapping[str, _Usual] = {
-    LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
+    compute.LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
     # Written and read by the exchange, copied into and out of its buffers.
-    PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
-    LOST: _Usual(0.15, 0.01, most=0.5, share=False),
+    compute.PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
+    compute.LOST: _Usual(0.15, 0.01, most=0.5, share=False),
 }
 _SHARES = {"products": _Usual(0.75, 0.25, most=0.95), "bytes": _Usual(0.7, 0.04, most=0.92)}
 
@@ -215,7 +196,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
 
     Raises ``ValueError`` where there are fewer runs than constants.
     """
-    named = dict.fromkeys(name for run in runs for name in shares(run.row.gpu))
+    named = dict.fromkeys(name for run in runs for name in compute.shares(run.row.gpu))
     names = [*sorted(named, key=lambda name: (name.split()[1], name)), *_COMMON]
     if len(runs) < len(names):
         raise ValueError(
@@ -246,7 +227,7 @@ def _features(run: Run) -> dict[str, float]:
     device, workload, row = run.hardware.device, run.workload, run.row
     work, tokens, layers = token_work(workload), workload.tokens, workload.model.layers
     measured = 1 / row.tokens_per_s_per_gpu
-    products, attention, nbytes = shares(row.gpu)
+    products, attention, nbytes = compute.shares(row.gpu)
     passes = layers * (2 + workload.recomputed)
     alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
     exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
@@ -255,11 +236,11 @@ def _features(run: Run) -> dict[str, float]:
         products: work.products / device.peak_flops,
         attention: work.attention / device.peak_flops,
         nbytes: moved / device.memory_bytes_per_s,
-        LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
-        PASSES: exchanged / tokens / device.memory_bytes_per_s,
+        compute.LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
+        compute.PASSES: exchanged / tokens / device.memory_bytes_per_s,
     }
     return {name: value / measured for name, value in found.items()} | {
-        LOST: scale(run.hardware.nodes)
+        compute.LOST: scale(run.hardware.nodes)
     }
 
 
@@ -283,25 +264,26 @@ def _robust(features: NDArray[np.float64], target: NDArray[np.float64], rows: in
     return found
 
 
-def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
+def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
     """Fit the bf16 rows, and check the fit; ``commit`` is the one that the record names."""
-    runs = [run_of(row) for row in rows if row.bf16]
+    runs = [compute.run_of(row) for row in rows if row.bf16]
     whole = fit(runs)
     held_out = _left_out(runs, lambda run: run.row.source)
-    kinds = _left_out(runs, lambda run: architecture(run.row.gpu))
+    kinds = _left_out(runs, lambda run: compute.architecture(run.row.gpu))
     own = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
     checks = [
         _check("all rows, fitted", runs, own),
-        _check(SOURCES, runs, held_out),
-        _check(ARCHITECTURES, runs, kinds),
+        _check(compute.SOURCES, runs, held_out),
+        _check(compute.ARCHITECTURES, runs, kinds),
     ]
     for source in dict.fromkeys(run.row.source for run in runs):
         checks.append(_check(source, [r for r in runs if r.row.source == source], held_out))
-    return ComputeRecord(
+    return compute.ComputeRecord(
         constants=_constants(runs, whole),
         checks=checks,
         predictions=[
-            Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)]) for run in runs
+            compute.Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)])
+            for run in runs
         ],
         commit=commit,
         started_at=now(),
@@ -310,7 +292,7 @@ def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
 
 def errors(rows: Iterable[Row], found: Fitted) -> Check:
     """How well the constants predict the rows in bf16. Raises ``ValueError`` where none is."""
-    runs = [run_of(row) for row in rows if row.bf16]
+    runs = [compute.run_of(row) for row in rows if row.bf16]
     if not runs:
         raise ValueError("rows: hold none in bf16")
     return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, found) for run in runs})

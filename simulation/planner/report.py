@@ -77,7 +77,10 @@ def titles(request: Request) -> tuple[str, ...]:
 
 def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
-    rows = _rows(plan)
+    alike: dict[_Cells, list[str]] = {}  # equal rows are one
+    for option in plan.fitting:
+        alike.setdefault(tuple(_cells(plan, option).items()), []).append(_name(option))
+    rows = list(alike.items())
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("strategy\n", overflow="fold")
     for title, _ in rows[0][0]:
@@ -89,8 +92,8 @@ def table(plan: Plan) -> RenderableType:
         shown[-1:] = late
     if len(rows) > len(shown):
         notes.append(Text(f"{len(rows) - len(shown)} slower ones: --csv FILE", style="dim"))
-    for cells, alike in shown:
-        first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
+    for cells, names in shown:
+        first, *others = sorted(names, key=lambda name: name != _name(plan.option))
         more = f" +{len(others)}" if others else ""
         style = "bold" if first == _name(plan.option) else ""
         grid.add_row(first + more, *dict(cells).values(), style=style)
@@ -142,14 +145,6 @@ def _next(plan: Plan) -> str:
     return "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
 
 
-def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
-    """Rows of the table without their names, and who has each: equal rows are one."""
-    rows: dict[_Cells, list[str]] = {}
-    for option in plan.fitting:
-        rows.setdefault(tuple(_cells(plan, option).items()), []).append(_name(option))
-    return list(rows.items())
-
-
 def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
     """List what strategies that do not fit lack, each lack once."""
     found: dict[str, list[str]] = {}
@@ -173,7 +168,7 @@ def _shorter(request: Request, strategy: str) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
-    return {
+    found = {
         "evidence": EVIDENCE,
         **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
@@ -191,8 +186,11 @@ def document(plan: Plan) -> dict[str, Any]:
         "recommended": plan.strategy,
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
-        **_luwu(plan),
     }
+    if request.server is None:
+        return found
+    luwu = {"luwu": plan.in_network and plan.in_network.document()}
+    return found | (luwu if plan.in_network else luwu | {"luwu_lacks": lack(request)})
 
 
 def curves(plan: Plan) -> dict[str, Any]:
@@ -233,15 +231,6 @@ def curves(plan: Plan) -> dict[str, Any]:
 def _place(hardware: Hardware) -> dict[str, float]:
     """Place of a cluster on a picture's axes."""
     return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
-
-
-def _luwu(plan: Plan) -> dict[str, Any]:
-    """LuWu's step, or none that fits; nothing where there is no server."""
-    if plan.request.server is None:
-        return {}
-    if plan.in_network is None:
-        return {"luwu": None, "luwu_lacks": lack(plan.request)}
-    return {"luwu": plan.in_network.document()}
 
 
 def rows(plan: Plan) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from baselines.registry import find, schedule_of, simulated
+from baselines.schedule import Schedule
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
 from simulation.hardware import Hardware, card
@@ -179,13 +180,11 @@ class Request(Checked):
                 policy=policy,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy in (self.policies if _chooses(strategy) else ("host",))
+            for policy in self._policies(schedule_of(strategy))
             # What computes least again comes first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]
 
-
-def _chooses(strategy: str) -> bool:
-    """Whether the cell's policy says where the strategy caches."""
-    schedule = schedule_of(strategy)
-    return schedule.cache == "policy" and schedule.policy is None
+    def _policies(self, schedule: Schedule) -> tuple[str, ...]:
+        chooses = schedule.cache == "policy" and schedule.policy is None
+        return self.policies if chooses else ("host",)
