@@ -168,7 +168,7 @@ def _shorter(request: Request, strategy: str) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
-    found = {
+    found: dict[str, Any] = {
         "evidence": EVIDENCE,
         **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
@@ -187,10 +187,11 @@ def document(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
-    if request.server is None:
-        return found
-    luwu = {"luwu": plan.in_network and plan.in_network.document()}
-    return found | (luwu if plan.in_network else luwu | {"luwu_lacks": lack(request)})
+    if request.server is not None:
+        found["luwu"] = plan.in_network and plan.in_network.document()
+        if plan.in_network is None:
+            found["luwu_lacks"] = lack(request)
+    return found
 
 
 def curves(plan: Plan) -> dict[str, Any]:
