@@ -241,15 +241,32 @@ class Step:
     def _gather(self, unit: Unit, phase: str) -> int | None:
         """The last task of the unit's gather; ``None`` if nothing has to be done."""
         # It waits for the computation before the one that is running.
-        after = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
-        name = f"{phase} gather {unit.name}"
-        tier = self._tiers.get(unit)
-        if tier is None or self._is_stale(unit, phase):
-            found = self._gather_anew(unit, name, phase, after)
+        after = begin = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
+        tier, name = self._tiers.get(unit), f"{phase} gather {unit.name}"
+        anew = tier is None or self._is_stale(unit, phase)
+        place = self._schedule.parameters if tier is None or anew else tier
+        if anew:
+            size, exchanges = self._exchanges.shard_bytes(unit), self._exchanges.gather(unit)
         else:
-            found = self._gather_from(tier, unit, name, phase, after)
-        self._latest_gather = after
-        return found
+            size, exchanges = self._exchanges.slice_bytes(unit), [self._exchanges.spread(unit)]
+            if not self._schedule.blocking:  # it is fetched ahead
+                stored = [self._stored[unit]] if unit in self._stored else []
+                begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
+        self._latest_gather = start = after
+        if place != "device":
+            if place == "disk":
+                begin = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
+            copied = self._copy_in(f"{name} copy in", size, phase, begin, shard=anew)
+            start = (copied,) if anew else (*after, copied)
+        at = None
+        for number, traffic in enumerate(exchanges):
+            stream = self._gather_stream(number)
+            whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
+            at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
+            start = (at,)
+            if anew and number == 0 and unit in self._tiers:
+                self._store(unit, phase, at)
+        return at
 
     def _is_stale(self, unit: Unit, phase: str) -> bool:
         if self._schedule.cached_for == "micro-batch":
@@ -257,43 +274,8 @@ class Step:
         outlived = unit.trained == 0 and self._schedule.cached_for == "change"
         return self._first and phase == "forward" and not outlived
 
-    def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
-        exchanges = self._exchanges.gather(unit)
-        start = after
-        if self._schedule.parameters != "device":
-            shard = self._exchanges.shard_bytes(unit)
-            if self._schedule.parameters == "disk":
-                start = (self.tasks.disk(f"{name} read", "read", shard, phase, after),)
-            start = (self._copy_in(f"{name} copy in", shard, phase, start, shard=True),)
-        at = None
-        for number, traffic in enumerate(exchanges):
-            stream = self._gather_stream(number)
-            size = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
-            at = self.tasks.exchange(name, stream, traffic, phase, start, size)
-            start = (at,)
-            if number == 0 and unit in self._tiers:
-                self._store(unit, phase, at)
-        return at
-
-    def _gather_from(
-        self, tier: str, unit: Unit, name: str, phase: str, after: tuple[int, ...]
-    ) -> int:
-        start = after
-        if tier in ("host", "disk"):
-            size = self._exchanges.slice_bytes(unit)
-            stored = [self._stored[unit]] if unit in self._stored else []
-            begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
-            if self._schedule.blocking:
-                begin = after
-            if tier == "disk":
-                begin = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
-            start = (*after, self._copy_in(f"{name} copy in", size, phase, begin))
-        stream, traffic = self._gather_stream(0), self._exchanges.spread(unit)
-        whole = self._exchanges.gathered_bytes(unit)
-        return self.tasks.exchange(name, stream, traffic, phase, start, whole)
-
     def _copy_in(
-        self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool = False
+        self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool
     ) -> int:
         stream = "copy in"
         if self._schedule.blocking:
