@@ -231,21 +231,6 @@ def points() -> list[Point]:
 
 def settle(point: Point, commit: str | None) -> BoundRecord:
     """Answer a point by the closed form; ``commit`` is the one that the record names."""
-    return BoundRecord(
-        point=point,
-        parameters=point.parameters,
-        free_bytes=point.free_bytes(),
-        tokens=point.tokens(),
-        hfu_bound=point.hfu_bound,
-        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
-        best_mfu=max(found.mfu for found in point.grid()),
-        gains=_gains(point),
-        commit=commit,
-        started_at=now(),
-    )
-
-
-def _gains(point: Point) -> Gains:
     faster, larger, longer = (
         point.model_copy(update=change)
         for change in (
@@ -257,9 +242,20 @@ def _gains(point: Point) -> Gains:
     short, long = point.estimate(), longer.estimate()
     assert short is not None, "all of the paper's models fit"
     assert long is not None, "with longer sequences too"
-    return Gains(
-        twice_bandwidth=faster.hfu_bound / point.hfu_bound,
-        twice_free_memory=larger.hfu_bound / point.hfu_bound,
-        longer_sequences=longer.hfu_bound / point.hfu_bound,
-        longer_sequences_tokens_per_s=long.tokens_per_gpu_s / short.tokens_per_gpu_s,
+    return BoundRecord(
+        point=point,
+        parameters=point.parameters,
+        free_bytes=point.free_bytes(),
+        tokens=point.tokens(),
+        hfu_bound=point.hfu_bound,
+        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
+        best_mfu=max(found.mfu for found in point.grid()),
+        gains=Gains(
+            twice_bandwidth=faster.hfu_bound / point.hfu_bound,
+            twice_free_memory=larger.hfu_bound / point.hfu_bound,
+            longer_sequences=longer.hfu_bound / point.hfu_bound,
+            longer_sequences_tokens_per_s=long.tokens_per_gpu_s / short.tokens_per_gpu_s,
+        ),
+        commit=commit,
+        started_at=now(),
     )

@@ -240,20 +240,15 @@ class ComputeRecord(Strict):
         return next(check for check in self.checks if check.what == what)
 
 
-def read(path: Path = RECORD) -> ComputeRecord:
-    """Read the record. Raises ``ValueError`` for a file of another form."""
-    return ComputeRecord.model_validate_json(path.read_bytes())
-
-
 @cache
-def record() -> ComputeRecord:
+def read() -> ComputeRecord:
     """The committed fit."""
-    return read()
+    return ComputeRecord.model_validate_json(RECORD.read_bytes())
 
 
 def rates_of(device: Gpu) -> Rates:
     """The rates of the GPU, with their range and what they rest on; raises as ``card``."""
-    known = record()
+    known = read()
     rates = known.fitted().rates(device)
     if rates.basis == "fitted":
         check = known.check(SOURCES)
@@ -269,7 +264,7 @@ def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
     All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
     that the fit had not seen do.
     """
-    check, rates = record().check(SOURCES), rates_of(device)
+    check, rates = read().check(SOURCES), rates_of(device)
     times = rates.seconds(work) / seconds
     measured = rates.faster(times, times, "preflight's block")
     return replace(measured, lowest=check.lowest, highest=check.highest)

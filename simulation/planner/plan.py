@@ -70,7 +70,11 @@ def plan(request: Request) -> Plan | None:
     """
     if request.usual_length is not None:
         request = _at_length(request)
-    verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
+    ranks = request.hardware.ranks_per_node
+    verdicts = sorted(
+        search(request),
+        key=lambda one: (-one.best.tokens_per_s if one.best else 0.0, one.shortfall.of_node(ranks)),
+    )
     found = {one.strategy: one.best for one in verdicts if one.best is not None}
     if not found:
         return None
@@ -111,12 +115,6 @@ def replicates(strategy: str) -> bool:
 def waits_for(option: Option) -> str:
     """Words for what the option's step waits for longest."""
     return _WAITS[option.bottleneck]
-
-
-def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
-    if verdict.best is not None:
-        return (-verdict.best.tokens_per_s, 0.0)
-    return (0.0, verdict.shortfall.of_node(request.hardware.ranks_per_node))
 
 
 def _plainness(strategy: Strategy) -> tuple[int, int]:

@@ -104,7 +104,10 @@ def table(plan: Plan) -> RenderableType:
     )
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     notes += _notes(plan)
-    return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
+    then = "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
+    if plan.request.hardware.rates.basis.startswith("preflight"):
+        then = "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
+    return Group(*head, Text(), grid, Text(), *notes, advice, Text(then, style="dim"))
 
 
 def _notes(plan: Plan) -> Iterator[Text]:
@@ -136,13 +139,6 @@ def _notes(plan: Plan) -> Iterator[Text]:
     measured = quality.committed()
     if exact is not None and full and measured is not None and (said := measured.of(exact)):
         yield Text(said)
-
-
-def _next(plan: Plan) -> str:
-    """The next command to run."""
-    if plan.request.hardware.rates.basis.startswith("preflight"):
-        return "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
-    return "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
 
 
 def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:

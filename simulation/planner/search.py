@@ -10,8 +10,7 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
 
-from simulation import prediction
-from simulation.compute import SOURCES, record
+from simulation import compute, prediction
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
 from simulation.planner.request import Request
@@ -33,7 +32,6 @@ _SIMULATED = 3
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
-_COMPUTE = ("compute",)
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -154,10 +152,10 @@ def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     hardware, rates = request.hardware, request.hardware.rates
     measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
-    compute = computed_range(option.workload, hardware, request.kernels, request.attention)
+    computed = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
         sum(
-            seconds / (compute[end] if name in _COMPUTE else links[end])
+            seconds / (computed[end] if name == "compute" else links[end])
             for name, seconds in option.waits_seconds.items()
         )
         for end in (0, 1)
@@ -186,7 +184,7 @@ def tie() -> float:
     Two that err independently by the median error of sources left out differ by √2 times that: so
     whichever source is left out, it is the same that are tied or ahead (a test has examples).
     """
-    return math.sqrt(2) * record().check(SOURCES).median
+    return math.sqrt(2) * compute.read().check(compute.SOURCES).median
 
 
 def rests_on(hardware: Hardware) -> str:
