@@ -35,6 +35,7 @@ _SETTLED = 6
 _ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in get_args(Place)}
 #: Bytes of the entries of one rank's cache, by tier.
 CacheBytes = Mapping[Place, float]
+Tiers = Mapping[Unit, Place]
 
 
 @dataclass(frozen=True)
@@ -273,14 +274,6 @@ def _positive(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The tier of each unit's entry, and what the entries take of a rank's memory."""
-
-    tiers: Mapping[Unit, Place]
-    cache: CacheBytes
-
-
 @dataclass(frozen=True, eq=False)
 class _PolicyUnit:
     """A unit as ``fcdp.cache.policy`` looks at it."""
@@ -292,17 +285,17 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, units: Layout, hardware: Hardware) -> Placement:
-    """Place the units' entries as the strategy or its policy does.
+def place(workload: Workload, units: Layout, hardware: Hardware) -> tuple[Tiers, CacheBytes]:
+    """The tier of each unit's entry, and what they take, as the strategy or its policy places them.
 
     Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
     """
     schedule = workload.schedule
     if schedule.cache is None or hardware.nodes == 1:
-        return Placement({}, {})
+        return {}, {}
     if schedule.cache != "policy":  # a vendor's, which has the rank's own shard in it
         whole = workload.parameters * workload.element_bytes / hardware.ranks_per_node
-        return Placement(dict.fromkeys(units.units, schedule.cache), {schedule.cache: whole})
+        return dict.fromkeys(units.units, schedule.cache), {schedule.cache: whole}
     return _by_policy(schedule.policy or workload.policy, workload, units, hardware)
 
 
@@ -314,7 +307,9 @@ def check_policy(text: str) -> None:
         parse(text)
 
 
-def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware) -> Placement:
+def _by_policy(
+    text: str, workload: Workload, units: Layout, hardware: Hardware
+) -> tuple[Tiers, CacheBytes]:
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
@@ -344,7 +339,7 @@ def _by_policy(text: str, workload: Workload, units: Layout, hardware: Hardware)
             sizes[tiers[unit]] += size
         if guarded and tiers.get(unit) == "device":
             sizes["host"] += size  # the arena has room for every unit
-    return Placement(tiers, sizes)
+    return tiers, sizes
 
 
 def _by_usage(

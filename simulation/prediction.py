@@ -10,7 +10,7 @@ from typing import Any, Literal
 from simulation import luwu
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
-from simulation.memory import Footprint, Placement, footprint, place
+from simulation.memory import Footprint, Tiers, footprint, place
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks, Timeline
@@ -66,11 +66,11 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
     return _placed(workload, hardware)[2]
 
 
-def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Placement, Footprint]:
+def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Tiers, Footprint]:
     """The units, where their entries are kept, and the memory that all of it takes."""
     units = layout(workload, *hardware.shape)
-    placement = place(workload, units, hardware)
-    return units, placement, footprint(workload, units, hardware, placement.cache)
+    tiers, cache = place(workload, units, hardware)
+    return units, tiers, footprint(workload, units, hardware, cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -120,13 +120,13 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     if workload.served:
         return with_server(workload, hardware, like(hardware))
     schedule = workload.schedule
-    units, placement, needs = _placed(workload, hardware)
+    units, tiers, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))
     if schedule.cycle == "turns":  # or take turns,
         return Built(workload, hardware, needs, turns(workload, hardware))
     # or do the same at once.
-    return Built(workload, hardware, needs, Step(workload, units, placement, hardware).build())
+    return Built(workload, hardware, needs, Step(workload, units, tiers, hardware).build())
 
 
 def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:

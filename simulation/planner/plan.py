@@ -161,8 +161,8 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     """A clause about the chosen strategy next to plain ZeRO-3."""
     base = found.get("fsdp2")
     if strategy == "fsdp2" or base is None:
-        share = f"{chosen.bottleneck_share:.0%}"
-        return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
+        share = chosen.waits_seconds[chosen.bottleneck] / chosen.step_seconds
+        return f"{strategy} waits for {waits_for(chosen)} in {share:.0%} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"
     text = f"{strategy} trains {many} tokens a second as fsdp2"

@@ -220,14 +220,16 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     """
     # Sequences of one length everywhere: offers are compared.
     request = replace(request, usual_length=None)
-    priced = [one for one in instances if one.prices]
-    by_cost = sorted(priced, key=lambda one: _least_cost(request, one))
+    #: What each costs at least, if it computes and does nothing else.
+    priced = [
+        (min(one.prices) * _least_hours(request, one), one) for one in instances if one.prices
+    ]
     found: list[Offer] = []
     left_out: dict[str, list[str]] = {why: [] for why in WHY}
     left_out["unpriced"] = [one.name for one in instances if not one.prices]
     soonest: list[Offer] = []
-    for instance in by_cost:
-        if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
+    for least, instance in sorted(priced, key=lambda pair: pair[0]):
+        if len(found) >= MOST and least > found[MOST - 1].cost:
             left_out["dearer"].append(instance.name)
             continue
         offers, late, why = _try(request, instance, within_hours)
@@ -323,10 +325,6 @@ def _least_hours(request: Request, instance: Instance) -> float:
         for point in simplest.workloads()
     )
     return request.tokens * seconds / hardware.world_size / 3600
-
-
-def _least_cost(request: Request, instance: Instance) -> float:
-    return min(instance.prices) * _least_hours(request, instance)
 
 
 def table(market: Market, request: Request, within_hours: float | None) -> RenderableType:

@@ -60,11 +60,6 @@ class Option:
         return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
 
     @property
-    def bottleneck_share(self) -> float:
-        """Share of the step that it waits for the bottleneck."""
-        return self.waits_seconds[self.bottleneck] / self.step_seconds
-
-    @property
     def sent_bytes_per_token(self) -> float:
         """Bytes that one node sends to others per token of the whole cluster."""
         return self.inter_node_bytes / (self.tokens_per_s * self.step_seconds)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware, Work
-from simulation.memory import Placement
+from simulation.memory import Tiers
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Exchanges, Traffic
 from simulation.units import Layout, Segment, Unit
@@ -148,14 +148,12 @@ def _rate(hardware: Hardware) -> float:
 class Step:
     """Builds the tasks of one steady step: caches hold what the step before has left."""
 
-    def __init__(
-        self, workload: Workload, units: Layout, placement: Placement, hardware: Hardware
-    ) -> None:
+    def __init__(self, workload: Workload, units: Layout, tiers: Tiers, hardware: Hardware) -> None:
         self.tasks = Tasks(hardware)
         self._workload = workload
         self._schedule = schedule = workload.schedule
         self._units = units
-        self._tiers = placement.tiers
+        self._tiers = tiers
         self._hardware = hardware
         self._exchanges = Exchanges(workload, hardware)
         self._gloo = hardware.backend == "gloo"
