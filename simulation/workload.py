@@ -372,9 +372,8 @@ def kept_bytes(workload: Workload) -> float:
 
 def loss_bytes(workload: Workload) -> int:
     """Bytes per token and word of the vocabulary when the loss is differentiated."""
-    if workload.kernels == "fused":
-        return 2 * workload.element_bytes  # logits and their gradient
-    return _LOSS_BYTES
+    # Of a fused one these are the logits and their gradient.
+    return 2 * workload.element_bytes if workload.kernels == "fused" else _LOSS_BYTES
 
 
 def _scores(workload: Workload) -> int:

@@ -228,13 +228,11 @@ class Slots(Tasks):
         steady = every.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
         begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
-        comes = [
-            at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self._shown_rank
-        ]
+        coming = [m for m in self._messages if m.target == self._shown_rank]
+        comes = {at[_key(m, _SHOWN - m.later)] for m in coming}
         waits = {*_path(every, last, begin), *comes, *own} - {last}
         # A message from the same node may be of the step before: it is received once per step.
-        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self._shown_rank}
-        counted = {*own} - received | {*comes}
+        counted = {*own} - {at[_key(m, _SHOWN)] for m in coming} | comes
         # In the order of all: of two that end at once, the same is waited for. What ends last is to
         # be the rank's own slot.
         shown = [*sorted(waits), last]
@@ -290,11 +288,8 @@ class Slots(Tasks):
 
     def _clock(self, key: Key) -> int:
         what, step, rank, number = key
-        if what == "slot":
-            slot = 2 * rank + number
-        elif what in ("update", "forward"):
-            slot = forward_slot(rank, number)
-        else:
+        slot = forward_slot(rank, number)
+        if what not in ("slot", "update", "forward"):
             slot = backward_slot(rank, number, self._cycle.stages)
         return 2 * self._cycle.ranks * step + slot
 
@@ -314,8 +309,7 @@ def _key(message: Message, step: int) -> Key:
 
 def _within(span: Span, begin: float, end: float) -> Span:
     """A span in seconds from ``begin``, cut at both ends."""
-    start, stop = (min(max(moment, begin), end) - begin for moment in (span.start, span.end))
-    return Span(start, stop)
+    return Span(*(min(max(moment, begin), end) - begin for moment in span))
 
 
 def in_slot(slot: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
