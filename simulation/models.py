@@ -100,9 +100,8 @@ def find(name: str) -> ModelSpec:
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A configuration, where it is from, and how the model was trained."""
+    """A configuration, and how the model was trained."""
 
-    hub: str
     parameters: int
     #: Tokens per sequence in most of its training, at most 8,192: ours where it was more.
     training_length: int
@@ -115,7 +114,6 @@ _ABOUT = ("name", "hub", "parameters", "training_length")
 
 PUBLIC_MODELS = {
     row["name"]: PublicModel(
-        row["hub"],
         int(row["parameters"]),
         int(row["training_length"]),
         {
