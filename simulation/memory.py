@@ -104,10 +104,8 @@ def footprint(
     schedule, element = workload.schedule, workload.element_bytes
     held = _held(workload, hardware)
     on_device = schedule.optimizer == "device"
-    device: dict[str, float] = {}
-    host: dict[str, float] = {}
-    disk: dict[str, float] = {}
-    places = {"device": device, "host": host, "disk": disk}
+    places: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
+    device, host, disk = places.values()
     for name, nbytes, place in (
         ("parameters", held.parameters, schedule.parameters),
         ("gradients", held.gradients, "device" if on_device else "host"),
@@ -331,7 +329,7 @@ def _by_policy(
             tiers = _by_usage(decided, seen, workload, units, hardware)
         else:
             preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
-            tiers = {unit: tiers[0] for unit, tiers in preferred if tiers}
+            tiers = {unit: order[0] for unit, order in preferred if order}
     sizes: dict[Place, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
