@@ -42,11 +42,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
     matrices, vectors = _parts(name, blocks[0], made)
     width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
-    outside = {
-        id(parameter): parameter
-        for path, parameter in model.named_parameters()
-        if not path.startswith(f"{prefix}.")
-    }
+    outside = [one for path, one in model.named_parameters() if not path.startswith(f"{prefix}.")]
     attention = tuple(m.name for m in matrices if _ATTENTION.search(m.name))
     inside = [matrix for matrix in matrices if matrix.name not in attention]
     most = max((m.experts for m in inside if m.outputs == width), default=None)
@@ -74,7 +70,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         active_experts=down.active,
         counted_matrices=tuple(matrices),
         counted_attention=attention,
-        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside.values()),
+        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside),
     )
 
 

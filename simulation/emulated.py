@@ -121,13 +121,8 @@ class Comparison:
     def bytes_agree(self) -> bool:
         """Whether the bytes differ by no more than protocol overhead."""
         step = self.measured
-        return framing.agree(
-            step.workload,
-            step.hardware.nodes,
-            step.hardware.ranks_per_node,
-            predicted=self.inter_node_bytes,
-            counted=step.inter_node_bytes,
-        )
+        sent = {"predicted": self.inter_node_bytes, "counted": step.inter_node_bytes}
+        return framing.agree(step.workload, *step.hardware.shape, **sent)
 
     @property
     def counted_share(self) -> float:
