@@ -306,12 +306,9 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
     whole = request.sequences_per_rank
-    if whole is None:
-        sizes = request.micro_batches or (1,)
-        return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]
-    sizes = request.micro_batches or _divisors(whole)
+    sizes = request.micro_batches or ((1,) if whole is None else _divisors(whole))
     return [
-        replace(point, micro_batch=size, accumulation=whole // size)
+        replace(point, micro_batch=size, accumulation=1 if whole is None else whole // size)
         for size in sorted(sizes, reverse=True)
     ]
 

@@ -131,13 +131,8 @@ def _sizes(request: Request) -> tuple[int, ...]:
 def _fitting(request: Request) -> Iterator[Workload]:
     """All that is to be tried and fits."""
     hardware = request.hardware
-    seen = set()
-    for given in request.workloads():
-        point = replace(given, strategy=LUWU, policy="host", cached=False)
-        shape = point.sequence_length, point.recomputed, point.checkpointing
-        if shape in seen:
-            continue
-        seen.add(shape)
+    points = (replace(one, strategy=LUWU, policy="host") for one in request.workloads())
+    for point in dict.fromkeys(points):
         for cached in (False,) if request.lora_rank is None else (True, False):
             tried = replace(point, cached=cached)
             for size in _sizes(request) or (largest_micro_batch(tried, hardware),):
@@ -176,12 +171,11 @@ def out_of_core(request: Request) -> OutOfCore | None:
 
 def _best(request: Request) -> OutOfCore | None:
     sizes = sorted(_sizes(request) or _BATCHES)
-    full = {"recomputed": 1.0, "checkpointing": "full"}
-    by_length = {
-        point.sequence_length: replace(point, strategy="fsdp2", **full)  # type: ignore[arg-type]
-        for point in request.workloads()
-    }
-    points = [replace(one, micro_batch=size) for one in by_length.values() for size in sizes]
+    alike = (
+        replace(one, strategy="fsdp2", policy="host", recomputed=1.0, checkpointing="full")
+        for one in request.workloads()
+    )
+    points = [replace(one, micro_batch=n) for one in dict.fromkeys(alike) for n in sizes]
     found = [made for one in points if (made := _fuyou(one, request.hardware)) is not None]
     fastest = max((made.tokens_per_s for made in found), default=0.0)
     return next((made for made in found if made.tokens_per_s >= _CLOSE * fastest), None)
