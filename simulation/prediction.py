@@ -184,17 +184,17 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
         for row, stream in enumerate(streams)
     ]
-    for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True)):
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": streams.index(task.stream),
-                "name": task.name,
-                "cat": "critical" if index in critical else "other",
-                "ts": span.start * _MICROSECONDS,
-                "dur": (span.end - span.start) * _MICROSECONDS,
-                "args": {f"{name}_seconds": used for name, used in task.demands.items()},
-            }
-        )
+    events += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": streams.index(task.stream),
+            "name": task.name,
+            "cat": "critical" if index in critical else "other",
+            "ts": span.start * _MICROSECONDS,
+            "dur": (span.end - span.start) * _MICROSECONDS,
+            "args": {f"{name}_seconds": used for name, used in task.demands.items()},
+        }
+        for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True))
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"evidence": "simulated"}}

@@ -322,11 +322,6 @@ class Step:
 
 def _over_turn(units: Layout, parameters: float) -> frozenset[Unit]:
     """The last units of forward, up to so many parameters."""
-    found: set[Unit] = set()
-    for segment in reversed(units.segments):
-        for unit in segment.units:
-            parameters -= unit.parameters
-            if parameters < 0:
-                return frozenset(found)
-            found.add(unit)
-    return frozenset(found)
+    last = [unit for segment in reversed(units.segments) for unit in segment.units]
+    sums = accumulate(unit.parameters for unit in last)
+    return frozenset(unit for unit, sum_ in zip(last, sums, strict=True) if sum_ <= parameters)
