@@ -113,7 +113,12 @@ def table(plan: Plan) -> RenderableType:
 def _notes(plan: Plan) -> Iterator[Text]:
     """Lines on what the table does not have."""
     request, workload = plan.request, plan.option.workload
-    for what, names in _lacks(plan):
+    lacks: dict[str, list[str]] = {}  # each lack once
+    for verdict in plan.verdicts:
+        if verdict.best is None:
+            what = lacking(verdict.shortfall) + _shorter(request, verdict.strategy)
+            lacks.setdefault(what, []).append(verdict.strategy)
+    for what, names in lacks.items():
         verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
         yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
     left_out = [name for name in request.strategies if name not in request.answered]
@@ -139,16 +144,6 @@ def _notes(plan: Plan) -> Iterator[Text]:
     measured = quality.committed()
     if exact is not None and full and measured is not None and (said := measured.of(exact)):
         yield Text(said)
-
-
-def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
-    """List what strategies that do not fit lack, each lack once."""
-    found: dict[str, list[str]] = {}
-    for verdict in plan.verdicts:
-        if verdict.best is None:
-            what = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
-            found.setdefault(what, []).append(verdict.strategy)
-    return list(found.items())
 
 
 def _shorter(request: Request, strategy: str) -> str:
