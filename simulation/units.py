@@ -86,7 +86,8 @@ def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
 
 @lru_cache(maxsize=_REMEMBERED)
 def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
-    return _Model(workload, nodes, ranks_per_node).layout()
+    model = _Model(workload, nodes, ranks_per_node)
+    return model.by_matrix() if workload.schedule.unit == "matrix" else model.by_block()
 
 
 class _Model:
@@ -103,10 +104,7 @@ class _Model:
         lora = workload.lora
         self._adapter_rows = [] if lora is None else workload.model.adapter_rows(lora)
 
-    def layout(self) -> Layout:
-        return self._by_matrix() if self._schedule.unit == "matrix" else self._by_block()
-
-    def _by_block(self) -> Layout:
+    def by_block(self) -> Layout:
         model = self._workload.model
         apart = self._schedule.apart and not self._full
         adapters = self._adapters() if apart else {}
@@ -122,7 +120,8 @@ class _Model:
             segments.append(Segment(name, *passes, units, block=True))
         root, workload = self._root(), self._workload
         replicated = (workload.parameters, workload.trained) if self._whole else (0, 0)
-        return Layout(root, tuple(segments), self._head(root), *replicated)
+        head = Segment("head", *head_work(workload), (root,))
+        return Layout(root, tuple(segments), head, *replicated)
 
     def _gathered(self, rows: list[Rows]) -> int:
         if self._whole:
@@ -134,9 +133,6 @@ class _Model:
         gathered = self._gathered(rows)
         trained = gathered if self._full else 0
         return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
-
-    def _head(self, root: Unit) -> Segment:
-        return Segment("head", *head_work(self._workload), (root,))
 
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
@@ -151,7 +147,7 @@ class _Model:
             units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
         return units
 
-    def _by_matrix(self) -> Layout:
+    def by_matrix(self) -> Layout:
         """DeepSpeed's layout: a unit per matrix; vectors and adapters are below its threshold.
 
         Their changes reach all ranks by a gather after each step.
@@ -178,4 +174,5 @@ class _Model:
         adapters = model.layers * workload.block_adapters
         trained = vectors if self._full else adapters
         root = self._root()
-        return Layout(root, tuple(segments), self._head(root), vectors + adapters, trained)
+        head = Segment("head", *head_work(workload), (root,))
+        return Layout(root, tuple(segments), head, vectors + adapters, trained)

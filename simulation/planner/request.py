@@ -33,8 +33,6 @@ _SHORTEST = 512
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Engines that are known to replicate or gather 4-bit weights.
 GATHERS_FOUR_BITS = ("ddp", "fsdp2")
-#: Schedules that no plan has, as ``planned`` says.
-_NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
 
 
 def planned() -> tuple[str, ...]:
@@ -106,7 +104,8 @@ class Request(Checked):
         for strategy in self.strategies:
             if schedule_of(strategy).cycle is not None:
                 raise ValueError(
-                    f"strategy = {strategy!r}: is not planned: {_NOT_PLANNED}; allowed are "
+                    f"strategy = {strategy!r}: is not planned: its ranks train with parameters a "
+                    "step old, and send no less than DDP or ZeRO-3 do; allowed are "
                     f"{', '.join(planned())}"
                 )
         for policy in self.policies:
