@@ -111,14 +111,16 @@ class Built:
     begin: int = 0
 
 
-def build(workload: Workload, hardware: Hardware) -> Built:
+def build(workload: Workload, hardware: Hardware, server: Server | None = None) -> Built:
     """The workload's step on this hardware; raises as ``predict``."""
     if hardware.backend == "nccl" and workload.element_bytes != 2:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
     if workload.served:
-        return with_server(workload, hardware, like(hardware))
+        needs = luwu.footprint(workload, hardware)
+        steps = luwu.steps(workload, hardware, server or like(hardware))
+        return Built(workload, hardware, needs, *steps)
     schedule = workload.schedule
     units, tiers, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
@@ -129,20 +131,13 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     return Built(workload, hardware, needs, Step(workload, units, tiers, hardware).build())
 
 
-def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:
-    """LuWu's step with this server; raises as ``predict``."""
-    needs = luwu.footprint(workload, hardware)
-    tasks, begin = luwu.steps(workload, hardware, server)
-    return Built(workload, hardware, needs, tasks, begin)
-
-
-def predict(workload: Workload, hardware: Hardware) -> Prediction:
-    """Simulate one steady step.
+def predict(workload: Workload, hardware: Hardware, server: Server | None = None) -> Prediction:
+    """Simulate one steady step; LuWu's server is as a node where no other is given.
 
     Raises ``ValueError`` for a strategy that does not exist or is not simulated yet, for a policy
     or codec that does not exist, and for fp32 on GPUs, whose rates are those of bf16.
     """
-    return simulate_built(build(workload, hardware))
+    return simulate_built(build(workload, hardware, server))
 
 
 def simulate_built(built: Built) -> Prediction:

@@ -17,7 +17,7 @@ from baselines.settings import FuyouSettings
 from simulation.hardware import Hardware
 from simulation.luwu import GENERATIONS, LUWU, Server, files_bytes
 from simulation.planner.request import Request
-from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
+from simulation.prediction import Prediction, fits, largest_micro_batch, predict
 from simulation.workload import (
     FP32,
     STATE_BYTES,
@@ -106,10 +106,7 @@ def in_network(request: Request) -> InNetwork | None:
     server, hardware = request.server, request.hardware
     if server is None or request.four_bits:
         return None
-    found = [
-        InNetwork(point, simulate_built(with_server(point, hardware, server)), server)
-        for point in _fitting(request)
-    ]
+    found = [InNetwork(p, predict(p, hardware, server), server) for p in _fitting(request)]
     return max(found, key=lambda made: made.prediction.tokens_per_s, default=None)
 
 
