@@ -78,10 +78,10 @@ class Instance(Strict):
         return f"{self.provider} {self.instance}"
 
     @property
-    def prices(self) -> list[float]:
-        """Dollars per hour, of those that are known."""
-        known = (self.list_usd_per_hour, self.spot_usd_per_hour)
-        return [price for price in known if price is not None]
+    def prices(self) -> dict[bool, float]:
+        """Dollars per hour, of those that are known, by whether they are of spot instances."""
+        known = {False: self.list_usd_per_hour, True: self.spot_usd_per_hour}
+        return {spot: price for spot, price in known.items() if price is not None}
 
     def sized(self) -> Iterator[Instance]:
         """The instance, and the pods that there are of it."""
@@ -173,9 +173,7 @@ class Offer:
     @property
     def price(self) -> float:
         """Dollars per hour of all nodes."""
-        one = self.instance.spot_usd_per_hour if self.spot else self.instance.list_usd_per_hour
-        assert one is not None, "an offer has a price"
-        return one * self.hardware.nodes
+        return self.instance.prices[self.spot] * self.hardware.nodes
 
     @property
     def hours(self) -> float:
@@ -222,7 +220,9 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     request = replace(request, usual_length=None)
     #: What each costs at least, if it computes and does nothing else.
     priced = [
-        (min(one.prices) * _least_hours(request, one), one) for one in instances if one.prices
+        (min(one.prices.values()) * _least_hours(request, one), one)
+        for one in instances
+        if one.prices
     ]
     found: list[Offer] = []
     left_out: dict[str, list[str]] = {why: [] for why in WHY}
@@ -291,11 +291,10 @@ def _try(
     even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
     offers: list[Offer] = []
     late: list[Offer] = []
-    for spot, price in ((False, instance.list_usd_per_hour), (True, instance.spot_usd_per_hour)):
+    for spot in instance.prices:
         made: list[Offer] = []
-        for answer in filter(None, map(planned, even if price is not None else ())):
-            hardware = answer.request.hardware
-            share = goodput.of(answer.option.workload, hardware, spot=spot)
+        for answer in filter(None, map(planned, even)):
+            share = goodput.of(answer.option.workload, answer.request.hardware, spot=spot)
             made.append(Offer(instance, answer, spot, share))
             if within_hours is None or made[-1].hours <= within_hours:
                 offers.append(made[-1])
