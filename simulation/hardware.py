@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import add
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from simulation import checks
@@ -62,15 +61,13 @@ class Fabric:
     most_bits_per_s: float = inf
 
 
-FABRICS: Mapping[str, Fabric] = MappingProxyType(
-    {
-        "tcp": Fabric(50e-6, LINK_EFFICIENCY, 25e9),
-        "roce": Fabric(10e-6, 0.85),
-        "infiniband": Fabric(6e-6, 0.9),
-        "efa": Fabric(25e-6, 0.7),
-        "unknown": Fabric(15e-6, LINK_EFFICIENCY),
-    }
-)
+FABRICS: Mapping[str, Fabric] = {
+    "tcp": Fabric(50e-6, LINK_EFFICIENCY, 25e9),
+    "roce": Fabric(10e-6, 0.85),
+    "infiniband": Fabric(6e-6, 0.9),
+    "efa": Fabric(25e-6, 0.7),
+    "unknown": Fabric(15e-6, LINK_EFFICIENCY),
+}
 
 
 @dataclass(frozen=True)

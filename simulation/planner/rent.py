@@ -101,17 +101,14 @@ class Instance(Strict):
     def cluster(self, nodes: int) -> Hardware:
         """So many of them, by data sheets, fitted rates and what cards report."""
         memory = self.host_memory_gib
-        return with_rates(
-            reported(
-                cluster(
-                    self.gpu,
-                    nodes=nodes,
-                    ranks_per_node=self.gpus,
-                    inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
-                    host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
-                )
-            )
+        found = cluster(
+            self.gpu,
+            nodes=nodes,
+            ranks_per_node=self.gpus,
+            inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
+            host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
         )
+        return with_rates(reported(found))
 
 
 def read(source: str | Path) -> list[Instance]:
