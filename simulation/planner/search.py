@@ -71,14 +71,6 @@ def most_tokens_per_s(built: Built) -> float:
     return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
-def most_crossing_per_s(built: Built) -> float:
-    """Tokens per second that the bytes between nodes alone allow."""
-    sent = sum(built.tasks.moved_bytes.get("inter_node", {}).values())
-    seconds = sent / built.hardware.inter_bytes_per_s
-    tokens = built.hardware.world_size * built.workload.tokens * built.workload.accumulation
-    return tokens / seconds if seconds else math.inf
-
-
 def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
     """Tokens per second that computation alone allows."""
     seconds = hardware.seconds(token_work(workload))
@@ -260,20 +252,15 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     """Simulate, the most promising first, until no other can be faster; in the order given.
 
-    Bounds by computation alone are cheap, and those by the bytes between nodes, which are the same
-    whatever is recomputed; one by all resources is found of those alone that come next by these.
+    Bounds by computation alone are cheap; one by all resources is found of those alone that come
+    next by these.
     """
     found: dict[int, Option] = {}
     built: dict[int, Built] = {}
-    crossing: dict[Workload, float] = {}
     waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
-        alike = replace(fitting[at], recomputed=0.0, checkpointing="full", micro_batch=1)
-        if (limit := -fitting[at].micro_batch * crossing.get(alike, math.inf)) > bound:
-            heappush(waiting, (limit, at))
-            continue
         # A simpler one, which comes earlier, is taken even if it is a little slower.
         margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
         options = zip(found.values(), margins, strict=True)
@@ -283,8 +270,6 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
             found[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
-            if fitting[at].policy == "host":  # others may store what memory leaves room for
-                crossing[alike] = most_crossing_per_s(built[at]) / fitting[at].micro_batch
             heappush(waiting, (-most_tokens_per_s(built[at]), at))
     return tuple(found[at] for at in sorted(found))
 
