@@ -11,8 +11,6 @@ from simulation.workload import FP32, Workload
 _MOMENTS = 8
 #: Messages that a rank has in hand: two that come, two that go.
 _MESSAGES = 4
-#: A stage's gradients, and the same end to end.
-_GRADIENTS = 2 * FP32
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def held(workload: Workload, ranks: int) -> Held:
         versions += share * own
     return Held(
         parameters,
-        _GRADIENTS * largest,
+        2 * FP32 * largest,  # and the same end to end
         _MOMENTS * largest,
         FP32 * largest,
         versions=versions,

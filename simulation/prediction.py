@@ -17,9 +17,6 @@ from simulation.step.tasks import Tasks, Timeline
 from simulation.units import Layout, layout
 from simulation.workload import Workload, token_work
 
-#: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
-#: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
-Moved = Mapping[str, Mapping[str, float]]
 _MICROSECONDS = 1e6
 
 
@@ -41,7 +38,9 @@ class Prediction:
     #: Share of the step that each resource was in full use. PCIe counts for both of its directions
     #: what the network and the exchanges inside the node use of it.
     busy: Mapping[str, float]
-    moved_bytes: Moved
+    #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host,
+    #: disk) and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
+    moved_bytes: Mapping[str, Mapping[str, float]]
     footprint: Footprint
     timeline: Timeline
     #: Bytes by link and direction of a strategy with a server, and messages to the server.

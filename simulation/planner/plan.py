@@ -95,11 +95,10 @@ def _at_length(request: Request) -> Request:
     lengths = (request, *request.shorter())
     schedules = ((name, schedule_of(name)) for name in request.strategies)
     kept = tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
+    found = None
     if request.lora_rank is not None and kept:
-        for one in lengths:
-            if fits(replace(one, strategies=kept)):
-                return one
-    return next(filter(fits, lengths), request)
+        found = next((one for one in lengths if fits(replace(one, strategies=kept))), None)
+    return found or next(filter(fits, lengths), request)
 
 
 def differs(strategy: str) -> bool:
@@ -110,11 +109,6 @@ def differs(strategy: str) -> bool:
 def replicates(strategy: str) -> bool:
     """Whether what is frozen is whole on each rank or each node, so that it never crosses nodes."""
     return schedule_of(strategy).shards in ("rank", "node")
-
-
-def waits_for(option: Option) -> str:
-    """Words for what the option's step waits for longest."""
-    return _WAITS[option.bottleneck]
 
 
 def _plainness(strategy: Strategy) -> tuple[int, int]:
@@ -162,7 +156,7 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     base = found.get("fsdp2")
     if strategy == "fsdp2" or base is None:
         share = chosen.waits_seconds[chosen.bottleneck] / chosen.step_seconds
-        return f"{strategy} waits for {waits_for(chosen)} in {share:.0%} of its step"
+        return f"{strategy} waits for {_WAITS[chosen.bottleneck]} in {share:.0%} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"
     text = f"{strategy} trains {many} tokens a second as fsdp2"
@@ -191,7 +185,9 @@ def _about_fcdp(
         return f"FCDP is worth nothing here{price}: {base}"
     if tied:
         return f"FCDP gains nothing here{price}"
-    return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
+    return (
+        f"FCDP is not the best here: it reaches {share:.0%} of that, for {_WAITS[best.bottleneck]}"
+    )
 
 
 def refusal(request: Request) -> str:

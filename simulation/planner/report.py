@@ -197,26 +197,21 @@ def curves(plan: Plan) -> dict[str, Any]:
     known = [name for name in ("fcdp", "fsdp2") if name in fitting]
     strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
     nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
-    clusters = {
-        "nodes": [
-            replace(hardware, nodes=int(nodes * times))
-            for times in _NODES_TIMES
-            if nodes * times >= 1
-        ],
-        "gbit_s": [replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES],
-    }
+    counts = [int(nodes * times) for times in _NODES_TIMES if nodes * times >= 1]
+    clusters = [("nodes", replace(hardware, nodes=count)) for count in counts]
+    links = (replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES)
+    clusters += [("gbit_s", one) for one in links]
     batch = request.global_batch
     found: dict[str, list[dict[str, Any]]] = {}
-    for axis, several in clusters.items():
-        for one in several:
-            if batch is not None and batch % one.world_size:
-                continue
-            asked = replace(request, hardware=one, strategies=strategies)
-            for best in filter(None, (verdict.best for verdict in search(asked))):
-                low, high = tokens_range(best, asked)
-                at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
-                speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
-                found.setdefault(axis, []).append(at | speeds)
+    for axis, one in clusters:
+        if batch is not None and batch % one.world_size:
+            continue
+        asked = replace(request, hardware=one, strategies=strategies)
+        for best in filter(None, (verdict.best for verdict in search(asked))):
+            low, high = tokens_range(best, asked)
+            at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
+            speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
+            found.setdefault(axis, []).append(at | speeds)
     return document(plan) | {"at": _place(hardware), "curves": found}
 
 

@@ -121,23 +121,18 @@ def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     """
     hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
     late = schedule.averages == "late"
-    # Of a round's steps some fragment crosses in this share.
-    streamed = min(1.0, workload.fragments * workload.overlap / workload.interval)
-    begins = {"waited": (stepped,), "late": ()}.get(
-        schedule.averages or "", _beside(tasks, streamed)
-    )
+    # Of a round's steps some fragment crosses in this share; it begins when so much is left of one.
+    share = min(1.0, workload.fragments * workload.overlap / workload.interval)
+    begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
+    if schedule.averages == "streamed" and share < 1:
+        computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
+        before = (1 - share) * computed[-1]
+        begins = (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
     arrived = tasks.exchange("average", "average", average, "reduce", begins)
     if workload.outer_on == "device":
         sharers = schedule.sharers(*hardware.shape)
         seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
         tasks.compute("outer update", seconds, (stepped if late else arrived,))
-
-
-def _beside(tasks: Tasks, share: float) -> tuple[int, ...]:
-    """The task after which this share of a step's computation is left; none: all of it."""
-    computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
-    before = (1 - share) * computed[-1]
-    return () if share == 1 else (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
 
 
 def _rate(hardware: Hardware) -> float:
@@ -254,7 +249,13 @@ class Step:
         if place != "device":
             if place == "disk":
                 begin = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
-            copied = self._copy_in(f"{name} copy in", size, phase, begin, shard=anew)
+            stream = "copy in"
+            if self._schedule.blocking:
+                stream = COMPUTE
+            elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
+                stream = self._gather_stream(0) if anew else COMPUTE
+            title, link = f"{name} copy in", "host_to_device"
+            copied = self.tasks.copy(title, link, stream, size, phase, begin)
             start = (copied,) if anew else (*after, copied)
         at = None
         for number, traffic in enumerate(exchanges):
@@ -271,16 +272,6 @@ class Step:
             return phase == "forward"
         outlived = unit.trained == 0 and self._schedule.cached_for == "change"
         return self._first and phase == "forward" and not outlived
-
-    def _copy_in(
-        self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool
-    ) -> int:
-        stream = "copy in"
-        if self._schedule.blocking:
-            stream = COMPUTE
-        elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
-            stream = self._gather_stream(0) if shard else COMPUTE
-        return self.tasks.copy(name, "host_to_device", stream, nbytes, phase, after)
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
         """Put what a gather has brought into the unit's tier, while other things go on."""
