@@ -13,7 +13,7 @@ time unevenly between reading ahead and stepping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baselines.luwu import LAYERS, WINDOW
@@ -99,8 +99,11 @@ def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
     layers = units(workload)
     forward, backward = passes(layers)
     pulled = [*forward, *backward]
-    taken = _chunks(workload, pulled, gradients=False)
-    pushed = _chunks(workload, layers, gradients=True)
+    size = workload.chunk_bytes // workload.element_bytes
+    # Messages; trained and frozen parameters do not share one.
+    pushed, taken = (sum(-(-unit.trained // size) for unit in some) for some in (layers, pulled))
+    if not workload.cached:
+        taken += sum(-(-unit.frozen // size) for unit in pulled)
     received, sent = sum(unit.pulled for unit in pulled), sum(unit.pushed for unit in layers)
     state = STATE_BYTES * workload.trained
     return Traffic(
@@ -115,17 +118,6 @@ def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
         server_messages=pushed + taken * (1 if workload.merged else workers) + _PASSES,
         worker_messages=pushed + taken + _PASSES,
     )
-
-
-def _chunks(workload: Workload, pulled: Iterable[Unit], *, gradients: bool) -> int:
-    """Messages that have these units; trained and frozen parameters do not share one."""
-    size = workload.chunk_bytes // workload.element_bytes
-    count = 0
-    for unit in pulled:
-        count += -(-unit.trained // size)
-        if not gradients and not workload.cached:
-            count += -(-unit.frozen // size)
-    return count
 
 
 def files_bytes(workload: Workload) -> float:
