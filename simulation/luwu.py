@@ -171,12 +171,10 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
         )
     if workload.four_bits:
         raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
-    root, *blocks = units(workload)
-    element, tokens = workload.element_bytes, workload.tokens
-    sizes = sorted((unit.held for unit in (root, *blocks)), reverse=True)
+    layers, element, tokens = units(workload), workload.element_bytes, workload.tokens
+    sizes = sorted((unit.held for unit in layers), reverse=True)
     # Those of the layer are put together while they are there; the root's wait for backward's end.
-    trained = max(unit.pushed for unit in (root, *blocks))
-    gradients = root.pushed + LAYERS * trained
+    gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
     block = tokens * block_bytes(workload)
     left_by = tokens * kept_bytes(workload)
     kept = workload.recomputed * left_by + (1 - workload.recomputed) * block

@@ -134,8 +134,6 @@ class DeviceModule(ModuleType):
 
 
 class _Device(DeviceModule):
-    """The device whose allocations are counted."""
-
     Stream = _Stream
     Event = _Event
     synchronize = _always()

@@ -120,7 +120,6 @@ def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     Comes after the optimizer's tasks.
     """
     hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
-    late = schedule.averages == "late"
     # Of a round's steps some fragment crosses in this share; it begins when so much is left of one.
     share = min(1.0, workload.fragments * workload.overlap / workload.interval)
     begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
@@ -132,7 +131,8 @@ def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     if workload.outer_on == "device":
         sharers = schedule.sharers(*hardware.shape)
         seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
-        tasks.compute("outer update", seconds, (stepped if late else arrived,))
+        begin = stepped if schedule.averages == "late" else arrived
+        tasks.compute("outer update", seconds, (begin,))
 
 
 def _rate(hardware: Hardware) -> float:
