@@ -141,9 +141,8 @@ class Exchanges:
         codec = self._codecs["gather_codec"]
         if self.schedule.hierarchical:
             return [inter_node(self._sent_bytes(unit.gathered, codec), nodes), self.spread(unit)]
-        plain = codec == "none"
-        sent = self.gathered_bytes(unit) if plain else self._sent_bytes(unit.gathered, codec)
-        return [flat(sent, nodes, ranks)]
+        sent = self._sent_bytes(unit.gathered, codec)
+        return [flat(self.gathered_bytes(unit) if codec == "none" else sent, nodes, ranks)]
 
     def spread(self, unit: Unit) -> Traffic:
         """The intra-node all-gather of slices that the ranks have already."""
