@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -22,7 +23,6 @@ from simulation.hardware import Gpu, gpu
 
 #: Sharded state: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
 Stage = Literal["zero-1/2", "zero-3"]
-_STAGES: tuple[Stage, ...] = ("zero-1/2", "zero-3")
 #: Sizes as the paper names them, and 30B: billions of parameters, layers, width, GPUs.
 MODELS = (
     (1.3, 24, 2048, 8),
@@ -44,12 +44,9 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """The closed form's answer for one step of each GPU, and the choices that it is of."""
+    """The closed form's answer for one step of each GPU, where kernels reach ``efficiency``."""
 
-    stage: Stage
-    gamma: float
     efficiency: float
-    tokens: float
     #: TGS: tokens per GPU and second.
     tokens_per_gpu_s: float
     mfu: float
@@ -151,10 +148,7 @@ class Point(Strict):
         )
         speed = tokens / seconds
         return Estimate(
-            stage,
-            gamma,
             efficiency,
-            tokens,
             speed,
             mfu=3 * forward * speed / self.peak_flops,
             hfu=(forward + backward) * speed / self.peak_flops,
@@ -165,16 +159,12 @@ class Point(Strict):
 
         A point counts if its HFU is at most its α̂.
         """
-        for stage in _STAGES:
-            for kept in range(steps + 1):
-                if self.tokens(kept / steps, stage) < self.sequence_length:
-                    continue
-                for reached in range(1, steps + 1):
-                    efficiency = highest_efficiency * reached / steps
-                    found = self.estimate(kept / steps, efficiency, stage)
-                    # Equal but for rounding where the step is bound by compute alone.
-                    if found is not None and found.hfu <= efficiency * (1 + 1e-9):
-                        yield found
+        for stage, kept, reached in product(get_args(Stage), range(steps + 1), range(1, steps + 1)):
+            efficiency = highest_efficiency * reached / steps
+            found = self.estimate(kept / steps, efficiency, stage)
+            # Equal but for rounding where the step is bound by compute alone.
+            if found is not None and found.hfu <= efficiency * (1 + 1e-9):
+                yield found
 
 
 class Gains(Strict):
@@ -241,21 +231,6 @@ def points() -> list[Point]:
 
 def settle(point: Point, commit: str | None) -> BoundRecord:
     """Answer a point by the closed form; ``commit`` is the one that the record names."""
-    return BoundRecord(
-        point=point,
-        parameters=point.parameters,
-        free_bytes=point.free_bytes(),
-        tokens=point.tokens(),
-        hfu_bound=point.hfu_bound,
-        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
-        best_mfu=max(found.mfu for found in point.grid()),
-        gains=_gains(point),
-        commit=commit,
-        started_at=now(),
-    )
-
-
-def _gains(point: Point) -> Gains:
     faster, larger, longer = (
         point.model_copy(update=change)
         for change in (
@@ -267,9 +242,20 @@ def _gains(point: Point) -> Gains:
     short, long = point.estimate(), longer.estimate()
     assert short is not None, "all of the paper's models fit"
     assert long is not None, "with longer sequences too"
-    return Gains(
-        twice_bandwidth=faster.hfu_bound / point.hfu_bound,
-        twice_free_memory=larger.hfu_bound / point.hfu_bound,
-        longer_sequences=longer.hfu_bound / point.hfu_bound,
-        longer_sequences_tokens_per_s=long.tokens_per_gpu_s / short.tokens_per_gpu_s,
+    return BoundRecord(
+        point=point,
+        parameters=point.parameters,
+        free_bytes=point.free_bytes(),
+        tokens=point.tokens(),
+        hfu_bound=point.hfu_bound,
+        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
+        best_mfu=max(found.mfu for found in point.grid()),
+        gains=Gains(
+            twice_bandwidth=faster.hfu_bound / point.hfu_bound,
+            twice_free_memory=larger.hfu_bound / point.hfu_bound,
+            longer_sequences=longer.hfu_bound / point.hfu_bound,
+            longer_sequences_tokens_per_s=long.tokens_per_gpu_s / short.tokens_per_gpu_s,
+        ),
+        commit=commit,
+        started_at=now(),
     )

@@ -15,29 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.compute import (
-    ARCHITECTURES,
-    LAUNCH,
-    LOST,
-    PASSES,
-    SOURCES,
-    Check,
-    ComputeRecord,
-    Constant,
-    Fitted,
-    Predicted,
-    architecture,
-    shares,
-)
+from simulation import compute
+from simulation.compute import Check, Constant, Fitted, Row, Run
 from simulation.emulated import Constants, MeasuredStep, emulated
 from simulation.files import now
 from simulation.hardware import scale
-from simulation.measured import Row, Run, run_of
 from simulation.prediction import build, predict
 from simulation.workload import block_kernels, dequantised_bytes, token_work
 
@@ -84,15 +71,16 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
     That of ``flops`` is a rate. A draw that lacks an engine is left out.
     """
     free, names, fitted = _least_squares(steps)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for at, step in enumerate(free):
-        groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
+
+    def group(row: int) -> tuple[str, str]:
+        workload = free[row].workload
+        return workload.model.name, workload.strategy
 
     def solve(rows: list[int]) -> list[float] | None:
         complete = _engines([free[at] for at in rows]) == _engines(free)
         return fitted(rows) if complete else None
 
-    ends = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(range(len(free)), group, solve)
     found = []
     for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
         if name == "flops":
@@ -102,17 +90,22 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
 
 
 def bootstrap(
-    groups: Sequence[Sequence[_T]], solve: Callable[[list[_T]], Sequence[float] | None]
+    rows: Iterable[_T],
+    group: Callable[[_T], object],
+    solve: Callable[[list[_T]], Sequence[float] | None],
 ) -> NDArray[np.float64]:
     """Where each number begins and ends in nine of ten draws, whose units are whole groups.
 
     A draw that ``solve`` has no numbers for is left out.
     """
-    draw = np.random.default_rng(_SEED)
+    groups: dict[object, list[_T]] = {}
+    for row in rows:
+        groups.setdefault(group(row), []).append(row)
+    units, draw = list(groups.values()), np.random.default_rng(_SEED)
     drawn = []
     for _ in range(_DRAWS):
-        chosen = draw.integers(len(groups), size=len(groups))
-        if (found := solve([one for index in chosen for one in groups[index]])) is not None:
+        chosen = draw.integers(len(units), size=len(units))
+        if (found := solve([one for index in chosen for one in units[index]])) is not None:
             drawn.append(found)
     ends: NDArray[np.float64] = np.quantile(np.array(drawn), _INTERVAL, axis=0)
     return ends
@@ -128,7 +121,11 @@ def _least_squares(
     """Steps that took what cores did, the constants' names, their values by some of the steps."""
     unlimited = (one for one in steps if math.isinf(one.hardware.inter_bytes_per_s))
     free = [one for one in unlimited if not one.workload.served]
-    units = _single_costs(_engines(free))
+    # Hosts on each of which only one thing takes time, by the name of the constant.
+    alone: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in ("flops", *_SHARED)}
+    for part in ("block", "step"):
+        alone |= {f"{name} {part}": {f"{part}_seconds": {name: 1.0}} for name in _engines(free)}
+    units = {name: Constants(**{"flops": math.inf, **cost}) for name, cost in alone.items()}
     if len(free) < len(units):
         raise ValueError(
             f"records: hold {len(free)} cells without a limit that ran, "
@@ -140,20 +137,6 @@ def _least_squares(
     features = (np.array(columns).T - rest[:, None]) / measured[:, None]
     target = 1 - rest / measured
     return free, [*units], lambda rows: not_negative(features[rows], target[rows])
-
-
-def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
-    """Hosts on each of which only one thing takes time, by the name of the constant."""
-    none: Mapping[str, float] = {}
-    return {
-        "flops": replace(_NOTHING, flops=1.0),
-        **{
-            one: Constants(flops=math.inf, block_seconds=none, step_seconds=none, **{one: 1.0})
-            for one in _SHARED
-        },
-        **{f"{name} block": replace(_NOTHING, block_seconds={name: 1.0}) for name in engines},
-        **{f"{name} step": replace(_NOTHING, step_seconds={name: 1.0}) for name in engines},
-    }
 
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:
@@ -193,22 +176,19 @@ class _Usual:
 #: Attention of the second generation, forward and backward: the papers on FlashAttention-2 and 3.
 _ATTENTION: Mapping[str, float] = {"a100": 0.6, "h100": 0.37}
 _COMMON: Mapping[str, _Usual] = {
-    LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
+    compute.LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
     # Written and read by the exchange, copied into and out of its buffers.
-    PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
-    LOST: _Usual(0.15, 0.01, most=0.5, share=False),
+    compute.PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
+    compute.LOST: _Usual(0.15, 0.01, most=0.5, share=False),
 }
+_SHARES = {"products": _Usual(0.75, 0.25, most=0.95), "bytes": _Usual(0.7, 0.04, most=0.92)}
 
 
 def _usual(name: str) -> _Usual:
     of, _, part = name.partition(" ")
-    if name in _COMMON:
-        return _COMMON[name]
-    if part == "products":
-        return _Usual(0.75, 0.25, most=0.95)
     if part == "attention":
         return _Usual(_ATTENTION.get(of, 0.5), 4.0, most=0.8)
-    return _Usual(0.7, 0.04, most=0.92)
+    return _COMMON.get(name) or _SHARES[part]
 
 
 def fit(runs: Sequence[Run]) -> Fitted:
@@ -216,7 +196,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
 
     Raises ``ValueError`` where there are fewer runs than constants.
     """
-    named = dict.fromkeys(name for run in runs for name in shares(run.row.gpu))
+    named = dict.fromkeys(name for run in runs for name in compute.shares(run.row.gpu))
     names = [*sorted(named, key=lambda name: (name.split()[1], name)), *_COMMON]
     if len(runs) < len(names):
         raise ValueError(
@@ -247,7 +227,7 @@ def _features(run: Run) -> dict[str, float]:
     device, workload, row = run.hardware.device, run.workload, run.row
     work, tokens, layers = token_work(workload), workload.tokens, workload.model.layers
     measured = 1 / row.tokens_per_s_per_gpu
-    products, attention, nbytes = shares(row.gpu)
+    products, attention, nbytes = compute.shares(row.gpu)
     passes = layers * (2 + workload.recomputed)
     alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
     exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
@@ -256,11 +236,11 @@ def _features(run: Run) -> dict[str, float]:
         products: work.products / device.peak_flops,
         attention: work.attention / device.peak_flops,
         nbytes: moved / device.memory_bytes_per_s,
-        LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
-        PASSES: exchanged / tokens / device.memory_bytes_per_s,
+        compute.LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
+        compute.PASSES: exchanged / tokens / device.memory_bytes_per_s,
     }
     return {name: value / measured for name, value in found.items()} | {
-        LOST: scale(run.hardware.nodes)
+        compute.LOST: scale(run.hardware.nodes)
     }
 
 
@@ -284,25 +264,26 @@ def _robust(features: NDArray[np.float64], target: NDArray[np.float64], rows: in
     return found
 
 
-def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
+def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
     """Fit the bf16 rows, and check the fit; ``commit`` is the one that the record names."""
-    runs = [run_of(row) for row in rows if row.bf16]
+    runs = [compute.run_of(row) for row in rows if row.bf16]
     whole = fit(runs)
     held_out = _left_out(runs, lambda run: run.row.source)
-    kinds = _left_out(runs, lambda run: architecture(run.row.gpu))
+    kinds = _left_out(runs, lambda run: compute.architecture(run.row.gpu))
     own = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
     checks = [
         _check("all rows, fitted", runs, own),
-        _check(SOURCES, runs, held_out),
-        _check(ARCHITECTURES, runs, kinds),
+        _check(compute.SOURCES, runs, held_out),
+        _check(compute.ARCHITECTURES, runs, kinds),
     ]
     for source in dict.fromkeys(run.row.source for run in runs):
         checks.append(_check(source, [r for r in runs if r.row.source == source], held_out))
-    return ComputeRecord(
+    return compute.ComputeRecord(
         constants=_constants(runs, whole),
         checks=checks,
         predictions=[
-            Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)]) for run in runs
+            compute.Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)])
+            for run in runs
         ],
         commit=commit,
         started_at=now(),
@@ -311,7 +292,7 @@ def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
 
 def errors(rows: Iterable[Row], found: Fitted) -> Check:
     """How well the constants predict the rows in bf16. Raises ``ValueError`` where none is."""
-    runs = [run_of(row) for row in rows if row.bf16]
+    runs = [compute.run_of(row) for row in rows if row.bf16]
     if not runs:
         raise ValueError("rows: hold none in bf16")
     return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, found) for run in runs})
@@ -320,8 +301,8 @@ def errors(rows: Iterable[Row], found: Fitted) -> Check:
 def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
     """Tokens per second and GPU as the simulator predicts them."""
     hardware = replace(run.hardware, rates=found.rates(run.hardware.device))
-    count = min(_SIMULATED, run.workload.accumulation)
-    return predict(replace(run.workload, accumulation=count), hardware).tokens_per_s / run.row.gpus
+    some = replace(run.workload, accumulation=min(_SIMULATED, run.workload.accumulation))
+    return predict(some, hardware).tokens_per_s / hardware.world_size
 
 
 def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, float]:
@@ -336,12 +317,9 @@ def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, flo
 
 
 def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Check:
-    measured = {id(run): run.row.tokens_per_s_per_gpu for run in runs}
-    ratios = [measured[key] / predicted[key] for key in measured]
-    absolute = [abs(1 / ratio - 1) for ratio in ratios]
-    lowest, highest = spread(
-        [(run.row.source, measured[id(run)] / predicted[id(run)]) for run in runs]
-    )
+    ratios = [(r.row.source, r.row.tokens_per_s_per_gpu / predicted[id(r)]) for r in runs]
+    absolute = [abs(1 / ratio - 1) for _, ratio in ratios]
+    lowest, highest = spread(ratios)
     return Check(
         what=what,
         rows=len(runs),
@@ -364,9 +342,6 @@ def spread(ratios: Sequence[tuple[str, float]]) -> tuple[float, float]:
 
 def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
     """The constants with intervals; a draw that lacks a GPU, or cannot be fitted, is left out."""
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.row.gpu, run.row.model), []).append(run)
     names = list(whole.constants)
 
     def solve(drawn: list[Run]) -> list[float] | None:
@@ -376,7 +351,7 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
             return None
         return [numbers[name] for name in names] if {*numbers} == {*names} else None
 
-    ends = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(runs, lambda run: (run.row.gpu, run.row.model), solve)
     found = []
     for name, *numbers in zip(names, whole.constants.values(), *ends, strict=True):
         value, low, high = (float(f"{number:.4g}") for number in numbers)

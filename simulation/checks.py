@@ -53,7 +53,8 @@ class Checked:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for name, check in _checks(kind):
-            check(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                check(name, value)
 
 
 @cache
@@ -68,9 +69,4 @@ def _of(hint: Any) -> Iterator[_Check]:
     elif get_origin(hint) is Literal:
         yield partial(one_of, allowed=get_args(hint))
     elif get_origin(hint) in (Union, UnionType):
-        for check in (check for part in get_args(hint) for check in _of(part)):
-            yield _unless_none(check)
-
-
-def _unless_none(check: _Check) -> _Check:
-    return lambda name, value: None if value is None else check(name, value)
+        yield from (check for part in get_args(hint) for check in _of(part))

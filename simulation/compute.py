@@ -1,5 +1,9 @@
 """Rates of GPUs from published runs: shares of their data sheets, within what is possible.
 
+``results/compute/measured.csv`` has what public sources say of a run: where and when, GPU, network,
+model, strategy, batch, kernels and tokens per second and GPU; ``run_of`` is a row as the simulator
+sees it.
+
 A card has a share of its peak in matrix products; an architecture has one of the peak in attention
 and one of the memory's rate; and all have in common what launches of kernels, exchanged bytes and
 scale cost. The time of a token is linear in the inverse shares and in these three, which
@@ -18,11 +22,24 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
-from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, Rates, Work, card
-from simulation.measured import Row
+from pydantic import Field
 
-RECORD = Path(__file__).parents[1] / "results" / "compute" / "fit.json"
+from simulation.files import Strict, rows_of, validated
+from simulation.hardware import Gpu, Hardware, Rates, Work, card, cluster
+from simulation.models import shape
+from simulation.transformer import ModelSpec, Targets, Transformer
+from simulation.workload import (
+    Attention,
+    FrozenDtype,
+    Kernels,
+    Recomputed,
+    States,
+    Workload,
+    checkpointed,
+)
+
+_RESULTS = Path(__file__).parents[1] / "results" / "compute"
+ROWS, RECORD = _RESULTS / "measured.csv", _RESULTS / "fit.json"
 #: Microseconds from a kernel to the next.
 LAUNCH = "kernel microseconds"
 PASSES, LOST = "exchange passes", "lost with scale"
@@ -31,6 +48,105 @@ PASSES, LOST = "exchange passes", "lost with scale"
 _LEAST_OF_CARDS = 0.55
 #: Names of the checks that ranges are from.
 SOURCES, ARCHITECTURES = "each source", "each architecture"
+#: Words of the tokenizer that llm-foundry's models are made for.
+_VOCABULARY = 50_368
+
+
+class Row(Strict):
+    """A line of the file: what ran where, as its source says it."""
+
+    source: str = "given"
+    date: str = ""
+    framework: str = ""
+    gpu: str
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    #: A node's bandwidth, by its data sheet or as it was measured, and its network.
+    gbit_s: float = Field(gt=0)
+    net_kind: Literal["nominal", "measured"] = "nominal"
+    fabric: str = "unknown"
+    #: A name that plans know, or of a GPT of the shape that follows.
+    model: str
+    layers: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1)
+    strategy: str = "fsdp2"
+    tuning: Literal["full", "lora"] = "full"
+    frozen: FrozenDtype = "bf16"
+    targets: Targets = "attention"
+    rank: int = Field(default=8, ge=1)
+    length: int = Field(ge=1)
+    micro_batch: int = Field(ge=1)
+    accumulation: int = Field(default=1, ge=1)
+    recomputed: Recomputed = 0.0
+    kernels: Kernels = "flash"
+    attention: Attention = "flash-2"
+    states: States = "fp32"
+    precision: str = "bf16"
+    tokens_per_s_per_gpu: float = Field(gt=0)
+    note: str = ""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its matrix products are in bf16, and not in fp8."""
+        return "bf16" in self.precision
+
+    def shape(self) -> Transformer:
+        """The model. Raises ``ValueError`` for a name that is not known, where no shape follows."""
+        if self.layers is None or self.width is None or self.heads is None:
+            return shape(self.model, self.length)
+        spec = ModelSpec(
+            name=self.model,
+            family="gpt2",
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocabulary=_VOCABULARY,
+        )
+        return Transformer.of(spec, 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row as the simulator sees it."""
+
+    row: Row
+    workload: Workload
+    #: The cluster by its data sheets.
+    hardware: Hardware
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Read a file of rows. Raises ``ValueError`` with the file and the line."""
+    return [validated(Row, values, where) for where, values in rows_of(path)]
+
+
+def run_of(row: Row) -> Run:
+    """The row's workload and cluster. Raises ``ValueError`` for a GPU or a model unknown."""
+    model = row.shape()
+    workload = Workload(
+        strategy=row.strategy,
+        model=model,
+        lora=model.lora(row.rank, row.targets) if row.tuning == "lora" else None,
+        sequence_length=row.length,
+        micro_batch=row.micro_batch,
+        accumulation=row.accumulation,
+        **checkpointed(row.recomputed),
+        kernels=row.kernels,
+        attention=row.attention,
+        frozen_dtype=row.frozen,
+        states=row.states,
+        product_dtype="bf16" if row.bf16 else "fp8",
+    )
+    hardware = cluster(
+        row.gpu,
+        nodes=row.nodes,
+        ranks_per_node=row.gpus_per_node,
+        inter_bits_per_s=1e9 * row.gbit_s,
+    ).over(row.fabric, 1)
+    if row.net_kind == "measured":
+        hardware = hardware.with_inter_bandwidth(1e9 * row.gbit_s)
+    return Run(row, workload, hardware)
 
 
 @dataclass(frozen=True)
@@ -39,14 +155,10 @@ class Fitted:
 
     constants: Mapping[str, float]
 
-    @property
-    def gpus(self) -> list[str]:
-        """GPUs that had rows."""
-        return [name.split()[0] for name in self.constants if name.endswith(" products")]
-
     def rates(self, device: Gpu) -> Rates:
         """The rates of a GPU by its own shares, or by those of the nearest that had rows."""
-        name, known = device.name, self.gpus
+        name = device.name
+        known = [name.split()[0] for name in self.constants if name.endswith(" products")]
         alike = (gpu for gpu in known if architecture(gpu) == architecture(name))
         nearest = (name, card(name).like, *alike, *known)
         measured = next(gpu for gpu in nearest if gpu in known)
@@ -128,20 +240,15 @@ class ComputeRecord(Strict):
         return next(check for check in self.checks if check.what == what)
 
 
-def read(path: Path = RECORD) -> ComputeRecord:
-    """Read the record. Raises ``ValueError`` for a file of another form."""
-    return ComputeRecord.model_validate_json(path.read_bytes())
-
-
 @cache
-def record() -> ComputeRecord:
+def read() -> ComputeRecord:
     """The committed fit."""
-    return read()
+    return ComputeRecord.model_validate_json(RECORD.read_bytes())
 
 
 def rates_of(device: Gpu) -> Rates:
     """The rates of the GPU, with their range and what they rest on; raises as ``card``."""
-    known = record()
+    known = read()
     rates = known.fitted().rates(device)
     if rates.basis == "fitted":
         check = known.check(SOURCES)
@@ -157,10 +264,10 @@ def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
     All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
     that the fit had not seen do.
     """
-    check = record().check(SOURCES)
-    return replace(
-        rates_of(device).with_block(work, seconds), lowest=check.lowest, highest=check.highest
-    )
+    check, rates = read().check(SOURCES), rates_of(device)
+    times = rates.seconds(work) / seconds
+    measured = rates.faster(times, times, "preflight's block")
+    return replace(measured, lowest=check.lowest, highest=check.highest)
 
 
 def with_rates(hardware: Hardware) -> Hardware:

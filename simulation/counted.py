@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from simulation.transformer import Matrix, Rows, Transformer
+from simulation.transformer import Matrix, Transformer
 
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -42,11 +42,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
     matrices, vectors = _parts(name, blocks[0], made)
     width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
-    outside = {
-        id(parameter): parameter
-        for path, parameter in model.named_parameters()
-        if not path.startswith(f"{prefix}.")
-    }
+    outside = [one for path, one in model.named_parameters() if not path.startswith(f"{prefix}.")]
     attention = tuple(m.name for m in matrices if _ATTENTION.search(m.name))
     inside = [matrix for matrix in matrices if matrix.name not in attention]
     most = max((m.experts for m in inside if m.outputs == width), default=None)
@@ -74,7 +70,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         active_experts=down.active,
         counted_matrices=tuple(matrices),
         counted_attention=attention,
-        counted_root=tuple(_rows(parameter) for parameter in outside.values()),
+        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside),
     )
 
 
@@ -88,12 +84,8 @@ def _number(name: str, made: Any, key: str) -> int:
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The model without weights, and its whole configuration; built once."""
     key = repr(sorted(config.items()))
-    if key not in _BUILT:
-        _BUILT[key] = _build(name, config)
-    return _BUILT[key]
-
-
-def _build(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    if key in _BUILT:
+        return _BUILT[key]
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -102,13 +94,14 @@ def _build(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         made = AutoConfig.for_model(kind, **said)
         with torch.device("meta"):
-            return auto.from_config(made), made
+            _BUILT[key] = auto.from_config(made), made
     except Exception as error:  # each family refuses what it cannot build in its own way
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"model_type = {kind!r} of {name}: transformers builds no causal language model of it: "
             f"{first[:200]}"
         ) from error
+    return _BUILT[key]
 
 
 def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -168,7 +161,3 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
 def _first(config: Any, keys: tuple[str, ...]) -> int | None:
     """The first of these that the configuration says."""
     return next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), None)
-
-
-def _rows(parameter: torch.Tensor) -> Rows:
-    return parameter.shape[0], parameter[0].numel()

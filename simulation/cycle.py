@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_step
 from baselines.settings import UpdateRule
-from simulation.workload import Workload
+from simulation.workload import FP32, Workload
 
-_FP32 = 4
 _MOMENTS = 8
 #: Messages that a rank has in hand: two that come, two that go.
 _MESSAGES = 4
-#: A stage's gradients, and the same end to end.
-_GRADIENTS = 2 * _FP32
 
 
 @dataclass(frozen=True)
@@ -67,23 +64,15 @@ def stages_of(workload: Workload, ranks: int) -> Stages:
     most, called = ranks, "ranks"
     if cycle == "turns":
         most, called = workload.accumulation, "micro-batches per step (accumulation)"
-    size = model.block_parameters + workload.block_adapters
+    size = workload.block_parameters
     runs = chosen(workload.stages, [size] * model.layers, most, called)
     blocks = tuple(len(run) for run in runs)
     outside = [0] * len(runs)
     outside[0] += model.embedded_parameters
     outside[-1] += model.root_parameters - model.embedded_parameters
-    full = workload.lora is None
-    trained = size if full else workload.block_adapters
-    return Stages(
-        blocks,
-        tuple(count * size + out for count, out in zip(blocks, outside, strict=True)),
-        tuple(
-            count * trained + (out if full else 0)
-            for count, out in zip(blocks, outside, strict=True)
-        ),
-        tuple(outside),
-    )
+    every = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
+    adapters = tuple(count * workload.block_adapters for count in blocks)
+    return Stages(blocks, every, every if workload.lora is None else adapters, tuple(outside))
 
 
 def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:
@@ -114,40 +103,40 @@ class Held:
 def held(workload: Workload, ranks: int) -> Held:
     """Memory of the busiest rank. Raises ``ValueError`` as ``stages_of``."""
     stages = stages_of(workload, ranks)
-    frozen = 0.0 if workload.lora is None else min(_FP32, workload.frozen_bytes)
+    frozen = 0.0 if workload.lora is None else min(FP32, workload.frozen_bytes)
     trained, largest = workload.trained, max(stages.trained)
-    every = _FP32 * trained + frozen * workload.frozen
+    every = FP32 * trained + frozen * workload.frozen
     cycle = workload.schedule.cycle
     if cycle == "together":
-        late = _FP32 * stages.late(workload.rule, 0)  # the first rank's are most
-        step = _FP32 * trained + late
-        return Held(every, _FP32 * trained, _MOMENTS * trained, step, versions=late)
+        late = FP32 * stages.late(workload.rule, 0)  # the first rank's are most
+        step = FP32 * trained + late
+        return Held(every, FP32 * trained, _MOMENTS * trained, step, versions=late)
     if cycle == "turns":
         # Sums of a step's gradients begin when three stages of the last one's are left, or fewer.
         two_steps = 1 + max(0, len(stages) - 3) / len(stages)
-        gradients = _FP32 * (two_steps * trained + largest)
+        gradients = FP32 * (two_steps * trained + largest)
         return Held(
             every,
             gradients,
             _MOMENTS * trained,
-            _FP32 * largest,
-            versions=_FP32 * trained,
+            FP32 * largest,
+            versions=FP32 * trained,
             in_flight=(len(stages) + 1) / 2,
         )
     own = max(stages.parameters if cycle == "zero" else stages.trained)
     sent = max(max(numels) for numels in stages.sizes(twice=cycle == "zero").values())
-    parameters, versions = every, float(_FP32 * own)
+    parameters, versions = every, float(FP32 * own)
     if cycle == "zero":  # its own stage, what is outside of the blocks, and the stage in use
         share = every / workload.parameters
         parameters = share * (own + sum(stages.outside))
         versions += share * own
     return Held(
         parameters,
-        _GRADIENTS * largest,
+        2 * FP32 * largest,  # and the same end to end
         _MOMENTS * largest,
-        _FP32 * largest,
+        FP32 * largest,
         versions=versions,
-        messages=float(_MESSAGES * _FP32 * sent),
+        messages=float(_MESSAGES * FP32 * sent),
     )
 
 
@@ -166,7 +155,7 @@ def sent(workload: Workload, ranks: int) -> list[float] | None:
         if message.source != message.target:
             forward = message.kind == "forward"
             slot = message.stage if forward else slots - 1 - message.stage
-            by_rank[message.source][slot] += _FP32 * sizes[message.kind][message.stage]
+            by_rank[message.source][slot] += FP32 * sizes[message.kind][message.stage]
     return [max(of_slot) for of_slot in zip(*by_rank, strict=True)]
 
 

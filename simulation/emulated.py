@@ -121,13 +121,9 @@ class Comparison:
     def bytes_agree(self) -> bool:
         """Whether the bytes differ by no more than protocol overhead."""
         step = self.measured
-        return framing.agree(
-            step.workload,
-            step.hardware.nodes,
-            step.hardware.ranks_per_node,
-            predicted=self.inter_node_bytes,
-            counted=step.inter_node_bytes,
-        )
+        predicted, counted = self.inter_node_bytes, step.inter_node_bytes
+        shape = step.hardware.shape
+        return framing.agree(step.workload, *shape, predicted=predicted, counted=counted)
 
     @property
     def counted_share(self) -> float:

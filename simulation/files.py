@@ -71,7 +71,7 @@ def append(record: Strict, path: Path) -> None:
     line = record.model_dump_json().encode() + b"\n"
     # Unbuffered, so that nothing is left to be written when the file is closed after an error.
     with path.open("r+b" if path.exists() else "x+b", buffering=0) as file:
-        end = _end_of_complete_lines(file.read() or b"")
+        end = (file.read() or b"").rfind(b"\n") + 1  # of complete lines
         file.truncate(end)
         file.seek(end)
         try:
@@ -129,7 +129,7 @@ def lines(path: Path) -> list[bytes]:
     """
     content = _content(stored(path))
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
-    return content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
+    return content.split(b"\n")[:-1]
 
 
 def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
@@ -204,10 +204,6 @@ def problem(error: ValueError) -> str:
     where = ".".join(map(str, first["loc"]))
     more = f", and {len(others)} more" if others else ""
     return f"{where}: {first['msg']}{more}"
-
-
-def _end_of_complete_lines(content: bytes) -> int:
-    return content.rfind(b"\n") + 1
 
 
 def main(folders: Sequence[str]) -> None:

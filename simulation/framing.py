@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baselines.schedule import Schedule
 from simulation.cycle import cycle_of, stages_of
 from simulation.luwu import traffic
 from simulation.units import Layout, layout
@@ -56,17 +55,14 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if nodes == 1:
         return 0
     schedule = workload.schedule
-    units = layout(workload, schedule, nodes, ranks_per_node)
+    units = layout(workload, nodes, ranks_per_node)
     # Messages of a node: from each rank to its partner on each other node; round a ring of all
     # ranks, which a reduction passes twice.
     pairwise = ranks_per_node * (nodes - 1)
     if schedule.passes_on:
         return pairwise + _passed_on(workload, nodes * ranks_per_node, ranks_per_node)
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
-    gathers, reductions = (
-        _gathers(workload, schedule, units),
-        _reductions(workload, schedule, units),
-    )
+    gathers, reductions = _gathers(workload, units), _reductions(workload, units)
     if schedule.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
     if schedule.pairwise:
@@ -85,9 +81,8 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
     """
     if workload.served or not workload.schedule.replicates_small:
         return 0.0
-    schedule = workload.schedule
-    units = layout(workload, schedule, nodes, ranks_per_node)
-    return (nodes - 1) / nodes * units.replicated * workload.element_bytes
+    replicated = layout(workload, nodes, ranks_per_node).replicated
+    return (nodes - 1) / nodes * replicated * workload.element_bytes
 
 
 def _passed_on(workload: Workload, ranks: int, ranks_per_node: int) -> int:
@@ -97,8 +92,9 @@ def _passed_on(workload: Workload, ranks: int, ranks_per_node: int) -> int:
     return max(Counter(source for source, target in ends if source != target).values())
 
 
-def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
+def _gathers(workload: Workload, units: Layout) -> int:
     """Gathers per step that cross nodes."""
+    schedule = workload.schedule
     if schedule.shards != "world":
         return 0
     place = schedule.keeps_in(workload.policy)
@@ -113,8 +109,9 @@ def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
     return found
 
 
-def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
+def _reductions(workload: Workload, units: Layout) -> int:
     """Reductions per step that cross nodes; our all-reduce is two exchanges."""
+    schedule = workload.schedule
     trained = sum(unit.trained > 0 for unit in units.units)
     if schedule.cycle == "turns":  # a stage's together, when its last micro-batch has come through
         return workload.stages or workload.accumulation

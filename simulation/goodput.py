@@ -11,7 +11,7 @@ import math
 
 from simulation import checks
 from simulation.hardware import Hardware
-from simulation.workload import Workload
+from simulation.workload import STATE_BYTES, Workload
 
 #: GPU-hours per unexpected interruption: 419 in 54 days on 16,384 GPUs (the Llama 3 report).
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
@@ -19,7 +19,6 @@ GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 SPOT_HOURS = 12.0
 #: Seconds until a job runs again on new nodes: ours.
 RESTART_SECONDS = 300.0
-_SAVED_BYTES = 12
 #: Mean times between failures after which, by then, nothing is ever completed.
 _NEVER = 100
 
@@ -49,6 +48,6 @@ def of(workload: Workload, hardware: Hardware, *, spot: bool) -> float:
     if spot:
         per_hour += hardware.nodes / SPOT_HOURS
     # A checkpoint to the nodes' disks: what is trained, and its moments, in fp32.
-    nbytes = _SAVED_BYTES * workload.trained
+    nbytes = STATE_BYTES * workload.trained
     save_seconds = nbytes / (hardware.nodes * hardware.disk_write_bytes_per_s)
     return goodput(save_seconds, 3600 / per_hour, RESTART_SECONDS)

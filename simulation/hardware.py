@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import add
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from simulation import checks
@@ -61,20 +60,14 @@ class Fabric:
     #: 80 Gbit/s were all as fast as 25 Gbit/s allow.
     most_bits_per_s: float = inf
 
-    def rate(self, nominal_bits_per_s: float) -> float:
-        """Bytes per second that a node reaches of its nominal rate."""
-        return min(self.reached * nominal_bits_per_s, self.most_bits_per_s) / 8
 
-
-FABRICS: Mapping[str, Fabric] = MappingProxyType(
-    {
-        "tcp": Fabric(50e-6, LINK_EFFICIENCY, 25e9),
-        "roce": Fabric(10e-6, 0.85),
-        "infiniband": Fabric(6e-6, 0.9),
-        "efa": Fabric(25e-6, 0.7),
-        "unknown": Fabric(15e-6, LINK_EFFICIENCY),
-    }
-)
+FABRICS: Mapping[str, Fabric] = {
+    "tcp": Fabric(50e-6, LINK_EFFICIENCY, 25e9),
+    "roce": Fabric(10e-6, 0.85),
+    "infiniband": Fabric(6e-6, 0.9),
+    "efa": Fabric(25e-6, 0.7),
+    "unknown": Fabric(15e-6, LINK_EFFICIENCY),
+}
 
 
 @dataclass(frozen=True)
@@ -228,14 +221,10 @@ class Rates(Checked):
 
     def with_products(self, products_per_s: float) -> Rates:
         """The rates where matrix products were measured; attention is as much faster or slower."""
-        return self._faster(products_per_s / self.products_per_s, 1.0, "preflight")
+        return self.faster(products_per_s / self.products_per_s, 1.0, "preflight")
 
-    def with_block(self, work: Work, seconds: float) -> Rates:
-        """The rates where a block was measured: all parts are as much faster or slower."""
-        times = self.seconds(work) / seconds
-        return self._faster(times, times, "preflight's block")
-
-    def _faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
+    def faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
+        """The rates where products, and bytes through memory, are so many times as fast."""
         return replace(
             self,
             products_per_s=products * self.products_per_s,
@@ -331,6 +320,11 @@ class Hardware(Checked):
     overheads: Overheads = Overheads()
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Number of nodes, and of ranks per node."""
+        return self.nodes, self.ranks_per_node
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
@@ -360,10 +354,11 @@ class Hardware(Checked):
             raise ValueError(f"oversubscription = {oversubscription!r}: must be 1 or more")
         of = FABRICS[fabric]
         nominal = 8 * self.inter_bytes_per_s / LINK_EFFICIENCY
+        reached = min(of.reached * nominal, of.most_bits_per_s) / 8
         return replace(
             self,
             inter_latency_seconds=of.latency_seconds,
-            inter_bytes_per_s=of.rate(nominal) / oversubscription,
+            inter_bytes_per_s=reached / oversubscription,
         )
 
     def with_inter_bandwidth(self, bits_per_s: float) -> Hardware:

@@ -13,7 +13,7 @@ time unevenly between reading ahead and stepping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baselines.luwu import LAYERS, WINDOW
@@ -23,21 +23,19 @@ from simulation.memory import Footprint
 from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import Tasks
 from simulation.workload import (
+    STATE_BYTES,
     Workload,
     block_bytes,
-    block_work,
+    block_passes,
     head_work,
     kept_bytes,
     loss_bytes,
-    recomputed_work,
 )
 
 #: The strategy's name.
 LUWU = "luwu"
 #: Forward and backward are each asked for by a message.
 _PASSES = 2
-#: AdamW's master and moments, in fp32.
-STATE_BYTES = 12
 #: A step reads one generation of the files and writes the other.
 GENERATIONS = 2
 #: Sequential rates of an NVMe drive, by the data sheet of the D7-P5510 (3.84 TB), of which the
@@ -52,61 +50,42 @@ _CURVE_BYTE_SECONDS = 14e-9 / 2
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer by its parameters."""
+    """A layer by its parameters, and by bytes."""
 
     name: str
     trained: int
     frozen: int
-
-    def pulled(self, workload: Workload) -> float:
-        """Bytes that a worker pulls of it; frozen ones have been kept from an earlier step."""
-        frozen = 0 if workload.cached else self.frozen
-        return float(workload.element_bytes * (self.trained + frozen))
-
-    def pushed(self, workload: Workload) -> float:
-        """Bytes of its gradients."""
-        return float(workload.element_bytes * self.trained)
-
-    def held(self, workload: Workload) -> float:
-        """Bytes of its parameters while a worker has it."""
-        return float(workload.element_bytes * (self.trained + self.frozen))
+    #: Bytes that a worker pulls of it; frozen ones may have been kept from an earlier step.
+    pulled: float
+    #: Bytes of its gradients, and of its parameters while a worker has it.
+    pushed: float
+    held: float
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per step, and messages that the server receives."""
+    """Bytes per step by link, as a record's ``link_bytes_per_step`` has them, and messages."""
 
-    received: float
-    sent: float
-    file_read: float
-    file_written: float
+    links: Mapping[str, float]
+    #: Messages that the server receives.
     server_messages: int
     #: Messages that a worker sends, its acknowledgements among them.
     worker_messages: int
-    #: Ranks that share a node's link.
-    ranks: int
-
-    @property
-    def links(self) -> dict[str, float]:
-        """Bytes by link, as a record's ``link_bytes_per_step`` has them."""
-        return {
-            "node received": self.received * self.ranks,
-            "node sent": self.sent * self.ranks,
-            "server received": self.sent,
-            "server sent": self.received,
-            "server file_read": self.file_read,
-            "server file_written": self.file_written,
-        }
 
 
 def units(workload: Workload) -> list[Unit]:
     """Parameters outside of the blocks, then the blocks."""
-    model, adapters = workload.model, workload.block_adapters
+    model, element = workload.model, float(workload.element_bytes)
     sizes = [("root", model.root_parameters, 0)]
-    sizes += [(f"block {i}", model.block_parameters, adapters) for i in range(model.layers)]
-    if workload.lora is None:
-        return [Unit(name, base, 0) for name, base, _ in sizes]
-    return [Unit(name, more, base) for name, base, more in sizes]
+    block = model.block_parameters, workload.block_adapters
+    sizes += [(f"block {index}", *block) for index in range(model.layers)]
+    found = []
+    for name, base, adapters in sizes:
+        trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
+        pulled = element * (trained + (0 if workload.cached else frozen))
+        held = element * (trained + frozen)
+        found.append(Unit(name, trained, frozen, pulled, element * trained, held))
+    return found
 
 
 def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
@@ -120,30 +99,25 @@ def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
     layers = units(workload)
     forward, backward = passes(layers)
     pulled = [*forward, *backward]
-    taken = _chunks(workload, pulled, gradients=False)
-    pushed = _chunks(workload, layers, gradients=True)
-    received = sum(unit.pulled(workload) for unit in pulled)
+    size = workload.chunk_bytes // workload.element_bytes
+    # Messages; trained and frozen parameters do not share one.
+    pushed, taken = (sum(-(-unit.trained // size) for unit in some) for some in (layers, pulled))
+    if not workload.cached:
+        taken += sum(-(-unit.frozen // size) for unit in pulled)
+    received, sent = sum(unit.pulled for unit in pulled), sum(unit.pushed for unit in layers)
     state = STATE_BYTES * workload.trained
     return Traffic(
-        received=received,
-        sent=sum(unit.pushed(workload) for unit in layers),
-        file_read=state + received,
-        file_written=float(state + workload.element_bytes * workload.trained),
+        {
+            "node received": received * ranks_per_node,
+            "node sent": sent * ranks_per_node,
+            "server received": sent,
+            "server sent": received,
+            "server file_read": state + received,
+            "server file_written": float(state + workload.element_bytes * workload.trained),
+        },
         server_messages=pushed + taken * (1 if workload.merged else workers) + _PASSES,
         worker_messages=pushed + taken + _PASSES,
-        ranks=ranks_per_node,
     )
-
-
-def _chunks(workload: Workload, pulled: Iterable[Unit], *, gradients: bool) -> int:
-    """Messages that have these units; trained and frozen parameters do not share one."""
-    size = workload.chunk_bytes // workload.element_bytes
-    count = 0
-    for unit in pulled:
-        count += -(-unit.trained // size)
-        if not gradients and not workload.cached:
-            count += -(-unit.frozen // size)
-    return count
 
 
 def files_bytes(workload: Workload) -> float:
@@ -195,14 +169,12 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
             f"accumulation = {workload.accumulation}: allowed with luwu is 1, as each pass's "
             "gradients are pushed and applied"
         )
-    if workload.lora is not None and workload.frozen_dtype == "nf4":
+    if workload.four_bits:
         raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
-    root, *blocks = units(workload)
-    element, tokens = workload.element_bytes, workload.tokens
-    sizes = sorted((unit.held(workload) for unit in (root, *blocks)), reverse=True)
+    layers, element, tokens = units(workload), workload.element_bytes, workload.tokens
+    sizes = sorted((unit.held for unit in layers), reverse=True)
     # Those of the layer are put together while they are there; the root's wait for backward's end.
-    trained = max(unit.pushed(workload) for unit in (root, *blocks))
-    gradients = root.pushed(workload) + LAYERS * trained
+    gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
     block = tokens * block_bytes(workload)
     left_by = tokens * kept_bytes(workload)
     kept = workload.recomputed * left_by + (1 - workload.recomputed) * block
@@ -249,7 +221,7 @@ class _Steps:
         #: the faster link, as the slower one is what all chunks wait for.
         self._hop = workload.chunk_bytes / fastest
         window = WINDOW * workload.chunk_bytes
-        largest = max(unit.held(workload) for unit in self._units)
+        largest = max(unit.held for unit in self._units)
         #: Layers that come ahead of the one that computes, by memory and as chunks on their way.
         self._ahead = LAYERS + int(window // largest)
         self._window = float(window)
@@ -268,9 +240,8 @@ class _Steps:
         workload, tokens = self._workload, self._workload.tokens
         root, *blocks = self._units
         forward, backward = passes(self._units)
-        block, back = block_work(workload)
+        block, back = block_passes(workload)
         head_forward, head_backward = head_work(workload)
-        back += recomputed_work(workload) * workload.recomputed
         committed = tuple(self._applied.values())
         begin, turn = self._asked, self._asked
         self._pushes = []
@@ -299,7 +270,7 @@ class _Steps:
 
     def _pull(self, unit: Unit, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
         """Have a layer sent: when it is asked for, applied, and two layers' memory has room."""
-        nbytes = unit.pulled(self._workload)
+        nbytes = unit.pulled
         room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
         applied = [self._applied[unit]] if unit in self._applied else []
         after = dict.fromkeys([*asked, *room, *applied])
@@ -308,7 +279,7 @@ class _Steps:
             "server_out": nbytes / self._server.link_bytes_per_s,
             "inter_node_in": ranks * nbytes / self._hardware.inter_bytes_per_s,
             "server_disk": nbytes / self._server.disk_read_bytes_per_s,
-            "host_to_device": unit.held(self._workload) / self._hardware.host_to_device_bytes_per_s,
+            "host_to_device": unit.held / self._hardware.host_to_device_bytes_per_s,
             "compute": self._encrypted(nbytes),
         }
         self.tasks.count("inter_node_in", phase, ranks * nbytes)
@@ -320,8 +291,8 @@ class _Steps:
 
     def _push(self, unit: Unit, committed: tuple[int, ...]) -> None:
         """Have a layer's gradients sent and applied."""
-        workload, server = self._workload, self._server
-        nbytes = unit.pushed(workload)
+        server = self._server
+        nbytes = unit.pushed
         if not nbytes:
             return
         ranks, after = self._hardware.ranks_per_node, tuple(self._computed[-1:])

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 from baselines.schedule import Place, Schedule
+from simulation import cycle
 from simulation.cycle import Held
-from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import States, Workload, block_bytes, kept_bytes, loss_bytes
+from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
 
-if TYPE_CHECKING:
-    from fcdp.cache.memory import Usage
-
-_MASTER_BYTES = 4
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
@@ -36,21 +32,10 @@ _PREFETCH_DEPTH = 1
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
 #: Policies that put every unit into one tier: what they decide is known without torch.
-_ONE_TIER: Mapping[str, Place | None] = {
-    "none": None,
-    "device": "device",
-    "host": "host",
-    "disk": "disk",
-}
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Bytes of the entries of one rank's cache, by tier."""
-
-    device: float = 0.0
-    host: float = 0.0
-    disk: float = 0.0
+_ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in get_args(Place)}
+#: Bytes of the entries of one rank's cache, by tier.
+CacheBytes = Mapping[Place, float]
+Tiers = Mapping[Unit, Place]
 
 
 @dataclass(frozen=True)
@@ -101,41 +86,26 @@ class Footprint:
 
     def shortage(self, hardware: Hardware) -> str | None:
         """A sentence about what does not fit, with needs and haves in GB; ``None`` if all fits."""
-        if self.device_bytes > hardware.usable_device_bytes:
-            return (
-                f"a device needs {self.device_bytes / 1e9:.1f} GB, has "
-                f"{hardware.usable_device_bytes / 1e9:.1f} "
-                f"(most: {max(self.device, key=lambda part: self.device[part])})"
-            )
-        if self.host_bytes > hardware.host_memory_bytes:
-            return (
-                f"a node's host needs {self.host_bytes / 1e9:.1f} GB, has "
-                f"{hardware.host_memory_bytes / 1e9:.1f}"
-            )
+        most = max(self.device, key=lambda part: self.device[part], default="nothing")
+        for what, needs, has, more in (
+            ("a device", self.device_bytes, hardware.usable_device_bytes, f" (most: {most})"),
+            ("a node's host", self.host_bytes, hardware.host_memory_bytes, ""),
+        ):
+            if needs > has:
+                return f"{what} needs {needs / 1e9:.1f} GB, has {has / 1e9:.1f}{more}"
         return None
 
 
-def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
-    """Bytes of all entries of one rank: our cache leaves out its own shard, vendors do not."""
-    nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    gathered = workload.parameters * workload.element_bytes
-    if not schedule.caches_own_shard:
-        return (nodes - 1) / nodes * gathered / ranks
-    return gathered / ranks
-
-
 def footprint(
-    workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
     """The peak memory of a steady step where the cache's bytes are given."""
-    nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    element = workload.element_bytes
-    held = _held(workload, schedule, units, hardware)
+    nodes, ranks = hardware.shape
+    schedule, element = workload.schedule, workload.element_bytes
+    held = _held(workload, hardware)
     on_device = schedule.optimizer == "device"
-    device: dict[str, float] = {}
-    host: dict[str, float] = {}
-    disk: dict[str, float] = {}
-    places = {"device": device, "host": host, "disk": disk}
+    places: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
+    device, host, disk = places.values()
     for name, nbytes, place in (
         ("parameters", held.parameters, schedule.parameters),
         ("gradients", held.gradients, "device" if on_device else "host"),
@@ -147,12 +117,13 @@ def footprint(
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    device["cache"], disk["cache"] = cache.device, ranks * cache.disk
-    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if cache.disk else 0.0
-    host["cache"] = ranks * (cache.host + buffers)
+    on_disk = cache.get("disk", 0.0)
+    device["cache"], disk["cache"] = cache.get("device", 0.0), ranks * on_disk
+    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if on_disk else 0.0
+    host["cache"] = ranks * (cache.get("host", 0.0) + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
-    moments = _moments(workload, schedule, units, ranks, gradients, step, slices, held.in_flight)
+    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
     if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are held
         for moment in moments:
             moment.pop("gathered", None)
@@ -163,21 +134,29 @@ def footprint(
     )
 
 
-def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Held:
+def _held(workload: Workload, hardware: Hardware) -> Held:
     """Memory that a rank keeps from step to step, and that its optimizer takes."""
+    schedule = workload.schedule
     if schedule.cycle is not None:
-        return of_cycle(workload, hardware.world_size)
-    sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+        return cycle.held(workload, hardware.world_size)
+    sharers = schedule.sharers(*hardware.shape)
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     fp32 = workload.states == "fp32"
-    stored = _MASTER_BYTES if schedule.shards_fp32 and fp32 else workload.element_bytes
-    master = _MASTER_BYTES if stored < _MASTER_BYTES and fp32 else 0
+    stored = FP32 if schedule.shards_fp32 and fp32 else workload.element_bytes
+    master = FP32 if stored < FP32 and fp32 else 0
     moments = _MOMENTS_BYTES[workload.states]
     stepped, whole = workload.trained / sharers, workload.parameters / sharers
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
-    gradients, step = _gradients_and_step(schedule, workload.element_bytes, stepped)
+    element = workload.element_bytes
     if not fp32:  # by a fused step, which keeps no roots; gradients are as the parameters are
         gradients, step = stored * stepped, 0.0
+    elif schedule.shards_fp32:
+        gradients, step = FP32 * stepped, _STEP_BYTES * stepped
+    elif schedule.optimizer == "device":
+        in_fp32 = (FP32 + _STEP_BYTES) * min(stepped, _SUB_GROUP)
+        gradients, step = element * stepped, in_fp32
+    else:  # on the host all gradients are there in fp32 too, and its own Adam steps in place
+        gradients, step = (element + FP32) * stepped, 0.0
     return Held(
         stored * stepped + frozen * (whole - stepped),
         gradients,
@@ -185,17 +164,6 @@ def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
         step,
         outer=_OUTER_BYTES * stepped if schedule.averages else 0.0,
     )
-
-
-def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
-    """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
-    if schedule.shards_fp32:
-        return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
-    if schedule.optimizer == "device":
-        in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
-        return element * stepped, in_fp32
-    # On the host all gradients are there in fp32 too, and its own Adam steps in place.
-    return (element + _MASTER_BYTES) * stepped, 0.0
 
 
 def _slices(
@@ -211,15 +179,14 @@ def _slices(
     if not schedule.stages or nodes == 1:
         return 0.0, 0.0, 0.0
     across = 2 * nodes / (nodes - 1) * largest if schedule.hierarchical else 0.0
-    if not (cache.device or cache.host or cache.disk):
+    if not any(cache.values()):
         return across, across, across
-    ahead = (_PREFETCH_DEPTH if cache.host else 0) * largest
+    ahead = (_PREFETCH_DEPTH if cache.get("host") else 0) * largest
     return across, across + ahead, ahead + largest
 
 
 def _moments(
     workload: Workload,
-    schedule: Schedule,
     units: Layout,
     ranks: int,
     gradients: float,
@@ -237,7 +204,7 @@ def _moments(
     ``in_flight`` micro-batches take turns, activations of all but one are there at each moment.
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
-    full = workload.lora is None
+    schedule, full = workload.schedule, workload.lora is None
     block = tokens * block_bytes(workload)
     entry = tokens * element * model.width
     left_by = tokens * kept_bytes(workload)
@@ -261,7 +228,7 @@ def _moments(
         last += element * workload.trained / ranks
     if schedule.shards == "rank" or schedule.cycle is not None:
         # Autocast's bf16 copies of fp32 weights, of each graph, and DDP's buckets: the gradients.
-        root = in_flight * (element * _cast(workload) if element < _MASTER_BYTES else 0)
+        root = in_flight * (element * _cast(workload) if element < FP32 else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
@@ -272,7 +239,7 @@ def _moments(
     without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
     if schedule.shards == "world" and without_sync:
         # Partial gradients; committed records have them under this name.
-        left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
+        left["gradient sums"] = FP32 * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     moments = (
@@ -305,14 +272,6 @@ def _positive(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The tier of each unit's entry, and what the entries take of a rank's memory."""
-
-    tiers: Mapping[Unit, Place]
-    cache: CacheBytes
-
-
 @dataclass(frozen=True, eq=False)
 class _PolicyUnit:
     """A unit as ``fcdp.cache.policy`` looks at it."""
@@ -324,18 +283,18 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
-    """Place the units' entries as the strategy or its policy does.
+def place(workload: Workload, units: Layout, hardware: Hardware) -> tuple[Tiers, CacheBytes]:
+    """The tier of each unit's entry, and what they take, as the strategy or its policy places them.
 
     Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
     """
+    schedule = workload.schedule
     if schedule.cache is None or hardware.nodes == 1:
-        return Placement({}, CacheBytes())
-    if schedule.cache != "policy":
-        whole = entry_bytes(workload, schedule, hardware)
-        cache = CacheBytes(**{schedule.cache: whole})
-        return Placement(dict.fromkeys(units.units, schedule.cache), cache)
-    return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
+        return {}, {}
+    if schedule.cache != "policy":  # a vendor's, which has the rank's own shard in it
+        whole = workload.parameters * workload.element_bytes / hardware.ranks_per_node
+        return dict.fromkeys(units.units, schedule.cache), {schedule.cache: whole}
+    return _by_policy(schedule.policy or workload.policy, workload, units, hardware)
 
 
 def check_policy(text: str) -> None:
@@ -347,12 +306,8 @@ def check_policy(text: str) -> None:
 
 
 def _by_policy(
-    text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
-) -> Placement:
-    if text in _ONE_TIER:
-        return _in_one_tier(_ONE_TIER[text], workload, units, hardware)
-    from fcdp.cache.named import parse  # needs torch
-
+    text: str, workload: Workload, units: Layout, hardware: Hardware
+) -> tuple[Tiers, CacheBytes]:
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
@@ -360,53 +315,54 @@ def _by_policy(
         seen[unit] = _PolicyUnit(
             unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
         )
-    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
     tiers: dict[Unit, Place] = {}
-    for unit, policy_unit in seen.items():
-        for tier in decided.preferences[policy_unit][:1]:
-            tiers[unit] = tier
-    if decided.guarded:
-        tiers = _by_usage(decided, seen, tiers, workload, schedule, units, hardware)
-    sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    guarded = False
+    if text in _ONE_TIER:
+        if (only := _ONE_TIER[text]) is not None:
+            tiers = dict.fromkeys(seen, only)
+    else:
+        from fcdp.cache.named import parse  # needs torch
+
+        decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+        guarded = decided.guarded
+        if guarded:
+            tiers = _by_usage(decided, seen, workload, units, hardware)
+        else:
+            preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
+            tiers = {unit: order[0] for unit, order in preferred if order}
+    sizes: dict[Place, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
         if unit in tiers:
             sizes[tiers[unit]] += size
-        if decided.guarded and tiers.get(unit) == "device":
+        if guarded and tiers.get(unit) == "device":
             sizes["host"] += size  # the arena has room for every unit
-    return Placement(tiers, CacheBytes(**sizes))
-
-
-def _in_one_tier(
-    tier: Place | None, workload: Workload, units: Layout, hardware: Hardware
-) -> Placement:
-    if tier is None:
-        return Placement({}, CacheBytes())
-    each = (shard_numel(unit.gathered, hardware.world_size) for unit in units.units)
-    size = float((hardware.nodes - 1) * workload.element_bytes * sum(each))
-    return Placement(dict.fromkeys(units.units, tier), CacheBytes(**{tier: size}))
+    return tiers, sizes
 
 
 def _by_usage(
     decided: Any,
     seen: Mapping[Unit, _PolicyUnit],
-    tiers: Mapping[Unit, Place],
     workload: Workload,
-    schedule: Schedule,
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
-    most = footprint(workload, schedule, units, hardware, CacheBytes())
+    from fcdp.cache.memory import Usage  # needs torch
+
+    # The reserve is used by others than tensors.
+    reserve, total = hardware.device_reserve_bytes, round(hardware.device.memory_bytes)
+    most = footprint(workload, units, hardware, {})
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
-    found: dict[Unit, Place] = dict(tiers)
+    found: dict[Unit, Place] = {}
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
         for index, (unit, policy_unit) in enumerate(seen.items()):
-            used = rest + activations * index / len(seen) + sum(held.values())
-            usage = _usage(used, most.device_bytes + sum(held.values()), hardware)
-            on_device = decided.admits(policy_unit, usage)
+            now = rest + activations * index / len(seen) + sum(held.values())
+            peak = most.device_bytes + sum(held.values())
+            used, fullest = (min(round(one + reserve), total) for one in (now, peak))
+            on_device = decided.admits(policy_unit, Usage(used, fullest, total))
             found[unit] = "device" if on_device else "host"
             held.pop(unit, None)
             if on_device:
@@ -414,12 +370,3 @@ def _by_usage(
         if not decided.moves:
             break
     return found
-
-
-def _usage(used: float, peak: float, hardware: Hardware) -> Usage:
-    from fcdp.cache.memory import Usage
-
-    # The reserve is used by others than tensors.
-    total = round(hardware.device.memory_bytes)
-    reserve = hardware.device_reserve_bytes
-    return Usage(min(round(used + reserve), total), min(round(peak + reserve), total), total)

@@ -68,7 +68,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {**_LLAMA, "experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
 }
 #: Keys that a configuration need not have.
-_OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
+_OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 #: Features of other families beside those of a Llama.
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
@@ -100,9 +100,8 @@ def find(name: str) -> ModelSpec:
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A configuration, where it is from, and how the model was trained."""
+    """A configuration, and how the model was trained."""
 
-    hub: str
     parameters: int
     #: Tokens per sequence in most of its training, at most 8,192: ours where it was more.
     training_length: int
@@ -115,7 +114,6 @@ _ABOUT = ("name", "hub", "parameters", "training_length")
 
 PUBLIC_MODELS = {
     row["name"]: PublicModel(
-        row["hub"],
         int(row["parameters"]),
         int(row["training_length"]),
         {
@@ -136,16 +134,21 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     fetched. What has no closed form here is built by ``transformers`` without its weights, and
     counted. Raises ``ValueError`` for a value that cannot be, and for what is not counted.
     """
-    name, config = _named(source)
+    if isinstance(source, Mapping):
+        name, config = (
+            str(source.get("_name_or_path") or source.get("model_type") or "model"),
+            source,
+        )
+    else:
+        name = Path(source).stem if Path(source).exists() else str(source)
+        config = read(source)
     kind: Any = config.get("model_type")
     if kind not in tuple(_KEYS):  # which a list may be compared with, too
         from simulation.counted import count  # needs torch
 
         return count(name, config, sequence_length)
     keys = _KEYS[kind]
-    missing = [
-        key for field, key in keys.items() if config.get(key) is None and field not in _OPTIONAL
-    ]
+    missing = [k for k in keys.values() if config.get(k) is None and k not in _OPTIONAL]
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
     limit = keys.get("positions", "max_position_embeddings")
@@ -158,8 +161,6 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
-    elif shape["mlp_width"] is None:
-        raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
     else:
         shape |= _of_llama_s_kind(kind, config, shape)
     shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
@@ -183,13 +184,6 @@ def _of_llama_s_kind(
     if kind == "qwen3":
         more["vectors"] = (more["head_width"],) * 2
     return more
-
-
-def _named(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(source, Mapping):
-        return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
-    path = Path(source)
-    return path.stem if path.exists() else str(source), read(source)
 
 
 def read(source: str | Path) -> dict[str, Any]:

@@ -10,16 +10,13 @@ from typing import Any, Literal
 from simulation import luwu
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
-from simulation.memory import Footprint, Placement, footprint, place
+from simulation.memory import Footprint, Tiers, footprint, place
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
-from simulation.step.tasks import Tasks, Timeline, busy_seconds
+from simulation.step.tasks import Tasks, Timeline
 from simulation.units import Layout, layout
 from simulation.workload import Workload, token_work
 
-#: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
-#: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
-Moved = Mapping[str, Mapping[str, float]]
 _MICROSECONDS = 1e6
 
 
@@ -41,7 +38,9 @@ class Prediction:
     #: Share of the step that each resource was in full use. PCIe counts for both of its directions
     #: what the network and the exchanges inside the node use of it.
     busy: Mapping[str, float]
-    moved_bytes: Moved
+    #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host,
+    #: disk) and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
+    moved_bytes: Mapping[str, Mapping[str, float]]
     footprint: Footprint
     timeline: Timeline
     #: Bytes by link and direction of a strategy with a server, and messages to the server.
@@ -66,12 +65,11 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
     return _placed(workload, hardware)[2]
 
 
-def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Placement, Footprint]:
+def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Tiers, Footprint]:
     """The units, where their entries are kept, and the memory that all of it takes."""
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    return units, placement, footprint(workload, schedule, units, hardware, placement.cache)
+    units = layout(workload, *hardware.shape)
+    tiers, cache = place(workload, units, hardware)
+    return units, tiers, footprint(workload, units, hardware, cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -111,45 +109,34 @@ class Built:
     #: The first task of the step that counts; those before are of the steps before it.
     begin: int = 0
 
-    @property
-    def least_seconds(self) -> float:
-        """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
-        return max(busy_seconds(self.tasks.tasks[self.begin :]).values())
 
-
-def build(workload: Workload, hardware: Hardware) -> Built:
+def build(workload: Workload, hardware: Hardware, server: Server | None = None) -> Built:
     """The workload's step on this hardware; raises as ``predict``."""
     if hardware.backend == "nccl" and workload.element_bytes != 2:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
     if workload.served:
-        return with_server(workload, hardware, like(hardware))
+        needs = luwu.footprint(workload, hardware)
+        steps = luwu.steps(workload, hardware, server or like(hardware))
+        return Built(workload, hardware, needs, *steps)
     schedule = workload.schedule
-    units, placement, needs = _placed(workload, hardware)
+    units, tiers, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))
     if schedule.cycle == "turns":  # or take turns,
         return Built(workload, hardware, needs, turns(workload, hardware))
     # or do the same at once.
-    tasks = Step(workload, schedule, units, placement, hardware).build()
-    return Built(workload, hardware, needs, tasks)
+    return Built(workload, hardware, needs, Step(workload, units, tiers, hardware).build())
 
 
-def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:
-    """LuWu's step with this server; raises as ``predict``."""
-    needs = luwu.footprint(workload, hardware)
-    tasks, begin = luwu.steps(workload, hardware, server)
-    return Built(workload, hardware, needs, tasks, begin)
-
-
-def predict(workload: Workload, hardware: Hardware) -> Prediction:
-    """Simulate one steady step.
+def predict(workload: Workload, hardware: Hardware, server: Server | None = None) -> Prediction:
+    """Simulate one steady step; LuWu's server is as a node where no other is given.
 
     Raises ``ValueError`` for a strategy that does not exist or is not simulated yet, for a policy
     or codec that does not exist, and for fp32 on GPUs, whose rates are those of bf16.
     """
-    return simulate_built(build(workload, hardware))
+    return simulate_built(build(workload, hardware, server))
 
 
 def simulate_built(built: Built) -> Prediction:
@@ -191,17 +178,17 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
         for row, stream in enumerate(streams)
     ]
-    for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True)):
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": streams.index(task.stream),
-                "name": task.name,
-                "cat": "critical" if index in critical else "other",
-                "ts": span.start * _MICROSECONDS,
-                "dur": (span.end - span.start) * _MICROSECONDS,
-                "args": {f"{name}_seconds": used for name, used in task.demands.items()},
-            }
-        )
+    events += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": streams.index(task.stream),
+            "name": task.name,
+            "cat": "critical" if index in critical else "other",
+            "ts": span.start * _MICROSECONDS,
+            "dur": (span.end - span.start) * _MICROSECONDS,
+            "args": {f"{name}_seconds": used for name, used in task.demands.items()},
+        }
+        for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True))
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"evidence": "simulated"}}

@@ -9,8 +9,9 @@ in a reduce-scatter of the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from operator import add
 
 from baselines import registry
@@ -18,7 +19,7 @@ from baselines.encoding import DIFFERENCES, EXPONENTS, encoded_bytes
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware
 from simulation.units import Unit, shard_numel
-from simulation.workload import Workload
+from simulation.workload import FP32, Workload
 
 #: Bits per bf16 parameter by learning rate of AdamW, as the kernel's counters saw them in
 #: ``results/delta`` (emulated); ``tests/docs/test_figures.py`` holds them against it.
@@ -33,7 +34,6 @@ MEASURED: Sequence[tuple[float, float]] = (
 _BY_EXPONENT = 11.0
 #: Bits of a bf16 parameter; of wider ones all others are sent as they are.
 _TOLD = 16
-_FSDP2_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -122,62 +122,60 @@ def difference_bits(learning_rate: float, element_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """How one workload's units move under one strategy on one cluster."""
+    """How one workload's units move under its strategy on one cluster."""
 
     workload: Workload
-    schedule: Schedule
     hardware: Hardware
-    #: Gathers of units of one size are alike: those of all blocks.
-    _gathers: dict[tuple[int, int], list[Traffic]] = field(default_factory=dict, compare=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.workload.schedule
 
     def gather(self, unit: Unit) -> list[Traffic]:
         """The exchanges of one gather, from the ranks that share the parameters, in their order."""
-        sizes = (unit.gathered, unit.trained)
-        if sizes not in self._gathers:
-            self._gathers[sizes] = self._gather(unit)
-        return self._gathers[sizes]
-
-    def _gather(self, unit: Unit) -> list[Traffic]:
-        nodes, ranks = self._nodes, self._ranks
+        nodes, ranks = self.hardware.shape
         if self.schedule.shards == "rank":
             return []
         if self.schedule.shards == "node" or nodes == 1:
-            return self.spread(unit)
+            return [self.spread(unit)]
+        codec = self._codecs["gather_codec"]
         if self.schedule.hierarchical:
-            return [self._inter_node(unit.gathered, self._gather_codec), *self.spread(unit)]
-        codec = self._gather_codec
-        plain = codec == "none"
-        sent = self.gathered_bytes(unit) if plain else self._sent_bytes(unit.gathered, codec)
-        return [flat(sent, nodes, ranks)]
+            return [inter_node(self._sent_bytes(unit.gathered, codec), nodes), self.spread(unit)]
+        sent = self._sent_bytes(unit.gathered, codec)
+        return [flat(self.gathered_bytes(unit) if codec == "none" else sent, nodes, ranks)]
 
-    def spread(self, unit: Unit) -> list[Traffic]:
+    def spread(self, unit: Unit) -> Traffic:
         """The intra-node all-gather of slices that the ranks have already."""
-        return [intra_node(self.gathered_bytes(unit), self._ranks)]
+        return intra_node(self.gathered_bytes(unit), self.hardware.ranks_per_node)
 
     def slice_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's entry: our cache leaves out what the rank holds anyway."""
-        whole = self.gathered_bytes(unit) / self._ranks
-        return whole if self.schedule.caches_own_shard else (self._nodes - 1) / self._nodes * whole
+        nodes, ranks = self.hardware.shape
+        whole = self.gathered_bytes(unit) / ranks
+        return whole if self.schedule.caches_own_shard else (nodes - 1) / nodes * whole
 
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
-        nodes, ranks = self._nodes, self._ranks
+        nodes, ranks = self.hardware.shape
+        # A vendor's reduce-scatter over gloo is an all-reduce.
+        by_gloo = self.hardware.backend == "gloo" and not self.schedule.pairwise
         nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.shards == "rank":
             crosses = last and self.schedule.averages is None
             return [all_reduce(flat(nbytes, nodes, ranks))] if crosses else []
+        inside = intra_node(nbytes, ranks)
+        if by_gloo:
+            inside = all_reduce(inside)
         if nodes == 1 or self.schedule.averages is not None:
-            return [self._intra_node(nbytes)]
+            return [inside]
         if self.schedule.shards == "node":
-            across = [all_reduce(inter_node(nbytes, nodes))] if last else []
-            return [self._intra_node(nbytes), *across]
-        codec = self._reduce_codec
+            return [inside, all_reduce(inter_node(nbytes, nodes))] if last else [inside]
+        codec = self._codecs["reduce_codec"]
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
             crossing = last or not self.schedule.accumulates_without_sync
-            half = [self._across(trained, codec)] if crossing else []
-            return [self._intra_node(nbytes), *half]
+            return [inside, self._across(trained, codec)] if crossing else [inside]
         ring = flat(nbytes, nodes, ranks)
-        return [all_reduce(ring) if self._gloo else ring]
+        return [all_reduce(ring) if by_gloo else ring]
 
     def all_reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The all-reduce of replicated parameters' gradients, by our engine."""
@@ -185,73 +183,49 @@ class Exchanges:
             return []
         nbytes = float(trained * self.workload.reduced_bytes)
         half = hierarchical if self.schedule.hierarchical else flat
-        return [all_reduce(half(nbytes, self._nodes, self._ranks))]
+        return [all_reduce(half(nbytes, *self.hardware.shape))]
 
     def average(self) -> Traffic:
         """A step's share of a round's all-reduce of displacements, which are fp32."""
-        nbytes = 4.0 * self.workload.trained
+        nbytes = float(FP32 * self.workload.trained)
         if self.schedule.shards == "rank":
             by_gloo = self.hardware.backend == "gloo" or self.workload.outer_on == "host"
-            half = (hierarchical if by_gloo else flat)(nbytes, self._nodes, self._ranks)
+            half = (hierarchical if by_gloo else flat)(nbytes, *self.hardware.shape)
         else:  # between ranks with the same part of a worker
-            half = inter_node(nbytes, self._nodes)
+            half = inter_node(nbytes, self.hardware.nodes)
         return all_reduce(half) / self.workload.interval
 
     def shard_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
-        element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
+        element = FP32 if self.schedule.shards_fp32 else self.workload.element_bytes
         frozen = 0 if self.workload.lora is None else max(0, unit.parameters - unit.trained)
         less = frozen * max(0.0, element - self.workload.frozen_bytes)
         return (element * unit.parameters - less) / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
         """Bytes of the whole unit as it is gathered."""
-        frozen = unit.gathered - unit.trained
-        less = frozen * (self.workload.element_bytes - self.workload.sent_frozen_bytes)
-        return float(unit.gathered * self.workload.element_bytes - less)
+        element, less = self.workload.element_bytes, 0.0
+        if self.workload.four_bits:  # they are gathered as they are
+            less = (unit.gathered - unit.trained) * (element - self.workload.frozen_bytes)
+        return unit.gathered * element - less
 
-    @property
-    def _nodes(self) -> int:
-        return self.hardware.nodes
-
-    @property
-    def _ranks(self) -> int:
-        return self.hardware.ranks_per_node
-
-    @property
-    def _gloo(self) -> bool:
-        """Whether a vendor's reduce-scatter is an all-reduce."""
-        return self.hardware.backend == "gloo" and not self.schedule.pairwise
-
-    @property
-    def _gather_codec(self) -> str:
-        return self.schedule.gather_codec or self._choice("gather_codec")
-
-    @property
-    def _reduce_codec(self) -> str:
-        return self.schedule.reduce_codec or self._choice("reduce_codec")
-
-    def _choice(self, setting: str) -> str:
-        """The workload's codec, for strategies that have the choice."""
-        has = setting in registry.find(self.workload.strategy).settings.model_fields
-        return str(getattr(self.workload, setting)) if has else "none"
-
-    def _intra_node(self, nbytes: float) -> Traffic:
-        half = intra_node(nbytes, self._ranks)
-        return all_reduce(half) if self._gloo else half
+    @cached_property
+    def _codecs(self) -> Mapping[str, str]:
+        """The codecs that the strategy fixes, or the workload's, if the strategy has the choice."""
+        usual = {"gather_codec": "none", "reduce_codec": "none"}
+        settings = registry.find(self.workload.strategy).settings.model_fields
+        chosen = {name: getattr(self.workload, name) for name in usual if name in settings}
+        return usual | chosen | self.schedule.fixes
 
     def _across(self, trained: int, codec: str) -> Traffic:
         """The inter-node half of a reduction."""
         if codec not in ("none", *EXPONENTS):
-            return self._inter_node(trained, codec)
+            return inter_node(self._sent_bytes(trained, codec), self.hardware.nodes)
         bits = 8.0 * self.workload.reduced_bytes
         waits = not math.isinf(self.hardware.inter_bytes_per_s)  # as the rule judges it
         if codec == EXPONENTS[1] or (codec == EXPONENTS[0] and waits):
             bits += _BY_EXPONENT - _TOLD
-        return inter_node(trained * bits / 8, self._nodes)
-
-    def _inter_node(self, parameters: int, codec: str) -> Traffic:
-        return inter_node(self._sent_bytes(parameters, codec), self._nodes)
+        return inter_node(trained * bits / 8, self.hardware.nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""

@@ -247,12 +247,12 @@ class Transformer(Checked):
 
     @property
     def root_rows(self) -> list[Rows]:
-        """The parameters outside of the blocks: embeddings, output layer, last norm."""
+        """The parameters outside of the blocks: embeddings, last norm, output layer."""
         if self.counted_root:
             return list(self.counted_root)
-        tables = [self.vocabulary, self.positions, 0 if self.tied else self.vocabulary]
-        norms = 2 if self.family == "gpt2" else 1
-        return [*((rows, self.width) for rows in tables if rows), *[(self.width, 1)] * norms]
+        width, norms = self.width, 2 if self.family == "gpt2" else 1
+        embeddings = [(rows, width) for rows in (self.vocabulary, self.positions) if rows]
+        return embeddings + [(width, 1)] * norms + [(self.vocabulary, width)] * (not self.tied)
 
     def adapter_rows(self, lora: Lora) -> list[Rows]:
         """The adapters of one block. Raises ``ValueError`` for a target that it does not have."""
@@ -280,10 +280,7 @@ class Transformer(Checked):
     @property
     def embedded_parameters(self) -> int:
         """Parameters that come before the blocks: embeddings, and not the last norm."""
-        if not self.counted_root:
-            return (self.vocabulary + self.positions) * self.width
-        tables = takewhile(lambda rows: rows[1] > 1, self.counted_root)
-        return padded_numel(list(tables), 1)
+        return padded_numel(takewhile(lambda rows: rows[1] > 1, self.root_rows), 1)
 
     @property
     def parameters(self) -> int:

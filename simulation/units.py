@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from baselines.schedule import Schedule
 from simulation.hardware import Work
 from simulation.transformer import Rows, padded_numel
-from simulation.workload import Workload, block_work, head_work, recomputed_work
+from simulation.workload import FP32, Workload, block_passes, head_work
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
 _BUCKET_BYTES = 25 * 2**20
-_STORED_BYTES = 4
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
-_NOTHING = Work(0.0)
 #: Layouts that are remembered: those of one strategy's points.
 _REMEMBERED = 32
 
@@ -40,10 +37,9 @@ class Segment:
 
     name: str
     forward: Work
+    #: With a second forward, as far as the block's activations are not kept.
     backward: Work
     units: tuple[Unit, ...]
-    #: Work of backward's second forward, where the block's activations are not kept.
-    again: Work = _NOTHING
     #: Whether it is the first of its block.
     block: bool = False
     #: Whether backward needs the units: the gradient of an input that nothing trained has made is
@@ -82,63 +78,55 @@ def shard_numel(parameters: int, world_size: int) -> int:
     return -(-parameters // world_size)
 
 
-def layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
-    """Units and computation of the workload's model under ``schedule``."""
+def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
+    """Units and computation of the workload's model under its strategy."""
     # Neither depends on how many tokens there are, of which a search tries many.
-    return _layout(
-        replace(workload, micro_batch=1, accumulation=1), schedule, nodes, ranks_per_node
-    )
+    return _layout(replace(workload, micro_batch=1, accumulation=1), nodes, ranks_per_node)
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
-    return _Model(workload, schedule, nodes, ranks_per_node).layout()
+def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
+    model = _Model(workload, nodes, ranks_per_node)
+    return model.by_matrix() if workload.schedule.unit == "matrix" else model.by_block()
 
 
 class _Model:
     """One workload's model while it is divided."""
 
-    def __init__(
-        self, workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int
-    ) -> None:
+    def __init__(self, workload: Workload, nodes: int, ranks_per_node: int) -> None:
         self._workload = workload
-        self._schedule = schedule
+        self._schedule = workload.schedule
         self._ranks_per_node = ranks_per_node
         self._full = workload.lora is None
-        self._sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
-        self._cut_rows = schedule.cuts_low_rank
-        self._block_work, self._again = block_work(workload), recomputed_work(workload)
+        #: Of a replicated model nothing is gathered, and all gradients are reduced at once.
+        self._whole = self._schedule.shards == "rank" and self._schedule.hierarchical
+        self._sharers = self._schedule.sharers(nodes, ranks_per_node) if self._schedule.pads else 1
+        lora = workload.lora
+        self._adapter_rows = [] if lora is None else workload.model.adapter_rows(lora)
 
-    def layout(self) -> Layout:
-        if self._schedule.unit == "matrix":
-            return self._by_matrix()
-        if self._schedule.shards == "rank" and self._schedule.hierarchical:
-            return self._in_one_piece()
-        return self._by_block()
-
-    def _by_block(self) -> Layout:
+    def by_block(self) -> Layout:
         model = self._workload.model
         apart = self._schedule.apart and not self._full
         adapters = self._adapters() if apart else {}
+        inside = [] if apart else self._adapter_rows
+        base, more = self._gathered(model.block_rows), self._gathered(inside)
+        size = padded_numel([*model.block_rows, *inside], 1)
+        passes = block_passes(self._workload)
         segments = []
-        like = self._unit(model.block_rows, [] if apart else None)
         for block in range(model.layers):
-            own = Unit(f"block {block}", like.parameters, like.gathered, like.trained)
-            segments.append(self._block(block, (own, *adapters.get(block, ()))))
-        root = self._root()
-        return Layout(root, tuple(segments), self._head(root), 0, 0)
-
-    def _unit(self, rows: list[Rows], adapters: list[Rows] | None) -> Unit:
-        """Any block's own unit; ``adapters`` are those that it holds, ``None``: all of them."""
-        model, lora = self._workload.model, self._workload.lora
-        if adapters is None:
-            adapters = [] if lora is None else model.adapter_rows(lora)
-        base, more = self._gathered(rows), self._gathered(adapters)
-        parameters = padded_numel([*rows, *adapters], 1)
-        return Unit("block", parameters, base + more, base + more if self._full else more)
+            name = f"block {block}"
+            own = Unit(name, size, base + more, base + more if self._full else more)
+            units = (own, *adapters.get(block, ()))
+            segments.append(Segment(name, *passes, units, block=True))
+        root, workload = self._root(), self._workload
+        replicated = (workload.parameters, workload.trained) if self._whole else (0, 0)
+        head = Segment("head", *head_work(workload), (root,))
+        return Layout(root, tuple(segments), head, *replicated)
 
     def _gathered(self, rows: list[Rows]) -> int:
-        return padded_numel(rows, self._sharers, cut_rows=self._cut_rows)
+        if self._whole:
+            return 0
+        return padded_numel(rows, self._sharers, cut_rows=self._schedule.cuts_low_rank)
 
     def _root(self) -> Unit:
         rows = self._workload.model.root_rows
@@ -146,21 +134,12 @@ class _Model:
         trained = gathered if self._full else 0
         return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
 
-    def _head(self, root: Unit) -> Segment:
-        return Segment("head", *head_work(self._workload), (root,))
-
-    def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
-        return Segment(f"block {block}", *self._block_work, units, self._again, block=True)
-
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
-        lora = self._workload.lora
-        assert lora is not None
         layers, adapters = self._workload.model.layers, self._workload.block_adapters
-        gathered = self._gathered(self._workload.model.adapter_rows(lora))
-        block = self._workload.model.block_parameters + adapters
-        kept = layers * adapters <= block / self._ranks_per_node
-        count = max(1, _BUCKET_BYTES // (_STORED_BYTES * adapters)) if kept else 1
+        gathered = self._gathered(self._adapter_rows)
+        kept = layers * adapters <= self._workload.block_parameters / self._ranks_per_node
+        count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if kept else 1
         units: dict[int, list[Unit]] = {}
         for first in range(0, layers, count):
             held = min(count, layers - first)
@@ -168,18 +147,7 @@ class _Model:
             units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
         return units
 
-    def _in_one_piece(self) -> Layout:
-        """The layout of a replicated model: no gathers, and all gradients are reduced at once."""
-        model, workload = self._workload.model, self._workload
-        root = Unit("root", model.root_parameters, 0, 0, kept=True)
-        size = model.block_parameters + workload.block_adapters
-        blocks = [
-            self._block(block, (Unit(f"block {block}", size, 0, 0),))
-            for block in range(model.layers)
-        ]
-        return Layout(root, tuple(blocks), self._head(root), workload.parameters, workload.trained)
-
-    def _by_matrix(self) -> Layout:
+    def by_matrix(self) -> Layout:
         """DeepSpeed's layout: a unit per matrix; vectors and adapters are below its threshold.
 
         Their changes reach all ranks by a gather after each step.
@@ -190,22 +158,21 @@ class _Model:
         pieces = []
         for matrix in model.matrices:
             part = matrix.active_weights / matrix.experts / active
-            forward, backward, again = (of * part for of in (*self._block_work, self._again))
+            forward, backward = block_passes(workload, part)
             for index in range(matrix.experts):
                 name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
-                pieces.append((name, matrix, forward, backward, again))
+                pieces.append((name, matrix, forward, backward))
         segments = []
         for block in range(model.layers):
-            for index, (title, matrix, forward, backward, again) in enumerate(pieces):
+            for index, (title, matrix, forward, backward) in enumerate(pieces):
                 name, size = f"block {block} {title}", matrix.size
                 unit = Unit(name, size, size, size if self._full else 0)
                 needed = block > 0 or self._full or matrix.name not in _READS_EMBEDDINGS
-                segments.append(
-                    Segment(name, forward, backward, (unit,), again, index == 0, needed)
-                )
+                segments.append(Segment(name, forward, backward, (unit,), index == 0, needed))
         weights = sum(matrix.weights for matrix in model.matrices)
         vectors = model.layers * (model.block_parameters - weights)
         adapters = model.layers * workload.block_adapters
         trained = vectors if self._full else adapters
         root = self._root()
-        return Layout(root, tuple(segments), self._head(root), vectors + adapters, trained)
+        head = Segment("head", *head_work(workload), (root,))
+        return Layout(root, tuple(segments), head, vectors + adapters, trained)

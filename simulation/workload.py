@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from baselines.registry import find, schedule_of
@@ -57,7 +58,8 @@ _PRODUCTS: Mapping[ProductDtype, float] = {"bf16": 1.0, "fp8": 0.6}
 _ADAM_BYTES: Mapping[States, int] = {"fp32": 28, "bf16": 14, "int8": 10}
 #: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
 _SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
-_FP32 = 4
+#: Bytes per parameter in fp32, and of AdamW's master and moments.
+FP32, STATE_BYTES = 4, 12
 #: Kernels of a block's forward, or backward: ours, by traces of such blocks; and of an adapter's.
 _KERNELS: Mapping[Kernels, int] = {"eager": 60, "flash": 45, "fused": 20}
 _KERNELS_OF_ADAPTER = 6
@@ -118,7 +120,7 @@ class Workload(Checked):
     merged: bool = True
     cached: bool = False
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The strategy's, as the settings have it.
 
@@ -133,11 +135,6 @@ class Workload(Checked):
                 "are rank and node"
             )
         return by_node(schedule)
-
-    @property
-    def streamed_share(self) -> float:
-        """Share of a round in whose steps some fragment crosses."""
-        return min(1.0, self.fragments * self.overlap / self.interval)
 
     @property
     def engine(self) -> str:
@@ -156,6 +153,11 @@ class Workload(Checked):
         return bool(find(self.strategy).extra)
 
     @property
+    def four_bits(self) -> bool:
+        """Whether adapters' base is held in four bits."""
+        return self.lora is not None and self.frozen_dtype == "nf4"
+
+    @property
     def frozen(self) -> int:
         """Parameters that nothing steps."""
         return self.parameters - self.trained
@@ -168,13 +170,6 @@ class Workload(Checked):
         quantised = self.model.layers * sum(matrix.weights for matrix in self.model.matrices)
         share = quantised / self.model.parameters
         return share * _NF4_BYTES + (1 - share) * 2.0
-
-    @property
-    def sent_frozen_bytes(self) -> float:
-        """Bytes per frozen parameter in a gather: four bits are gathered as they are."""
-        if self.lora is None or self.frozen_dtype != "nf4":
-            return float(self.element_bytes)
-        return self.frozen_bytes
 
     @property
     def reduced_bytes(self) -> int:
@@ -195,6 +190,11 @@ class Workload(Checked):
     def block_adapters(self) -> int:
         """Parameters of the adapters of one block."""
         return 0 if self.lora is None else self.model.adapter_parameters(self.lora)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block, adapters included."""
+        return self.model.block_parameters + self.block_adapters
 
     @property
     def parameters(self) -> int:
@@ -260,6 +260,12 @@ def recomputed_work(workload: Workload) -> Work:
     return Work(products, products, 0.0, _elementwise(workload)[0])
 
 
+def block_passes(workload: Workload, share: float = 1.0) -> tuple[Work, Work]:
+    """One token's forward in this share of a block, and its backward with what it does again."""
+    forward, backward = (work * share for work in block_work(workload))
+    return forward, backward + recomputed_work(workload) * share * workload.recomputed
+
+
 def block_kernels(workload: Workload) -> int:
     """Kernels that one pass through a block launches, roughly: ours."""
     adapters = 0 if workload.lora is None else len(workload.lora.targets)
@@ -268,7 +274,7 @@ def block_kernels(workload: Workload) -> int:
 
 def dequantised_bytes(workload: Workload) -> float:
     """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
-    if workload.lora is None or workload.frozen_dtype != "nf4":
+    if not workload.four_bits:
         return 0.0
     weights = sum(matrix.weights for matrix in workload.model.matrices)
     return weights * (workload.frozen_bytes + workload.element_bytes)
@@ -344,7 +350,7 @@ def block_bytes(workload: Workload) -> float:
         if lora is None:
             return inputs + element * (8 * width + (2 if fused else 5) * inner)
         return inputs + element * (7 * width + (1 if fused else 4) * inner)
-    norms = 2 * (element if fused else _FP32) * width
+    norms = 2 * (element if fused else FP32) * width
     attention = element * (width + 2 * queries + 2 * narrow)
     if lora is None:
         return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
@@ -366,9 +372,8 @@ def kept_bytes(workload: Workload) -> float:
 
 def loss_bytes(workload: Workload) -> int:
     """Bytes per token and word of the vocabulary when the loss is differentiated."""
-    if workload.kernels == "fused":
-        return 2 * workload.element_bytes  # logits and their gradient
-    return _LOSS_BYTES
+    # Of a fused one these are the logits and their gradient.
+    return 2 * workload.element_bytes if workload.kernels == "fused" else _LOSS_BYTES
 
 
 def _scores(workload: Workload) -> int:
@@ -380,5 +385,5 @@ def _scores(workload: Workload) -> int:
         return 0
     pairs = workload.model.heads * workload.sequence_length
     element = workload.element_bytes
-    cast = element < _FP32 and workload.model.family == "llama"
-    return pairs * (element + (_FP32 if cast else 0))
+    cast = element < FP32 and workload.model.family == "llama"
+    return pairs * (element + (FP32 if cast else 0))

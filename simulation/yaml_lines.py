@@ -71,7 +71,11 @@ def load(path: Path) -> Document:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{path.name}:{line}: not UTF-8 text: {error.reason}") from error
     try:
-        return _parse(path.name, text)
+        if _Quick is not None:
+            # A tenth of the time; what is wrong with a file the other loader says in plainer words.
+            with contextlib.suppress(yaml.YAMLError):
+                return _parsed(path.name, text, _Quick)
+        return _parsed(path.name, text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
@@ -79,14 +83,6 @@ def load(path: Path) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(f"{path.name}:{line}: not valid YAML: {error.reason}") from error
-
-
-def _parse(file: str, text: str) -> Document:
-    if _Quick is not None:
-        # A tenth of the time; what is wrong with a file the other loader says in plainer words.
-        with contextlib.suppress(yaml.YAMLError):
-            return _parsed(file, text, _Quick)
-    return _parsed(file, text, yaml.SafeLoader)
 
 
 def _parsed(file: str, text: str, kind: type[yaml.SafeLoader | yaml.CSafeLoader]) -> Document:

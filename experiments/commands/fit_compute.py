@@ -12,8 +12,7 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from simulation import calibration, compute
-from simulation.compute import Check, Constant
-from simulation.measured import ROWS, read_rows
+from simulation.compute import ROWS, Check, Constant, read_rows
 
 
 def fit_compute(

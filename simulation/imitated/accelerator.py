@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -133,8 +134,6 @@ class DeviceModule(ModuleType):
 
 
 class _Device(DeviceModule):
-    """The device whose allocations are counted."""
-
     Stream = _Stream
     Event = _Event
     synchronize = _always()
@@ -161,7 +160,7 @@ class _Device(DeviceModule):
 
 
 _device = _Device()
-_set_up: list[bool] = []
+_set_up = cache(partial(_setup_privateuseone_for_python_backend, NAME, _device))
 
 
 @contextlib.contextmanager
@@ -170,9 +169,7 @@ def imitated(total_bytes: int) -> Iterator[Allocations]:
 
     Once a process has it, it stays known to PyTorch.
     """
-    if not _set_up:
-        _setup_privateuseone_for_python_backend(NAME, _device)
-        _set_up.append(True)
+    _set_up()
     # FSDP2's gather asks for addresses, to see whether two tensors are one.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     _device.allocations, _device.total = Allocations(), total_bytes

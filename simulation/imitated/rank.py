@@ -56,8 +56,9 @@ class Rank:
         _move(self.model, self._device)
         self.parameters = sum(param.numel() for param in self.model.parameters())
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        if case.checkpointing:
-            blocks = _checkpointed(self.model, blocks)
+        if case.checkpointing:  # keep of each block only its input
+            apply_activation_checkpointing(self.model, check_fn={*blocks}.__contains__)
+            blocks = [m for m in self.model.modules() if isinstance(m, CheckpointWrapper)]
         self.trainable: Trainable = strategies.load(case.strategy)(
             self.model,
             Job(
@@ -142,12 +143,6 @@ def _move(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = None if param is None else moved[param]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def _checkpointed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Keep of each block only its input, and compute the rest again in backward."""
-    apply_activation_checkpointing(model, check_fn={*blocks}.__contains__)
-    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
 
 
 def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topology:

@@ -34,22 +34,13 @@ SEQUENCE_LENGTHS = (SEQUENCE_LENGTH, 2 * SEQUENCE_LENGTH, 4 * SEQUENCE_LENGTH)
 #: The paper's LoRA.
 LORA_RANK = 8
 
+_HOST = ("host",)
 #: Strategies with their policies, those whose memory differs first; fcdp with the paper's policies.
 STRATEGIES = (
-    ("fsdp2", "host"),
-    ("fcdp", "host"),
-    ("hpz", "host"),
-    ("fsdp2-hsdp", "host"),
-    ("zeropp", "host"),
+    *product(("fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "zeropp"), _HOST),
     ("fcdp", "threshold(0.8)"),
-    ("zero3", "host"),
-    ("fsdp2-offload", "host"),
-    ("fsdp2-reshard", "host"),
-    ("qwz", "host"),
-    ("qgz", "host"),
-    ("ddp", "host"),
-    ("deepspeed-zero3", "host"),
-    ("deepspeed-hpz", "host"),
+    *product(("zero3", "fsdp2-offload", "fsdp2-reshard", "qwz", "qgz"), _HOST),
+    *product(("ddp", "deepspeed-zero3", "deepspeed-hpz"), _HOST),
 )
 
 #: Why an engine's step does not run on the imitated accelerator: what was raised when tried.

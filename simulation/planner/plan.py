@@ -13,16 +13,13 @@ from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
 from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
-from simulation.planner.siblings import InNetwork, in_network, out_of_core
+from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.
 _LISTED = 4
-_WAITS = {
-    "compute": "computation",
+_WAITS = WAITS | {
     "inter_node": "the link between nodes",
     "intra_node": "exchanges inside the node",
-    "host_to_device": "copies from the host",
-    "device_to_host": "copies to the host",
     "disk": "the disk",
     "cpu": "the optimizer on the CPU",
     "latency": "latencies",
@@ -48,6 +45,11 @@ class Plan:
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
 
+    @property
+    def fitting(self) -> list[Option]:
+        """The best option of each strategy that fits, fastest first."""
+        return [one.best for one in self.verdicts if one.best is not None]
+
     def hours(self, option: Option) -> float:
         """GPU-hours for the request's tokens."""
         world = self.request.hardware.world_size
@@ -68,16 +70,19 @@ def plan(request: Request) -> Plan | None:
     """
     if request.usual_length is not None:
         request = _at_length(request)
-    verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
-    found: dict[str, Option] = {}
-    for verdict in verdicts:
-        if verdict.best is not None:
-            found[verdict.strategy] = verdict.best
+    ranks = request.hardware.ranks_per_node
+    verdicts = sorted(
+        search(request),
+        key=lambda one: (-one.best.tokens_per_s if one.best else 0.0, one.shortfall.of_node(ranks)),
+    )
+    found = {one.strategy: one.best for one in verdicts if one.best is not None}
     if not found:
         return None
     # A strategy that does not train the same is taken only where nothing else fits.
     exact = {name: option for name, option in found.items() if not differs(name)} or found
-    ties = _tied(exact)
+    # The fastest, and those as fast: closer than the simulator's own error.
+    least = (1 - tie()) * max(option.tokens_per_s for option in exact.values())
+    ties = {name: option for name, option in exact.items() if option.tokens_per_s >= least}
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
     reason = _reason(request, strategy, ties, found, by_name)
@@ -88,17 +93,12 @@ def plan(request: Request) -> Plan | None:
 def _at_length(request: Request) -> Request:
     """The request at the length that a plan is for, where nobody named one."""
     lengths = (request, *request.shorter())
-    if request.lora_rank is not None and (kept := on_device(request.strategies)):
-        for one in lengths:
-            if fits(replace(one, strategies=kept)):
-                return one
-    return next(filter(fits, lengths), request)
-
-
-def on_device(strategies: Sequence[str]) -> tuple[str, ...]:
-    """Strategies whose parameters and optimizer stay on the devices."""
-    schedules = ((name, schedule_of(name)) for name in strategies)
-    return tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
+    schedules = ((name, schedule_of(name)) for name in request.strategies)
+    kept = tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
+    found = None
+    if request.lora_rank is not None and kept:
+        found = next((one for one in lengths if fits(replace(one, strategies=kept))), None)
+    return found or next(filter(fits, lengths), request)
 
 
 def differs(strategy: str) -> bool:
@@ -109,27 +109,6 @@ def differs(strategy: str) -> bool:
 def replicates(strategy: str) -> bool:
     """Whether what is frozen is whole on each rank or each node, so that it never crosses nodes."""
     return schedule_of(strategy).shards in ("rank", "node")
-
-
-def waits_for(option: Option) -> str:
-    """Words for what the option's step waits for longest."""
-    return _WAITS[option.speed.bottleneck]
-
-
-def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
-    if verdict.best is not None:
-        return (-verdict.best.tokens_per_s, 0.0)
-    return (0.0, verdict.shortfall.of_node(request.hardware.ranks_per_node))
-
-
-def _tied(options: dict[str, Option]) -> dict[str, Option]:
-    """The fastest option and those as fast: closer than the simulator's own error."""
-    fastest = max(option.tokens_per_s for option in options.values())
-    return {
-        name: option
-        for name, option in options.items()
-        if option.tokens_per_s >= (1 - tie()) * fastest
-    }
 
 
 def _plainness(strategy: Strategy) -> tuple[int, int]:
@@ -167,7 +146,8 @@ def _reason(
         parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast, within {tie():.0%}: {_listed(others)}")
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        parts.append(f"as fast, within {tie():.0%}: {', '.join(others[:_LISTED])}{more}")
     return "; ".join(parts)
 
 
@@ -175,8 +155,8 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     """A clause about the chosen strategy next to plain ZeRO-3."""
     base = found.get("fsdp2")
     if strategy == "fsdp2" or base is None:
-        share = f"{chosen.speed.bottleneck_share:.0%}"
-        return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
+        share = chosen.waits_seconds[chosen.bottleneck] / chosen.step_seconds
+        return f"{strategy} waits for {_WAITS[chosen.bottleneck]} in {share:.0%} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"
     text = f"{strategy} trains {many} tokens a second as fsdp2"
@@ -205,25 +185,21 @@ def _about_fcdp(
         return f"FCDP is worth nothing here{price}: {base}"
     if tied:
         return f"FCDP gains nothing here{price}"
-    return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"FCDP is not the best here: it reaches {share:.0%} of that, for {_WAITS[best.bottleneck]}"
+    )
 
 
 def refusal(request: Request) -> str:
     """The smallest shortfall, and what would help, for a request of which nothing fits."""
-    lacks = shortfalls(request)
+    lacks = [*shortfalls(request)]
     ranks = request.hardware.ranks_per_node
     strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
     remedies = [*_remedies(request, [lack for _, lack in lacks])]
     remedies += [str(made) for made in (out_of_core(request), in_network(request)) if made]
-    found = ", or ".join(remedies)
     return (
         f"nothing fits {request.hardware.name}: the closest, {strategy}, lacks {lacking(least)}; "
-        + (f"what would help: {found}" if found else "what would help: GPUs with more memory")
+        f"what would help: {', or '.join(remedies) or 'GPUs with more memory'}"
     )
 
 
@@ -259,7 +235,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)
-    wide = request.lora_rank is not None and request.frozen_dtype != "nf4"
+    wide = request.lora_rank is not None and not request.four_bits
     if wide and holds and fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):

@@ -52,7 +52,7 @@ class Quality(Strict):
 
     def of(self, option: Option) -> str | None:
         """Sentence of the case whose link takes about as long, against the computation, if any."""
-        busy = option.speed.busy_seconds
+        busy = option.busy_seconds
         share = busy["inter_node"] / busy["compute"]
         case = min(self.cases, key=lambda one: abs(math.log(one.share / share)))
         if abs(math.log(case.share / share)) > math.log(_ALIKE):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import log
 from pathlib import Path
 from statistics import NormalDist
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from simulation import goodput
 from simulation.compute import with_rates
-from simulation.files import Strict, problem, rows_of
+from simulation.files import Strict, rows_of, validated
 from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
@@ -77,10 +78,10 @@ class Instance(Strict):
         return f"{self.provider} {self.instance}"
 
     @property
-    def prices(self) -> list[float]:
-        """Dollars per hour, of those that are known."""
-        known = (self.list_usd_per_hour, self.spot_usd_per_hour)
-        return [price for price in known if price is not None]
+    def prices(self) -> dict[bool, float]:
+        """Dollars per hour, of those that are known, by whether they are of spot instances."""
+        known = {False: self.list_usd_per_hour, True: self.spot_usd_per_hour}
+        return {spot: price for spot, price in known.items() if price is not None}
 
     def sized(self) -> Iterator[Instance]:
         """The instance, and the pods that there are of it."""
@@ -100,17 +101,14 @@ class Instance(Strict):
     def cluster(self, nodes: int) -> Hardware:
         """So many of them, by data sheets, fitted rates and what cards report."""
         memory = self.host_memory_gib
-        return with_rates(
-            reported(
-                cluster(
-                    self.gpu,
-                    nodes=nodes,
-                    ranks_per_node=self.gpus,
-                    inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
-                    host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
-                )
-            )
+        found = cluster(
+            self.gpu,
+            nodes=nodes,
+            ranks_per_node=self.gpus,
+            inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
+            host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
         )
+        return with_rates(reported(found))
 
 
 def read(source: str | Path) -> list[Instance]:
@@ -121,8 +119,23 @@ def read(source: str | Path) -> list[Instance]:
     path = TABLE if source == ALL else Path(source)
     if not path.is_file():
         raise ValueError(f"instances = {str(source)!r}: allowed are {ALL}, and a CSV or YAML file")
-    lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else rows_of(path)
-    return [one for where, values in lines for one in _instance(where, values).sized()]
+    lines: Iterator[tuple[str, Any]] = rows_of(path)
+    if path.suffix in (".yaml", ".yml"):
+        from simulation.yaml_lines import load
+
+        document = load(path)
+        if not isinstance(document.values, list):
+            document.fail((), "must be a list of instances")
+        lines = ((document.place((at,)), values) for at, values in enumerate(document.values))
+    found: list[Instance] = []
+    for where, values in lines:
+        one = validated(Instance, values, where)
+        try:
+            gpu(one.gpu)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        found += one.sized()
+    return found
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
@@ -133,25 +146,6 @@ def named(name: str, source: str | Path = ALL) -> Instance:
             return one
     names = ", ".join(sorted({one.instance for one in found}))
     raise ValueError(f"instance = {name!r}: allowed are {names}")
-
-
-def _instance(where: str, values: Any) -> Instance:
-    try:
-        found = Instance.model_validate(values)
-        gpu(found.gpu)
-    except ValueError as error:
-        raise ValueError(f"{where}: {problem(error)}") from error
-    return found
-
-
-def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    from simulation.yaml_lines import load
-
-    document = load(path)
-    if not isinstance(document.values, list):
-        document.fail((), "must be a list of instances")
-    for index, values in enumerate(document.values):
-        yield document.place((index,)), values
 
 
 @dataclass(frozen=True)
@@ -176,9 +170,7 @@ class Offer:
     @property
     def price(self) -> float:
         """Dollars per hour of all nodes."""
-        one = self.instance.spot_usd_per_hour if self.spot else self.instance.list_usd_per_hour
-        assert one is not None, "an offer has a price"
-        return one * self.hardware.nodes
+        return self.instance.prices[self.spot] * self.hardware.nodes
 
     @property
     def hours(self) -> float:
@@ -223,14 +215,18 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     """
     # Sequences of one length everywhere: offers are compared.
     request = replace(request, usual_length=None)
-    priced = [one for one in instances if one.prices]
-    by_cost = sorted(priced, key=lambda one: _least_cost(request, one))
+    #: What each costs at least, if it computes and does nothing else.
+    priced = [
+        (min(one.prices.values()) * _least_hours(request, one), one)
+        for one in instances
+        if one.prices
+    ]
     found: list[Offer] = []
     left_out: dict[str, list[str]] = {why: [] for why in WHY}
     left_out["unpriced"] = [one.name for one in instances if not one.prices]
     soonest: list[Offer] = []
-    for instance in by_cost:
-        if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
+    for least, instance in sorted(priced, key=lambda pair: pair[0]):
+        if len(found) >= MOST and least > found[MOST - 1].cost:
             left_out["dearer"].append(instance.name)
             continue
         offers, late, why = _try(request, instance, within_hours)
@@ -279,23 +275,23 @@ def _try(
     request: Request, instance: Instance, within_hours: float | None
 ) -> tuple[list[Offer], list[Offer], str | None]:
     """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
-    plans: dict[int, Plan | None] = {}
-    counts = list(_node_counts(request, instance, within_hours))
+
+    @cache
+    def planned(nodes: int) -> Plan | None:
+        return plan(replace(request, hardware=instance.cluster(nodes)))
+
+    # Powers of two that computation alone does not rule out.
+    counts = [2**power for power in range(instance.most_nodes.bit_length())]
+    if within_hours is not None:
+        hours = _least_hours(request, instance)
+        counts = [nodes for nodes in counts if hours / nodes <= within_hours]
     even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
     offers: list[Offer] = []
     late: list[Offer] = []
-    for spot in (False, True):
-        price = instance.spot_usd_per_hour if spot else instance.list_usd_per_hour
-        if price is None:
-            continue
-        made = []
-        for nodes in even:
-            if nodes not in plans:
-                plans[nodes] = plan(replace(request, hardware=instance.cluster(nodes)))
-            if (answer := plans[nodes]) is None:
-                continue
-            hardware = answer.request.hardware
-            share = goodput.of(answer.option.workload, hardware, spot=spot)
+    for spot in instance.prices:
+        made: list[Offer] = []
+        for answer in filter(None, map(planned, even)):
+            share = goodput.of(answer.option.workload, answer.request.hardware, spot=spot)
             made.append(Offer(instance, answer, spot, share))
             if within_hours is None or made[-1].hours <= within_hours:
                 offers.append(made[-1])
@@ -316,15 +312,6 @@ def _shares_out(request: Request, hardware: Hardware) -> bool:
     return each > 0 and rest == 0 and not any(each % size for size in request.micro_batches)
 
 
-def _node_counts(request: Request, instance: Instance, within_hours: float | None) -> Iterator[int]:
-    """Powers of two that computation alone does not rule out."""
-    nodes = 1
-    while nodes <= instance.most_nodes:
-        if within_hours is None or _least_hours(request, instance) / nodes <= within_hours:
-            yield nodes
-        nodes *= 2
-
-
 def _least_hours(request: Request, instance: Instance) -> float:
     """Hours of one node if it computed and did nothing else, and nothing twice."""
     hardware = instance.cluster(1)
@@ -334,10 +321,6 @@ def _least_hours(request: Request, instance: Instance) -> float:
         for point in simplest.workloads()
     )
     return request.tokens * seconds / hardware.world_size / 3600
-
-
-def _least_cost(request: Request, instance: Instance) -> float:
-    return min(instance.prices) * _least_hours(request, instance)
 
 
 def table(market: Market, request: Request, within_hours: float | None) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -45,6 +45,8 @@ _CHOICES = (
     "recomputed",
     "checkpointing",
 )
+#: Measures of an option in the same place.
+_MEASURES = ("step_seconds", "tokens_per_s", "mfu", "hfu", "waits_seconds", "busy_seconds")
 
 
 def titles(request: Request) -> tuple[str, ...]:
@@ -75,7 +77,10 @@ def titles(request: Request) -> tuple[str, ...]:
 
 def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
-    rows = _rows(plan)
+    alike: dict[_Cells, list[str]] = {}  # equal rows are one
+    for option in plan.fitting:
+        alike.setdefault(tuple(_cells(plan, option).items()), []).append(_name(option))
+    rows = list(alike.items())
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("strategy\n", overflow="fold")
     for title, _ in rows[0][0]:
@@ -87,82 +92,58 @@ def table(plan: Plan) -> RenderableType:
         shown[-1:] = late
     if len(rows) > len(shown):
         notes.append(Text(f"{len(rows) - len(shown)} slower ones: --csv FILE", style="dim"))
-    for cells, alike in shown:
-        first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
+    for cells, names in shown:
+        first, *others = sorted(names, key=lambda name: name != _name(plan.option))
         more = f" +{len(others)}" if others else ""
         style = "bold" if first == _name(plan.option) else ""
         grid.add_row(first + more, *dict(cells).values(), style=style)
         if others:
             notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
-    for what, names in _lacks(plan):
-        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
-        notes.append(Text(f"{', '.join(names)} {verb} {what}", style="dim"))
-    left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
-    if left_out:
-        why = f"not known to hold {plan.request.frozen_dtype}, left out: {', '.join(left_out)}"
-        notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
-    if plan.request.server is not None:
-        notes.append(Text(f"{plan.in_network or lack(plan.request)} ({EVIDENCE})"))
-    share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
-    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
-    notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
-    if None in (plan.request.kernels, plan.request.attention):
-        notes.append(Text("ranges hold kernels not named: --kernels, --attention", style="dim"))
-    notes += [Text(line, style="yellow") for line in _absurd(plan)]
-    notes += [Text(line) for line in _to_quality(plan)]
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
-    return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
-
-
-def _absurd(plan: Plan) -> Iterator[str]:
-    """A batch that leaves too few steps, in a sentence."""
-    of, ranks = plan.option.workload, plan.request.hardware.world_size
-    step = of.tokens * of.accumulation * ranks
-    if step * _FEWEST_STEPS > plan.request.tokens:
-        steps = max(1.0, plan.request.tokens / step)
-        yield (
-            f"{step:.3g} tokens per step leave {steps:,.0f} for {plan.request.tokens:.3g} in all: "
-            "a smaller batch trains better (--global-batch, --micro-batch)"
-        )
-
-
-def _to_quality(plan: Plan) -> Iterator[str]:
-    """Say whether others come to a loss sooner than training exactly, in full by FCDP."""
-    measured = quality.committed()
-    exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
-    full = plan.request.lora_rank is None and plan.request.hardware.nodes > 1
-    if measured is not None and exact is not None and full and (said := measured.of(exact)):
-        yield said
-
-
-def _next(plan: Plan) -> str:
-    """The next command to run."""
+    notes += _notes(plan)
+    then = "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
     if plan.request.hardware.rates.basis.startswith("preflight"):
-        return "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
-    return "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
+        then = "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
+    return Group(*head, Text(), grid, Text(), *notes, advice, Text(then, style="dim"))
 
 
-def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
-    """Rows of the table without their names, and who has each: equal rows are one."""
-    rows: dict[_Cells, list[str]] = {}
-    for verdict in plan.verdicts:
-        if verdict.best is not None:
-            cells = tuple(_cells(plan, verdict.best).items())
-            rows.setdefault(cells, []).append(_name(verdict.best))
-    return list(rows.items())
-
-
-def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
-    """List what strategies that do not fit lack, each lack once."""
-    found: dict[str, list[str]] = {}
+def _notes(plan: Plan) -> Iterator[Text]:
+    """Lines on what the table does not have."""
+    request, workload = plan.request, plan.option.workload
+    lacks: dict[str, list[str]] = {}  # each lack once
     for verdict in plan.verdicts:
         if verdict.best is None:
-            what = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
-            found.setdefault(what, []).append(verdict.strategy)
-    return list(found.items())
+            what = lacking(verdict.shortfall) + _shorter(request, verdict.strategy)
+            lacks.setdefault(what, []).append(verdict.strategy)
+    for what, names in lacks.items():
+        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
+        yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
+    left_out = [name for name in request.strategies if name not in request.answered]
+    if left_out:
+        why = f"not known to hold {request.frozen_dtype}, left out: {', '.join(left_out)}"
+        yield Text(why, style="dim")
+    if request.server is not None:
+        yield Text(f"{plan.in_network or lack(request)} ({EVIDENCE})")
+    share = goodput.of(workload, request.hardware, spot=False)
+    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
+    yield Text(f"{failures} of the time, which hours and cost do not count", style="dim")
+    if None in (request.kernels, request.attention):
+        yield Text("ranges hold kernels not named: --kernels, --attention", style="dim")
+    step = workload.tokens * workload.accumulation * request.hardware.world_size
+    if step * _FEWEST_STEPS > request.tokens:
+        steps = max(1.0, request.tokens / step)
+        few = f"{step:.3g} tokens per step leave {steps:,.0f} for {request.tokens:.3g} in all: "
+        better = "a smaller batch trains better (--global-batch, --micro-batch)"
+        yield Text(few + better, style="yellow")
+    # Whether others come to a loss sooner than training exactly, in full by FCDP.
+    exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
+    full = request.lora_rank is None and request.hardware.nodes > 1
+    measured = quality.committed()
+    if exact is not None and full and measured is not None and (said := measured.of(exact)):
+        yield Text(said)
 
 
 def _shorter(request: Request, strategy: str) -> str:
@@ -178,34 +159,30 @@ def _shorter(request: Request, strategy: str) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
-    return {
+    found: dict[str, Any] = {
         "evidence": EVIDENCE,
-        "model": request.model,
-        "lora_rank": request.lora_rank,
+        **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
         "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
-        "nodes": hardware.nodes,
-        "ranks_per_node": hardware.ranks_per_node,
+        **_of(hardware, "nodes", "ranks_per_node"),
         "gpu": hardware.device.name,
         "inter_bytes_per_s": _finite(hardware.inter_bytes_per_s),
         "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
-        "host_memory_bytes": hardware.host_memory_bytes,
-        "matmul_efficiency": hardware.matmul_efficiency,
+        **_of(hardware, "host_memory_bytes", "matmul_efficiency"),
         "computation": rests_on(hardware),
-        "kernels": request.kernels,
-        "attention": request.attention,
-        "product_dtype": request.product_dtype,
-        "reduce_dtype": request.reduce_dtype,
+        **_of(request, "kernels", "attention", "product_dtype", "reduce_dtype"),
         "inter_latency_seconds": hardware.inter_latency_seconds,
         "goodput": goodput.of(plan.option.workload, hardware, spot=False),
-        "global_batch": request.global_batch,
-        "tokens": request.tokens,
-        "price_per_gpu_hour": request.price_per_gpu_hour,
+        **_of(request, "global_batch", "tokens", "price_per_gpu_hour"),
         "recommended": plan.strategy,
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
-        **_luwu(plan),
     }
+    if request.server is not None:
+        found["luwu"] = plan.in_network and plan.in_network.document()
+        if plan.in_network is None:
+            found["luwu_lacks"] = lack(request)
+    return found
 
 
 def curves(plan: Plan) -> dict[str, Any]:
@@ -216,30 +193,25 @@ def curves(plan: Plan) -> dict[str, Any]:
     request, hardware = plan.request, plan.request.hardware
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--figure: needs the bandwidth of a node's link (--inter-node)")
-    fitting = [verdict.strategy for verdict in plan.verdicts if verdict.best]
+    fitting = [option.workload.strategy for option in plan.fitting]
     known = [name for name in ("fcdp", "fsdp2") if name in fitting]
     strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
     nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
-    clusters = {
-        "nodes": [
-            replace(hardware, nodes=int(nodes * times))
-            for times in _NODES_TIMES
-            if nodes * times >= 1
-        ],
-        "gbit_s": [replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES],
-    }
+    counts = [int(nodes * times) for times in _NODES_TIMES if nodes * times >= 1]
+    clusters = [("nodes", replace(hardware, nodes=count)) for count in counts]
+    links = (replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES)
+    clusters += [("gbit_s", one) for one in links]
     batch = request.global_batch
     found: dict[str, list[dict[str, Any]]] = {}
-    for axis, several in clusters.items():
-        for one in several:
-            if batch is not None and batch % one.world_size:
-                continue
-            asked = replace(request, hardware=one, strategies=strategies)
-            for best in filter(None, (verdict.best for verdict in search(asked))):
-                low, high = tokens_range(best, asked)
-                at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
-                speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
-                found.setdefault(axis, []).append(at | speeds)
+    for axis, one in clusters:
+        if batch is not None and batch % one.world_size:
+            continue
+        asked = replace(request, hardware=one, strategies=strategies)
+        for best in filter(None, (verdict.best for verdict in search(asked))):
+            low, high = tokens_range(best, asked)
+            at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
+            speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
+            found.setdefault(axis, []).append(at | speeds)
     return document(plan) | {"at": _place(hardware), "curves": found}
 
 
@@ -248,28 +220,22 @@ def _place(hardware: Hardware) -> dict[str, float]:
     return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
 
 
-def _luwu(plan: Plan) -> dict[str, Any]:
-    """LuWu's step, or none that fits; nothing where there is no server."""
-    if plan.request.server is None:
-        return {}
-    if plan.in_network is None:
-        return {"luwu": None, "luwu_lacks": lack(plan.request)}
-    return {"luwu": plan.in_network.document()}
-
-
 def rows(plan: Plan) -> list[dict[str, Any]]:
     """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
     kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
     found = []
-    for verdict in plan.verdicts:
-        if verdict.best is not None:
-            option = _option(plan, verdict.best)
-            low, high = option.pop("tokens_per_s_range")
-            sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
-            flat = {key: value for key, value in option.items() if key not in kept}
-            more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
-            found.append({"strategy": verdict.strategy, **flat, **sums, **more})
+    for best in plan.fitting:
+        option = _option(plan, best)
+        low, high = option.pop("tokens_per_s_range")
+        sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
+        flat = {key: value for key, value in option.items() if key not in kept}
+        more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
+        found.append({"strategy": best.workload.strategy, **flat, **sums, **more})
     return found
+
+
+def _of(thing: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
 
 
 def _finite(rate: float) -> float | None:
@@ -279,16 +245,13 @@ def _finite(rate: float) -> float | None:
 
 def _name(option: Option) -> str:
     """The strategy, with choices of its own that are not the usual ones."""
-    workload = option.workload
-    parts = [workload.strategy]
-    if workload.policy != "host":
-        parts.append(workload.policy)
-    return ", ".join(parts)
+    of = option.workload
+    return of.strategy if of.policy == "host" else f"{of.strategy}, {of.policy}"
 
 
 def _cells(plan: Plan, option: Option) -> dict[str, str]:
     """Texts of a row by the titles of their columns."""
-    workload, speed = option.workload, option.speed
+    workload = option.workload
     batch = str(workload.micro_batch)
     if workload.accumulation > 1:
         batch += f"×{workload.accumulation}"
@@ -301,10 +264,10 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
         "redo\n": "sel." if selective else f"{workload.recomputed:.0%}",
         "device\nGB": f"{option.footprint.device_bytes / 1e9:.1f}",
         "host\nGB": f"{option.footprint.host_bytes / 1e9:.1f}",
-        "tokens/s\n": f"{speed.tokens_per_s:,.0f}",
+        "tokens/s\n": f"{option.tokens_per_s:,.0f}",
         "range\n": _range(plan, option),
-        "MFU\n%": f"{100 * speed.mfu:.0f}",
-        _WAITS_FOR: _SHORT.get(speed.bottleneck, speed.bottleneck),
+        "MFU\n%": f"{100 * option.mfu:.0f}",
+        _WAITS_FOR: _SHORT.get(option.bottleneck, option.bottleneck),
         "GPU-\nhours": f"{plan.hours(option):,.0f}",
         **({} if cost is None else {"cost\n": f"{cost:,.0f}"}),
     }
@@ -333,18 +296,16 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 
 
 def _option(plan: Plan, option: Option) -> dict[str, Any]:
-    speed, needs = option.speed, option.footprint
-    measures = asdict(speed)
-    sent = measures.pop("inter_node_bytes")
+    needs = option.footprint
     return {
-        **{name: getattr(option.workload, name) for name in _CHOICES},
+        **_of(option.workload, *_CHOICES),
         "device_bytes": dict(needs.device),
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
-        **measures,
+        **_of(option, *_MEASURES),
         "tokens_per_s_range": list(tokens_range(option, plan.request)),
-        "bottleneck": speed.bottleneck,
-        "inter_node_bytes": sent,
+        "bottleneck": option.bottleneck,
+        "inter_node_bytes": option.inter_node_bytes,
         "gpu_hours": plan.hours(option),
         "cost": plan.cost(option),
     }

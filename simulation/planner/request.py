@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from baselines.registry import find, schedule_of, simulated
+from baselines.schedule import Schedule
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
 from simulation.hardware import Hardware, card
 from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
-from simulation.transformer import Lora, Targets, Transformer
+from simulation.transformer import Targets
 from simulation.workload import (
     Attention,
     FrozenDtype,
@@ -33,8 +33,6 @@ _SHORTEST = 512
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Engines that are known to replicate or gather 4-bit weights.
 GATHERS_FOUR_BITS = ("ddp", "fsdp2")
-#: Schedules that no plan has, as ``planned`` says.
-_NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
 
 
 def planned() -> tuple[str, ...]:
@@ -106,7 +104,8 @@ class Request(Checked):
         for strategy in self.strategies:
             if schedule_of(strategy).cycle is not None:
                 raise ValueError(
-                    f"strategy = {strategy!r}: is not planned: {_NOT_PLANNED}; allowed are "
+                    f"strategy = {strategy!r}: is not planned: its ranks train with parameters a "
+                    "step old, and send no less than DDP or ZeRO-3 do; allowed are "
                     f"{', '.join(planned())}"
                 )
         for policy in self.policies:
@@ -144,9 +143,14 @@ class Request(Checked):
     @property
     def answered(self) -> tuple[str, ...]:
         """The strategies that can hold the frozen parameters so."""
-        if self.lora_rank is None or self.frozen_dtype != "nf4":
+        if not self.four_bits:
             return self.strategies
         return tuple(name for name in self.strategies if find(name).engine in GATHERS_FOUR_BITS)
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether adapters' base is held in four bits."""
+        return self.lora_rank is not None and self.frozen_dtype == "nf4"
 
     @property
     def sequences_per_rank(self) -> int | None:
@@ -156,11 +160,12 @@ class Request(Checked):
     def workloads(self) -> list[Workload]:
         """The grid but for the micro-batch, which is 1 here. What is simplest comes first."""
         shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
+        rank = self.lora_rank
         return [
             Workload(
                 strategy=strategy,
                 model=shapes[length],
-                lora=self._lora(shapes[length]),
+                lora=None if rank is None else shapes[length].lora(rank, self.lora_targets),
                 sequence_length=length,
                 micro_batch=1,
                 **checkpointed(recomputed),
@@ -174,20 +179,11 @@ class Request(Checked):
                 policy=policy,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy in self._choices(strategy)
-            for recomputed in sorted(self.recomputed, key=_effort)
+            for policy in self._policies(schedule_of(strategy))
+            # What computes least again comes first.
+            for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]
 
-    def _lora(self, model: Transformer) -> Lora | None:
-        return None if self.lora_rank is None else model.lora(self.lora_rank, self.lora_targets)
-
-    def _choices(self, strategy: str) -> tuple[str, ...]:
-        """Policies of a strategy that has the choice."""
-        schedule = schedule_of(strategy)
-        fixed = schedule.cache != "policy" or schedule.policy is not None
-        return ("host",) if fixed else self.policies
-
-
-def _effort(recomputed: Recomputed) -> float:
-    """Sort key, least for what computes least again."""
-    return sys.float_info.min if recomputed == "selective" else recomputed
+    def _policies(self, schedule: Schedule) -> tuple[str, ...]:
+        chooses = schedule.cache == "policy" and schedule.policy is None
+        return self.policies if chooses else ("host",)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
 
-from simulation import prediction
-from simulation.compute import SOURCES, record
+from simulation import compute, prediction
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
 from simulation.planner.request import Request
@@ -25,6 +24,7 @@ from simulation.prediction import (
     simulate_built,
     utilisations,
 )
+from simulation.step.tasks import busy_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
@@ -32,15 +32,16 @@ _SIMULATED = 3
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
-_COMPUTE = ("compute",)
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Speed of a simulated optimizer step, and what it waits for."""
+class Option:
+    """A workload that fits, with what it takes; the speed of its step, and what that waits for."""
 
+    workload: Workload
+    footprint: Footprint
     step_seconds: float
     #: Tokens per second of the whole cluster.
     tokens_per_s: float
@@ -59,43 +60,15 @@ class Speed:
         return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
 
     @property
-    def bottleneck_share(self) -> float:
-        """Share of the step that it waits for the bottleneck."""
-        return self.waits_seconds[self.bottleneck] / self.step_seconds
-
-
-@dataclass(frozen=True)
-class Option:
-    """A workload that fits, with what it takes and gives."""
-
-    workload: Workload
-    footprint: Footprint
-    speed: Speed
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.speed.tokens_per_s
-
-    @property
     def sent_bytes_per_token(self) -> float:
         """Bytes that one node sends to others per token of the whole cluster."""
-        tokens = self.speed.tokens_per_s * self.speed.step_seconds
-        return self.speed.inter_node_bytes / tokens
+        return self.inter_node_bytes / (self.tokens_per_s * self.step_seconds)
 
 
 def most_tokens_per_s(built: Built) -> float:
     """Tokens per second that the busiest resource alone allows: no schedule is faster."""
-    workload = built.workload
-    tokens = workload.tokens * workload.accumulation
-    return built.hardware.world_size * tokens / built.least_seconds
-
-
-def most_crossing_per_s(built: Built) -> float:
-    """Tokens per second that the bytes between nodes alone allow."""
-    sent = sum(built.tasks.moved_bytes.get("inter_node", {}).values())
-    seconds = sent / built.hardware.inter_bytes_per_s
-    tokens = built.hardware.world_size * built.workload.tokens * built.workload.accumulation
-    return tokens / seconds if seconds else math.inf
+    seconds = max(busy_seconds(built.tasks.tasks[built.begin :]).values())
+    return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
 def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
@@ -128,10 +101,11 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
 
     step = whole(lambda of: {"seconds": of.step_seconds, "sent": of.inter_node_bytes})
     seconds = step["seconds"]
-    tokens = workload.tokens * count
-    per_gpu = tokens / seconds
+    per_gpu = workload.tokens * count / seconds
     mfu, hfu = utilisations(workload, hardware.device, per_gpu)
-    speed = Speed(
+    return Option(
+        workload,
+        last.footprint,
         step_seconds=seconds,
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
@@ -140,7 +114,6 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
         busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
         inter_node_bytes=step["sent"],
     )
-    return Option(workload, last.footprint, speed)
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -163,22 +136,19 @@ def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     much, as what waited behind it may come before. Kernels that nobody named are one more reason
     to err, independent of the others.
     """
-    speed, hardware = option.speed, request.hardware
-    rates = hardware.rates
+    hardware, rates = request.hardware, request.hardware.rates
     measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
-    compute = computed_range(option.workload, hardware, request.kernels, request.attention)
+    computed = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
         sum(
-            seconds / (compute[end] if name in _COMPUTE else links[end])
-            for name, seconds in speed.waits_seconds.items()
+            seconds / (computed[end] if name == "compute" else links[end])
+            for name, seconds in option.waits_seconds.items()
         )
         for end in (0, 1)
     )
-    return (
-        speed.tokens_per_s * speed.step_seconds / low,
-        speed.tokens_per_s * speed.step_seconds / high,
-    )
+    tokens = option.tokens_per_s * option.step_seconds
+    return tokens / low, tokens / high
 
 
 def computed_range(
@@ -201,7 +171,7 @@ def tie() -> float:
     Two that err independently by the median error of sources left out differ by √2 times that: so
     whichever source is left out, it is the same that are tied or ahead (a test has examples).
     """
-    return math.sqrt(2) * record().check(SOURCES).median
+    return math.sqrt(2) * compute.read().check(compute.SOURCES).median
 
 
 def rests_on(hardware: Hardware) -> str:
@@ -213,14 +183,13 @@ def rests_on(hardware: Hardware) -> str:
     texts = {
         "fitted": f"fitted to runs on {rates.measured_on}; sources left out erred by",
         "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
-        f"shares that {rates.measured_on} reached",
+        f"shares that {rates.measured_on} reached;",
         "preflight": "matrix products measured by preflight, the rest by the shares that "
-        f"{rates.measured_on} reached",
+        f"{rates.measured_on} reached;",
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
-        f"that {rates.measured_on} reached",
+        f"that {rates.measured_on} reached;",
     }
-    text = texts[rates.basis]
-    return f"{text} {span}" if rates.basis == "fitted" else f"{text}; {span}"
+    return f"{texts[rates.basis]} {span}"
 
 
 @dataclass(frozen=True)
@@ -252,30 +221,24 @@ def search(request: Request) -> tuple[Verdict, ...]:
     return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
 
 
-def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
-    """List what each point of the grid lacks, by strategy; nothing is simulated."""
-    return [
-        (point.strategy, needed(tried, request.hardware).lacks(request.hardware))
-        for point in request.workloads()
-        for tried in _tried(point, request)
-    ]
+def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
+    """What each point of the grid lacks, by strategy; nothing is simulated."""
+    hardware = request.hardware
+    for point in request.workloads():
+        for tried in _tried(point, request):
+            yield point.strategy, needed(tried, hardware).lacks(hardware)
 
 
 def fits(request: Request) -> bool:
     """Whether any point of the grid does; nothing is simulated."""
-    return any(
-        prediction.fits(tried, request.hardware)
-        for point in request.workloads()
-        for tried in _tried(point, request)
-    )
+    return any(lack.fits for _, lack in shortfalls(request))
 
 
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
     fitting = [workload for point in points for workload in _fitting(point, request)]
     if not fitting:
-        tried = (one for point in points for one in _tried(point, request))
-        lacking = (needed(one, hardware).lacks(hardware) for one in tried)
+        lacking = (lack for _, lack in shortfalls(replace(request, strategies=(strategy,))))
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least)
     if request.micro_batches:  # all that is named is shown
@@ -289,20 +252,15 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     """Simulate, the most promising first, until no other can be faster; in the order given.
 
-    Bounds by computation alone are cheap, and those by the bytes between nodes, which are the same
-    whatever is recomputed; one by all resources is found of those alone that come next by these.
+    Bounds by computation alone are cheap; one by all resources is found of those alone that come
+    next by these.
     """
     found: dict[int, Option] = {}
     built: dict[int, Built] = {}
-    crossing: dict[Workload, float] = {}
     waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
-        alike = replace(fitting[at], recomputed=0.0, checkpointing="full", micro_batch=1)
-        if (limit := -fitting[at].micro_batch * crossing.get(alike, math.inf)) > bound:
-            heappush(waiting, (limit, at))
-            continue
         # A simpler one, which comes earlier, is taken even if it is a little slower.
         margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
         options = zip(found.values(), margins, strict=True)
@@ -312,8 +270,6 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
             found[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
-            if fitting[at].policy == "host":  # others may store what memory leaves room for
-                crossing[alike] = most_crossing_per_s(built[at]) / fitting[at].micro_batch
             heappush(waiting, (-most_tokens_per_s(built[at]), at))
     return tuple(found[at] for at in sorted(found))
 
@@ -335,12 +291,9 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
     whole = request.sequences_per_rank
-    if whole is None:
-        sizes = request.micro_batches or (1,)
-        return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]
-    sizes = request.micro_batches or _divisors(whole)
+    sizes = request.micro_batches or ((1,) if whole is None else _divisors(whole))
     return [
-        replace(point, micro_batch=size, accumulation=whole // size)
+        replace(point, micro_batch=size, accumulation=1 if whole is None else whole // size)
         for size in sorted(sizes, reverse=True)
     ]
 

@@ -15,16 +15,22 @@ from baselines.fuyou import cost
 from baselines.fuyou.cost import Item, Rates, Work
 from baselines.settings import FuyouSettings
 from simulation.hardware import Hardware
-from simulation.luwu import LUWU, Server, files_bytes
+from simulation.luwu import GENERATIONS, LUWU, Server, files_bytes
 from simulation.planner.request import Request
-from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
-from simulation.workload import Workload, block_bytes, block_work, head_work, kept_bytes, loss_bytes
+from simulation.prediction import Prediction, fits, largest_micro_batch, predict
+from simulation.workload import (
+    FP32,
+    STATE_BYTES,
+    Workload,
+    block_bytes,
+    block_work,
+    head_work,
+    kept_bytes,
+    loss_bytes,
+)
 
-#: Bytes per trained parameter: AdamW's master and moments in fp32, and a gradient.
-_STATE, _GRADIENT = 12, 4
 #: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
 _STATES, _GRADIENTS, _PASSING = 3, 2, 3
-_GENERATIONS = 2
 _SLOTS = FuyouSettings().blocks_on_device
 #: Sequences of a step that are tried, and how close to the fastest the fewest must come.
 _BATCHES = tuple(2**power for power in range(11))
@@ -41,7 +47,7 @@ class InNetwork:
 
     def __str__(self) -> str:
         told = self.document()
-        waits = _WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
+        waits = WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
         host = told["host_bytes"] / 1e9
         kept = f", {host:,.1f} GB of host memory a node" if host else ""
         return (
@@ -78,7 +84,8 @@ class InNetwork:
         }
 
 
-_WAITS = {
+#: Words for what a step waits for.
+WAITS = {
     "compute": "computation",
     "inter_node": "what nodes send",
     "inter_node_in": "what nodes receive",
@@ -97,26 +104,19 @@ def in_network(request: Request) -> InNetwork | None:
     A step has one micro-batch, the largest that fits unless the request says its size.
     """
     server, hardware = request.server, request.hardware
-    if server is None or _in_four_bits(request):
+    if server is None or request.four_bits:
         return None
-    found = [
-        InNetwork(point, simulate_built(with_server(point, hardware, server)), server)
-        for point in _fitting(request)
-    ]
+    found = [InNetwork(p, predict(p, hardware, server), server) for p in _fitting(request)]
     return max(found, key=lambda made: made.prediction.tokens_per_s, default=None)
 
 
 def lack(request: Request) -> str:
     """Say why ``in_network`` has no step for a request with a server, in one sentence."""
-    if _in_four_bits(request):
+    if request.four_bits:
         return "luwu does not hold frozen parameters in nf4"
     sizes = _sizes(request)
     of = f"{' or '.join(map(str, sizes))} sequences" if sizes else "one sequence"
     return f"luwu does not fit: two layers and the activations of {of} are too much"
-
-
-def _in_four_bits(request: Request) -> bool:
-    return request.lora_rank is not None and request.frozen_dtype == "nf4"
 
 
 def _sizes(request: Request) -> tuple[int, ...]:
@@ -128,13 +128,8 @@ def _sizes(request: Request) -> tuple[int, ...]:
 def _fitting(request: Request) -> Iterator[Workload]:
     """All that is to be tried and fits."""
     hardware = request.hardware
-    seen = set()
-    for given in request.workloads():
-        point = replace(given, strategy=LUWU, policy="host", cached=False)
-        shape = point.sequence_length, point.recomputed, point.checkpointing
-        if shape in seen:
-            continue
-        seen.add(shape)
+    points = (replace(one, strategy=LUWU, policy="host") for one in request.workloads())
+    for point in dict.fromkeys(points):
         for cached in (False,) if request.lora_rank is None else (True, False):
             tried = replace(point, cached=cached)
             for size in _sizes(request) or (largest_micro_batch(tried, hardware),):
@@ -166,19 +161,18 @@ def out_of_core(request: Request) -> OutOfCore | None:
     It is for one device, and computes in what frozen parameters are held in.
     """
     hardware = request.hardware
-    if hardware.world_size > 1 or _in_four_bits(request):
+    if hardware.world_size > 1 or request.four_bits:
         return None
     return next(filter(None, map(_best, (request, *request.shorter()))), None)
 
 
 def _best(request: Request) -> OutOfCore | None:
     sizes = sorted(_sizes(request) or _BATCHES)
-    full = {"recomputed": 1.0, "checkpointing": "full"}
-    by_length = {
-        point.sequence_length: replace(point, strategy="fsdp2", **full)  # type: ignore[arg-type]
-        for point in request.workloads()
-    }
-    points = [replace(one, micro_batch=size) for one in by_length.values() for size in sizes]
+    alike = (
+        replace(one, strategy="fsdp2", policy="host", recomputed=1.0, checkpointing="full")
+        for one in request.workloads()
+    )
+    points = [replace(one, micro_batch=n) for one in dict.fromkeys(alike) for n in sizes]
     found = [made for one in points if (made := _fuyou(one, request.hardware)) is not None]
     fastest = max((made.tokens_per_s for made in found), default=0.0)
     return next((made for made in found if made.tokens_per_s >= _CLOSE * fastest), None)
@@ -192,12 +186,14 @@ def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
     curve = cost.curve(work, _rates(workload, hardware, dram))
     moved, seconds = min(curve, key=lambda point: point[1])
     kept = max(0.0, work.between + moved - dram)
-    state = (_STATE + workload.element_bytes) * workload.trained * _GENERATIONS
-    frozen = workload.element_bytes * workload.frozen
-    tokens_per_s = workload.tokens / seconds
-    nbytes = state + frozen + kept
-    sequences, length = workload.micro_batch, workload.sequence_length
-    return OutOfCore(sequences, length, seconds, tokens_per_s, nbytes)
+    state = (STATE_BYTES + workload.element_bytes) * workload.trained * GENERATIONS
+    return OutOfCore(
+        workload.micro_batch,
+        workload.sequence_length,
+        seconds,
+        workload.tokens / seconds,
+        state + workload.element_bytes * workload.frozen + kept,
+    )
 
 
 def _work(workload: Workload) -> Work:
@@ -214,10 +210,10 @@ def _work(workload: Workload) -> Work:
     return Work(
         flops=blocks + model.head_flops * tokens,
         recomputed=blocks,
-        parameters=model.layers * _block(workload) * workload.element_bytes,
+        parameters=model.layers * workload.block_parameters * workload.element_bytes,
         gradients=workload.element_bytes * workload.trained,
-        state_read=_STATE * workload.trained,
-        state_written=(_STATE + workload.element_bytes) * workload.trained,
+        state_read=STATE_BYTES * workload.trained,
+        state_written=(STATE_BYTES + workload.element_bytes) * workload.trained,
         between=model.layers * kept_bytes(workload) * tokens,
         items=tuple(items) * model.layers,
     )
@@ -239,13 +235,13 @@ def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
 def _taken(workload: Workload) -> float:
     """Host memory that is not for activations."""
     of_root = max(rows * row for rows, row in workload.model.root_rows)
-    largest = max(_block(workload), of_root)
+    largest = max(workload.block_parameters, of_root)
     trained = largest if workload.lora is None else workload.block_adapters
-    state = (_STATE + workload.element_bytes) * trained
+    state = (STATE_BYTES + workload.element_bytes) * trained
     moved = max(matrix.active * matrix.outputs for matrix in workload.model.matrices)
     return (
         _STATES * state
-        + _GRADIENTS * _GRADIENT * trained
+        + _GRADIENTS * FP32 * trained
         + _SLOTS * workload.element_bytes * largest
         + _PASSING * workload.element_bytes * moved * workload.tokens
     )
@@ -254,14 +250,10 @@ def _taken(workload: Workload) -> float:
 def _device_bytes(workload: Workload) -> float:
     """Memory that stays, the blocks that are there at once, and the fullest moment's own."""
     model, element = workload.model, workload.element_bytes
-    root, block = model.root_parameters, _block(workload)
+    root, block = model.root_parameters, workload.block_parameters
     full = workload.lora is None
     parameters = element * (root + _SLOTS * block)
     gradients = element * (root + block if full else workload.block_adapters)
     one_block = block_bytes(workload)
     loss = loss_bytes(workload) * model.vocabulary
     return parameters + gradients + max(one_block, loss) * workload.tokens
-
-
-def _block(workload: Workload) -> int:
-    return workload.model.block_parameters + workload.block_adapters

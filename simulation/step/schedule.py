@@ -11,31 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from baselines.schedule import Schedule
 from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware, Work
-from simulation.memory import Placement
+from simulation.memory import Tiers
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Exchanges, Traffic
 from simulation.units import Layout, Segment, Unit
 from simulation.workload import (
+    FP32,
+    STATE_BYTES,
     Workload,
     block_bytes,
     block_kernels,
-    block_work,
+    block_passes,
     dequantised_bytes,
     head_work,
-    recomputed_work,
 )
 
-_STATES_BYTES = 12
 #: Per element of a worker at the end of a round, in fp32: the displacement takes what is trained
 #: and what the round began with (three passes), the momentum takes the mean (three), what the round
 #: began with takes the momentum (three), and what is trained takes that (two).
-_ROUND_BYTES = 11 * 4
-#: Fp32 gradients.
-_GRADIENT_BYTES = 4
+_ROUND_BYTES = 11 * FP32
 
 
 def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
@@ -63,14 +60,14 @@ class StageSeconds:
     @classmethod
     def of(cls, workload: Workload, stages: Stages, hardware: Hardware) -> StageSeconds:
         """Seconds of a workload's stages on ranks of this hardware; the last has the head."""
-        tokens, again = workload.tokens, workload.recomputed
-        forward, backward = block_work(workload)
-        backward += recomputed_work(workload) * again
+        tokens = workload.tokens
+        forward, backward = block_passes(workload)
         head = [hardware.seconds(work * tokens) for work in head_work(workload)]
         beside = overhead_seconds(workload, hardware)
         each_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
         one = hardware.seconds(forward * tokens) + beside + each_pass
-        back = hardware.seconds(backward * tokens) + beside + (1 + again) * each_pass
+        back = hardware.seconds(backward * tokens) + beside
+        back += (1 + workload.recomputed) * each_pass
         last = len(stages) - 1
         return cls(
             tuple(n * one + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
@@ -87,19 +84,17 @@ def adam_seconds(workload: Workload, elements: float, hardware: Hardware) -> flo
     return workload.adam_bytes * elements / _rate(hardware)
 
 
-def optimizer_tasks(
-    tasks: Tasks, workload: Workload, schedule: Schedule, units: Layout, ends: Sequence[int]
-) -> None:
+def optimizer_tasks(tasks: Tasks, workload: Workload, units: Layout, ends: Sequence[int]) -> None:
     """Append the optimizer's step, which begins when all gradients are reduced."""
-    hardware = tasks.hardware
-    mine = workload.trained / schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+    hardware, schedule = tasks.hardware, workload.schedule
+    mine = workload.trained / schedule.sharers(*hardware.shape)
     if schedule.optimizer == "device":
         at = tasks.compute("optimizer", adam_seconds(workload, mine, hardware), ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
         if schedule.optimizer == "disk":  # read, step and write follow one another as a pipeline
-            nbytes = _STATES_BYTES * of_node
+            nbytes = STATE_BYTES * of_node
             rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
             demands["disk"] = sum(nbytes / rate for rate in rates)
             tasks.count("disk", "optimizer", 2 * nbytes)
@@ -115,32 +110,29 @@ def optimizer_tasks(
         if schedule.shards == "node" or hardware.nodes == 1:
             traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)
         else:
-            traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
+            traffic = collectives.flat(nbytes, *hardware.shape)
         tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))
 
 
-def round_tasks(tasks: Tasks, workload: Workload, schedule: Schedule, average: Traffic) -> None:
+def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     """Append a step's share of a round's mean: all wait for it, or it arrives meanwhile.
 
     Comes after the optimizer's tasks.
     """
-    hardware, stepped = tasks.hardware, len(tasks.tasks) - 1
-    late = schedule.averages == "late"
-    begins = {"waited": (stepped,), "late": ()}.get(
-        schedule.averages or "", _beside(tasks, workload.streamed_share)
-    )
+    hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
+    # Of a round's steps some fragment crosses in this share; it begins when so much is left of one.
+    share = min(1.0, workload.fragments * workload.overlap / workload.interval)
+    begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
+    if schedule.averages == "streamed" and share < 1:
+        computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
+        before = (1 - share) * computed[-1]
+        begins = (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
     arrived = tasks.exchange("average", "average", average, "reduce", begins)
     if workload.outer_on == "device":
-        sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+        sharers = schedule.sharers(*hardware.shape)
         seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
-        tasks.compute("outer update", seconds, (stepped if late else arrived,))
-
-
-def _beside(tasks: Tasks, share: float) -> tuple[int, ...]:
-    """The task after which this share of a step's computation is left; none: all of it."""
-    computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
-    before = (1 - share) * computed[-1]
-    return () if share == 1 else (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
+        begin = stepped if schedule.averages == "late" else arrived
+        tasks.compute("outer update", seconds, (begin,))
 
 
 def _rate(hardware: Hardware) -> float:
@@ -151,21 +143,14 @@ def _rate(hardware: Hardware) -> float:
 class Step:
     """Builds the tasks of one steady step: caches hold what the step before has left."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        schedule: Schedule,
-        units: Layout,
-        placement: Placement,
-        hardware: Hardware,
-    ) -> None:
+    def __init__(self, workload: Workload, units: Layout, tiers: Tiers, hardware: Hardware) -> None:
         self.tasks = Tasks(hardware)
         self._workload = workload
-        self._schedule = schedule
+        self._schedule = schedule = workload.schedule
         self._units = units
-        self._tiers = placement.tiers
+        self._tiers = tiers
         self._hardware = hardware
-        self._exchanges = Exchanges(workload, schedule, hardware)
+        self._exchanges = Exchanges(workload, hardware)
         self._gloo = hardware.backend == "gloo"
         #: Seconds of computation that is alike, as that of all blocks is.
         self._seconds: dict[Work, float] = {}
@@ -175,7 +160,9 @@ class Step:
         self._stored: dict[Unit, int] = {}
         #: Tasks that the gather before has waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
-        #: Units that are gathered, and by which task; tasks that a micro-batch's gathers wait for.
+        #: Of this micro-batch: whether it is the step's first; units that are gathered, and by
+        #: which task; tasks that its gathers wait for.
+        self._first = True
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
@@ -185,41 +172,32 @@ class Step:
         self._overhead_seconds = layers * overhead_seconds(workload, hardware)
         #: In each pass through a block, whatever its tokens: four bits become bf16.
         self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
-        #: In the optimizer's step.
-        self._step_seconds = layers * call_seconds(workload, hardware)
 
     def build(self) -> Tasks:
         """The tasks of all micro-batches and of the optimizer. Call it once."""
-        for index in range(self._workload.accumulation):
+        workload, tasks = self._workload, self.tasks
+        for index in range(workload.accumulation):
             self._micro_batch(index)
         ends = [*self._computed[-1:], *self._reduced]
-        if self._step_seconds:
-            ends = [self.tasks.compute("calls", self._step_seconds, ends)]
-        optimizer_tasks(self.tasks, self._workload, self._schedule, self._units, ends)
+        if calls := workload.model.layers * call_seconds(workload, self._hardware):
+            ends = [tasks.compute("calls", calls, ends)]
+        optimizer_tasks(tasks, workload, self._units, ends)
         if self._schedule.averages is not None:
-            round_tasks(self.tasks, self._workload, self._schedule, self._exchanges.average())
-        return self.tasks
+            round_tasks(tasks, workload, self._exchanges.average())
+        return tasks
 
     def _micro_batch(self, index: int) -> None:
         units, last = self._units, index == self._workload.accumulation - 1
-        first = index == 0
+        self._first = index == 0
         self._wait_for_all = tuple(self._computed[-1:])
         self._gathered = {}
         for segment in units.segments:
-            needs = (units.root, *segment.units)
-            self._run(segment, needs, "forward", segment.forward, first)
-        self._run(units.head, (units.root,), "forward", units.head.forward, first)
-        self._run(units.head, (units.root,), "backward", units.head.backward, first)
+            self._run(segment, (units.root, *segment.units), "forward")
+        self._run(units.head, (units.root,), "forward")
+        self._run(units.head, (units.root,), "backward")
         waiting = 0
-        works: dict[tuple[int, int], Work] = {}
         for segment in reversed(units.segments):
-            same = id(segment.backward), id(segment.again)
-            if same not in works:
-                works[same] = segment.backward + segment.again * self._workload.recomputed
-            work = works[same]
-            passes = 1 + self._workload.recomputed
-            needs = segment.units if segment.in_backward else ()
-            self._run(segment, needs, "backward", work, first, passes)
+            self._run(segment, segment.units if segment.in_backward else (), "backward")
             waiting += sum(unit.trained for unit in segment.units)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
@@ -232,24 +210,19 @@ class Step:
             in_root += units.replicated_trained
         self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
 
-    def _run(
-        self,
-        segment: Segment,
-        needs: Sequence[Unit],
-        phase: str,
-        work: Work,
-        first: bool,
-        passes: float = 1.0,
-    ) -> None:
+    def _run(self, segment: Segment, needs: Sequence[Unit], phase: str) -> None:
         """Gather what the segment needs and is not gathered; compute; free what is not kept."""
         for unit in needs:
             if unit not in self._gathered:
-                self._gathered[unit] = self._gather(unit, phase, first)
+                self._gathered[unit] = self._gather(unit, phase)
         arrived = [self._gathered[unit] for unit in needs]
+        work, passes = segment.forward, 1.0
+        if phase == "backward":
+            work, passes = segment.backward, 1 + self._workload.recomputed
         if work not in self._seconds:
             self._seconds[work] = self._hardware.seconds(work * self._workload.tokens)
         seconds = self._seconds[work]
-        if segment.units != (self._units.root,):
+        if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
             seconds += passes * self._pass_seconds
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
@@ -258,75 +231,47 @@ class Step:
             if not unit.kept and unit not in self._over_turn:
                 del self._gathered[unit]
 
-    def _gather(self, unit: Unit, phase: str, first: bool) -> int | None:
+    def _gather(self, unit: Unit, phase: str) -> int | None:
         """The last task of the unit's gather; ``None`` if nothing has to be done."""
         # It waits for the computation before the one that is running.
-        after = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
-        name = f"{phase} gather {unit.name}"
-        tier = self._tiers.get(unit)
-        if tier is None or self._is_stale(unit, phase, first):
-            found = self._gather_anew(unit, name, phase, after)
+        after = begin = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
+        tier, name = self._tiers.get(unit), f"{phase} gather {unit.name}"
+        anew = tier is None or self._is_stale(unit, phase)
+        place = self._schedule.parameters if tier is None or anew else tier
+        if anew:
+            size, exchanges = self._exchanges.shard_bytes(unit), self._exchanges.gather(unit)
         else:
-            found = self._gather_from(tier, unit, name, phase, after)
-        self._latest_gather = after
-        return found
-
-    def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
-        if self._schedule.cached_for == "micro-batch":
-            return phase == "forward"
-        outlived = unit.trained == 0 and self._schedule.cached_for == "change"
-        return first and phase == "forward" and not outlived
-
-    def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
-        exchanges = self._exchanges.gather(unit)
-        start = after
-        if self._schedule.parameters != "device":
-            shard = self._exchanges.shard_bytes(unit)
-            if self._schedule.parameters == "disk":
-                node_shards = shard * self._hardware.ranks_per_node
-                start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
-            start = (self._copy_in(f"{name} copy in", shard, phase, start, shard=True),)
+            size, exchanges = self._exchanges.slice_bytes(unit), [self._exchanges.spread(unit)]
+            if not self._schedule.blocking:  # it is fetched ahead
+                stored = [self._stored[unit]] if unit in self._stored else []
+                begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
+        self._latest_gather = start = after
+        if place != "device":
+            if place == "disk":
+                begin = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
+            stream = "copy in"
+            if self._schedule.blocking:
+                stream = COMPUTE
+            elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
+                stream = self._gather_stream(0) if anew else COMPUTE
+            title, link = f"{name} copy in", "host_to_device"
+            copied = self.tasks.copy(title, link, stream, size, phase, begin)
+            start = (copied,) if anew else (*after, copied)
         at = None
         for number, traffic in enumerate(exchanges):
             stream = self._gather_stream(number)
-            last = number == len(exchanges) - 1
-            size = self._exchanges.gathered_bytes(unit) if last else 0.0
-            at = self.tasks.exchange(name, stream, traffic, phase, start, size)
+            whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
+            at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
             start = (at,)
-            if number == 0 and unit in self._tiers:
+            if anew and number == 0 and unit in self._tiers:
                 self._store(unit, phase, at)
         return at
 
-    def _gather_from(
-        self, tier: str, unit: Unit, name: str, phase: str, after: tuple[int, ...]
-    ) -> int | None:
-        start = after
-        if tier in ("host", "disk"):
-            size = self._exchanges.slice_bytes(unit)
-            stored = [self._stored[unit]] if unit in self._stored else []
-            begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
-            if self._schedule.blocking:
-                begin = after
-            if tier == "disk":
-                node_bytes = size * self._hardware.ranks_per_node
-                read = self.tasks.disk(f"{name} read", "read", node_bytes, phase, begin)
-                begin = (read,)
-            start = (*after, self._copy_in(f"{name} copy in", size, phase, begin))
-        at = None
-        for traffic in self._exchanges.spread(unit):
-            size = self._exchanges.gathered_bytes(unit)
-            at = self.tasks.exchange(name, self._gather_stream(0), traffic, phase, start, size)
-        return at
-
-    def _copy_in(
-        self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool = False
-    ) -> int:
-        stream = "copy in"
-        if self._schedule.blocking:
-            stream = COMPUTE
-        elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
-            stream = self._gather_stream(0) if shard else COMPUTE
-        return self.tasks.copy(name, "host_to_device", stream, nbytes, phase, after)
+    def _is_stale(self, unit: Unit, phase: str) -> bool:
+        if self._schedule.cached_for == "micro-batch":
+            return phase == "forward"
+        outlived = unit.trained == 0 and self._schedule.cached_for == "change"
+        return self._first and phase == "forward" and not outlived
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
         """Put what a gather has brought into the unit's tier, while other things go on."""
@@ -338,8 +283,7 @@ class Step:
         stream = COMPUTE if self._schedule.blocking or self._gloo else "copy out"
         at = self.tasks.copy(name, "device_to_host", stream, size, phase, (gathered,))
         if tier == "disk":
-            node_bytes = size * self._hardware.ranks_per_node
-            at = self.tasks.disk(f"{name} write", "write", node_bytes, phase, (at,))
+            at = self.tasks.disk(f"{name} write", "write", size, phase, (at,))
         self._stored[unit] = at
 
     def _gather_stream(self, number: int) -> str:
@@ -359,7 +303,7 @@ class Step:
             at = self.tasks.exchange(title, stream, traffic, "reduce", after, reduced_bytes=touched)
             after, touched = (at,), 0.0
         if self._schedule.optimizer != "device":
-            size = _GRADIENT_BYTES * trained / self._hardware.world_size
+            size = FP32 * trained / self._hardware.world_size
             stream = COMPUTE if self._gloo else "copy out"
             title = f"gradients {name}"
             after = (self.tasks.copy(title, "device_to_host", stream, size, "reduce", after),)
@@ -369,11 +313,6 @@ class Step:
 
 def _over_turn(units: Layout, parameters: float) -> frozenset[Unit]:
     """The last units of forward, up to so many parameters."""
-    found: set[Unit] = set()
-    for segment in reversed(units.segments):
-        for unit in segment.units:
-            parameters -= unit.parameters
-            if parameters < 0:
-                return frozenset(found)
-            found.add(unit)
-    return frozenset(found)
+    last = [unit for segment in reversed(units.segments) for unit in segment.units]
+    sums = accumulate(unit.parameters for unit in last)
+    return frozenset(unit for unit, sum_ in zip(last, sums, strict=True) if sum_ <= parameters)

@@ -27,12 +27,11 @@ from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
 from simulation.step.schedule import StageSeconds
 from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
-from simulation.workload import Workload
+from simulation.workload import FP32, Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
 #: under way.
 _STEPS, _STEADY, _SHOWN = 10, 4, 8
-_FP32 = 4
 #: Phases of messages, as a record's ledger names them.
 _PHASES: dict[Kind, str] = {
     "forward": "forward",
@@ -72,9 +71,8 @@ class Slots(Tasks):
     def _shown_node(self) -> int:
         """The node that sends most."""
         sent = [0.0] * self.hardware.nodes
-        for message in self._messages:
-            if self._crosses(message):
-                sent[self._node(message.source)] += self._nbytes(message)
+        for message in filter(self._crosses, self._messages):
+            sent[self._node(message.source)] += self._nbytes(message)
         return sent.index(max(sent))
 
     @property
@@ -87,12 +85,10 @@ class Slots(Tasks):
         return [m for m in self._messages if self._node(m.source) == self._shown_node]
 
     def _crosses(self, message: Message) -> bool:
-        """Whether a message goes to another node."""
         return self._node(message.source) != self._node(message.target)
 
     def _nbytes(self, message: Message) -> float:
-        """Bytes of a message."""
-        return float(_FP32 * self._sizes[message.kind][message.stage])
+        return float(FP32 * self._sizes[message.kind][message.stage])
 
     def _node(self, rank: int) -> int:
         return rank // self.hardware.ranks_per_node
@@ -232,13 +228,11 @@ class Slots(Tasks):
         steady = every.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
         begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
-        comes = [
-            at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self._shown_rank
-        ]
+        coming = [m for m in self._messages if m.target == self._shown_rank]
+        comes = {at[_key(m, _SHOWN - m.later)] for m in coming}
         waits = {*_path(every, last, begin), *comes, *own} - {last}
         # A message from the same node may be of the step before: it is received once per step.
-        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self._shown_rank}
-        counted = {*own} - received | {*comes}
+        counted = {*own} - {at[_key(m, _SHOWN)] for m in coming} | comes
         # In the order of all: of two that end at once, the same is waited for. What ends last is to
         # be the rank's own slot.
         shown = [*sorted(waits), last]
@@ -294,11 +288,8 @@ class Slots(Tasks):
 
     def _clock(self, key: Key) -> int:
         what, step, rank, number = key
-        if what == "slot":
-            slot = 2 * rank + number
-        elif what in ("update", "forward"):
-            slot = forward_slot(rank, number)
-        else:
+        slot = forward_slot(rank, number)
+        if what not in ("slot", "update", "forward"):
             slot = backward_slot(rank, number, self._cycle.stages)
         return 2 * self._cycle.ranks * step + slot
 
@@ -318,8 +309,7 @@ def _key(message: Message, step: int) -> Key:
 
 def _within(span: Span, begin: float, end: float) -> Span:
     """A span in seconds from ``begin``, cut at both ends."""
-    start, stop = (min(max(moment, begin), end) - begin for moment in (span.start, span.end))
-    return Span(start, stop)
+    return Span(*(min(max(moment, begin), end) - begin for moment in span))
 
 
 def in_slot(slot: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
@@ -357,9 +347,9 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
     """Append what follows a stage's last gradients: their sum over ranks, and a new version."""
     hardware = tasks.hardware
     if hardware.world_size > 1 and trained:
-        nbytes = float(_FP32 * trained)
-        ring = traffic.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
-        whole, name = traffic.all_reduce(ring), f"reduce stage {stage}"
+        nbytes = float(FP32 * trained)
+        ring, name = traffic.flat(nbytes, *hardware.shape), f"reduce stage {stage}"
+        whole = traffic.all_reduce(ring)
         tasks.exchange(name, COMPUTE, whole, "reduce", (), reduced_bytes=nbytes)
     copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

@@ -8,9 +8,10 @@ used for one second per second; tasks that want more than there is share it max-
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple
 
 from simulation.hardware import Hardware
@@ -18,6 +19,9 @@ from simulation.traffic import Traffic
 
 #: Share of a task below which what is left of it is rounding.
 _DONE = 1e-9
+#: Sets of tasks that ran together whose speeds are remembered: a step's repeat.
+_REMEMBERED = 4096
+_Uses = tuple[tuple[str, float], ...]
 #: Stream of what stops the host's one thread, or the device.
 COMPUTE = "compute"
 
@@ -93,51 +97,16 @@ class _Active:
 
     index: int
     #: Share of each resource that it would use alone.
-    uses: Mapping[str, float]
-    #: Counts the kinds of uses, so that sets of tasks that run together are told apart fast.
-    kind: int
+    uses: _Uses
     alone_seconds: float
     left: float
-    speed: float = 0.0
 
-
-@dataclass
-class _Kinds:
-    """Kinds of tasks by what they use, and the speeds of sets of them: a step's repeat."""
-
-    numbers: dict[tuple[tuple[str, float], ...], int] = field(default_factory=dict)
-    #: Uses of resources by demands, the kind of these, and seconds where a task is alone.
-    seen: dict[tuple[tuple[str, float], ...], tuple[dict[str, float], int, float]] = field(
-        default_factory=dict
-    )
-    speeds: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
-
-    def activated(self, index: int, task: Task) -> _Active:
-        demands = tuple(task.demands.items())
-        if demands not in self.seen:
-            alone = max(task.demands.values(), default=0.0)
-            uses = {name: used / alone for name, used in demands if used > _DONE * alone}
-            kind = self.numbers.setdefault(tuple(uses.items()), len(self.numbers))
-            self.seen[demands] = uses, kind, alone
-        uses, kind, alone = self.seen[demands]
-        return _Active(index, uses, kind, alone, left=1.0 if alone > 0 else 0.0)
-
-    def share(self, running: Sequence[_Active]) -> None:
-        """Set each task's speed."""
-        kinds = tuple(task.kind for task in running)
-        if kinds not in self.speeds:
-            _share(running)
-            self.speeds[kinds] = [task.speed for task in running]
-        for task, speed in zip(running, self.speeds[kinds], strict=True):
-            task.speed = speed
-
-
-@dataclass
-class _State:
-    now: float = 0.0
-    running: list[_Active] = field(default_factory=list)
-    #: Ends of latencies, with the tasks.
-    waiting: list[tuple[float, int]] = field(default_factory=list)
+    @classmethod
+    def of(cls, index: int, task: Task) -> _Active:
+        alone = max(task.demands.values(), default=0.0)
+        demands = task.demands.items()
+        uses = tuple((name, used / alone) for name, used in demands if used > _DONE * alone)
+        return cls(index, uses, alone, left=1.0 if alone > 0 else 0.0)
 
 
 def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
@@ -158,31 +127,27 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         for earlier in group:
             followers[earlier].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    state, kinds = _State(), _Kinds()
+    now = 0.0
+    running: list[_Active] = []
+    #: Ends of latencies, with the tasks.
+    waiting: list[tuple[float, int]] = []
     ready = [index for index, count in enumerate(missing) if count == 0]
-    changed = True
-    while True:
+    while ready or running or waiting:
         for index in ready:
-            starts[index] = state.now
-            heapq.heappush(state.waiting, (state.now + tasks[index].latency_seconds, index))
+            starts[index] = now
+            heapq.heappush(waiting, (now + tasks[index].latency_seconds, index))
+        while waiting and waiting[0][0] <= now:
+            _, index = heapq.heappop(waiting)
+            running.append(_Active.of(index, tasks[index]))
+        now, finished = _advance(now, running, waiting[0][0] if waiting else inf)
+        running = [task for task in running if task.index not in finished]
         ready = []
-        while state.waiting and state.waiting[0][0] <= state.now:
-            _, index = heapq.heappop(state.waiting)
-            state.running.append(kinds.activated(index, tasks[index]))
-            changed = True
-        if not state.running and not state.waiting:
-            break
-        if changed:
-            kinds.share(state.running)
-        finished = _advance(state)
-        changed = bool(finished)
         for index in finished:
-            ends[index] = state.now
+            ends[index] = now
             for follower in followers[index]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
                     ready.append(follower)
-    assert not any(missing), "tasks wait for one another in a circle"
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
     return Timeline(tuple(tasks), spans, before)
 
@@ -200,20 +165,20 @@ def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
     return tuple(groups)
 
 
-def _share(running: Sequence[_Active]) -> None:
-    """Set each task's speed (1: as if alone), max-min fair.
+@lru_cache(maxsize=_REMEMBERED)
+def _speeds(running: tuple[_Uses, ...]) -> tuple[float, ...]:
+    """Speed of each task (1: as if alone), max-min fair.
 
     All speeds rise together until a resource is full; what uses it stays there, the rest go on.
     """
-    for task in running:
-        task.speed = 0.0
-    rising = list(running)
-    free: dict[str, float] = {name: 1.0 for task in running for name in task.uses}
+    speeds = [0.0] * len(running)
+    rising = list(range(len(running)))
+    free = {name: 1.0 for uses in running for name, _ in uses}
     level = 0.0
     while rising:
         wanted: dict[str, float] = {}
-        for task in rising:
-            for name, use in task.uses.items():
+        for at in rising:
+            for name, use in running[at]:
                 wanted[name] = wanted.get(name, 0.0) + use
         step = min((free[name] / use for name, use in wanted.items()), default=1.0)
         step = min(step, 1.0 - level)
@@ -221,33 +186,33 @@ def _share(running: Sequence[_Active]) -> None:
         for name, use in wanted.items():
             free[name] -= step * use
         full = {name for name in wanted if free[name] <= _DONE}
-        for task in rising:
-            task.speed = level
+        for at in rising:
+            speeds[at] = level
         if level >= 1.0 - _DONE:
-            return
-        rising = [task for task in rising if not full & set(task.uses)]
+            break
+        rising = [at for at in rising if not full & dict(running[at]).keys()]
+    return tuple(speeds)
 
 
-def _advance(state: _State) -> list[int]:
-    """Let time pass until a task ends or a latency does; return the tasks that end."""
+def _advance(
+    now: float, running: Sequence[_Active], next_latency: float
+) -> tuple[float, Collection[int]]:
+    """Let time pass until a task ends or a latency does; return when, and the tasks that end."""
+    speeds = _speeds(tuple(task.uses for task in running))
     durations = [
-        task.left * task.alone_seconds / task.speed if task.left > 0 else 0.0
-        for task in state.running
+        task.left * task.alone_seconds / speed if task.left > 0 else 0.0
+        for task, speed in zip(running, speeds, strict=True)
     ]
-    step = min(durations, default=float("inf"))
-    if state.waiting:
-        step = min(step, state.waiting[0][0] - state.now)
-    finished, running = [], []
-    for task, seconds in zip(state.running, durations, strict=True):
-        if seconds <= step * (1 + _DONE):
-            finished.append(task.index)
-            continue
-        task.left -= step * task.speed / task.alone_seconds
-        running.append(task)
-    state.running = running
-    at_latency = state.waiting and state.waiting[0][0] - state.now <= step
-    state.now = state.waiting[0][0] if at_latency else state.now + step
-    return finished
+    step = min([next_latency - now, *durations])
+    finished = dict.fromkeys(  # in their order
+        task.index
+        for task, seconds in zip(running, durations, strict=True)
+        if seconds <= step * (1 + _DONE)
+    )
+    for task, speed in zip(running, speeds, strict=True):
+        if task.index not in finished:
+            task.left -= step * speed / task.alone_seconds
+    return next_latency if next_latency - now <= step else now + step, finished
 
 
 @dataclass
@@ -257,10 +222,6 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: Times of exchanges that are alike, as those of all blocks are.
-    _exchanges: dict[tuple[Traffic, float, float], tuple[dict[str, float], float]] = field(
-        default_factory=dict
-    )
 
     def timeline(self) -> Timeline:
         """The step, event by event."""
@@ -287,41 +248,28 @@ class Tasks:
         """
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
-        known = (traffic, gathered_bytes, reduced_bytes)
-        if known not in self._exchanges:
-            demands = used(self._demands(traffic, gathered_bytes, reduced_bytes))
-            self._exchanges[known] = demands, traffic.latency_seconds(self.hardware)
-        demands, latency = self._exchanges[known]
-        self.tasks.append(Task(name, stream, demands, tuple(after), latency))
-        return len(self.tasks) - 1
-
-    def _demands(
-        self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
-    ) -> dict[str, float]:
-        """Demands of an exchange on each resource."""
-        hardware = self.hardware
-        demands = {
-            "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
-            "intra_node": traffic.intra_rank_bytes / hardware.intra_bytes_per_s,
-        }
-        over_pcie = 0.0
+        hardware, over_pcie = self.hardware, 0.0
         if hardware.nic_shares_pcie:
             over_pcie += traffic.inter_node_bytes / hardware.ranks_per_node
         if hardware.intra_shares_pcie:
             over_pcie += traffic.intra_rank_bytes
-        demands["host_to_device"] = over_pcie / hardware.host_to_device_bytes_per_s
-        demands["device_to_host"] = over_pcie / hardware.device_to_host_bytes_per_s
         sent = traffic.inter_node_bytes + traffic.intra_node_bytes
         # Ranks that share their cores share what all of them send, too.
         sharing = hardware.ranks_sharing_device / hardware.ranks_per_node
-        demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
+        compute = hardware.overheads.byte_seconds * sharing * sent
         arrived = gathered_bytes * hardware.ranks_sharing_device
-        demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
-        exchanged = gathered_bytes + reduced_bytes
-        demands["compute"] += exchanged / hardware.rates.exchanged_bytes_per_s
+        compute += hardware.overheads.gathered_byte_seconds * arrived
+        compute += (gathered_bytes + reduced_bytes) / hardware.rates.exchanged_bytes_per_s
         messages = traffic.inter_messages + traffic.intra_messages
-        demands["compute"] += hardware.overheads.message_seconds * messages
-        return demands
+        compute += hardware.overheads.message_seconds * messages
+        demands = {
+            "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
+            "intra_node": traffic.intra_rank_bytes / hardware.intra_bytes_per_s,
+            "host_to_device": over_pcie / hardware.host_to_device_bytes_per_s,
+            "device_to_host": over_pcie / hardware.device_to_host_bytes_per_s,
+            "compute": compute,
+        }
+        return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
 
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
@@ -332,10 +280,11 @@ class Tasks:
         return self.add(name, stream, {link: nbytes / rate}, after)
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
-        """Append a node's ``read`` or ``write`` of ``nbytes``."""
+        """Append a node's ``read`` or ``write``, of ``nbytes`` for each of its ranks."""
         rate: float = getattr(self.hardware, f"disk_{kind}_bytes_per_s")
-        self.count("disk", phase, nbytes)
-        return self.add(name, f"disk {kind}", {"disk": nbytes / rate}, after)
+        of_node = nbytes * self.hardware.ranks_per_node
+        self.count("disk", phase, of_node)
+        return self.add(name, f"disk {kind}", {"disk": of_node / rate}, after)
 
     def add(
         self,

@@ -145,15 +145,14 @@ def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPa
     whole = request(gbit_s=1, strategies=("fcdp",), recomputed=(1.0,))
     made = plan(whole)
     assert "time to quality" not in printed(made)
-    assert made.option.speed.busy_seconds["inter_node"] > 0
+    assert made.option.busy_seconds["inter_node"] > 0
     measured = quality(courses(search(), times()), times())
     monkeypatch.setattr(planned, "committed", lambda: measured)
     loss = "FCDP's loss at half of its steps"
     for case in measured.cases:
         for factor in (1.0, 1.5):
             seconds = {"compute": 2.0, "inter_node": 2.0 * factor * case.share}
-            speed = replace(made.option.speed, busy_seconds=seconds)
-            option = replace(made.option, speed=speed)
+            option = replace(made.option, busy_seconds=seconds)
             verdict = replace(made.verdicts[0], options=(option,))
             text = printed(replace(made, verdicts=(verdict,)))
             assert f"takes {case.share:.2g} times the computation" in text

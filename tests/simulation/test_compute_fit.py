@@ -10,9 +10,8 @@ import pytest
 
 from simulation import calibration, compute
 from simulation.calibration import fit, spread
-from simulation.compute import SOURCES, Fitted, rates_of, with_rates
+from simulation.compute import ROWS, SOURCES, Fitted, Run, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
-from simulation.measured import ROWS, Run, read_rows, run_of
 from simulation.planner.request import Request
 from simulation.planner.search import computed_range, simulated, tokens_range
 from tests.simulation.workloads import workload
@@ -194,12 +193,11 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
     rates = hardware.rates
     assert rates is not None
     option = simulated(workload("fsdp2"), hardware)
-    speed = option.speed
     request = Request(model="gpt-10b", hardware=hardware, kernels="flash", attention="flash-2")
     low, high = tokens_range(option, request)
     wide = tokens_range(option, replace(request, kernels=None, attention=None))
     assert wide[0] < low < high < wide[1] or gbit_s == 1
-    assert low < speed.tokens_per_s < high
+    assert low < option.tokens_per_s < high
     for times in (rates.lowest, rates.highest):
         other = replace(
             rates,

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from simulation import hardware
-from simulation.compute import rates_of, with_rates
+from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, FABRICS, cluster, gpu, gpu_of, reported, share_of_peak
-from simulation.measured import Row, read_rows, run_of
 from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
@@ -116,7 +115,8 @@ def test_without_a_row_nothing_stands_in_for_it() -> None:
 
 
 def label(row: Row) -> str:
-    return f"{row.source[:12]}-{row.gpu}-{row.model}-{row.gpus}-{row.length}x{row.micro_batch}"
+    gpus = row.nodes * row.gpus_per_node
+    return f"{row.source[:12]}-{row.gpu}-{row.model}-{gpus}-{row.length}x{row.micro_batch}"
 
 
 def test_every_run_that_ran_fits() -> None:

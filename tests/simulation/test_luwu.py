@@ -11,7 +11,7 @@ from simulation import luwu
 from simulation.emulated import Comparison
 from simulation.hardware import Hardware
 from simulation.luwu import Server, Traffic, footprint, like, nominal
-from simulation.prediction import Prediction, predict, simulate_built, with_server
+from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
 from tests.simulation import committed
 from tests.simulation.workloads import hardware, workload
@@ -113,7 +113,7 @@ def slow(**more: float) -> tuple[Workload, Hardware, Server]:
 
 
 def steps(given: Workload, cluster: Hardware, server: Server) -> Prediction:
-    return simulate_built(with_server(given, cluster, server))
+    return predict(given, cluster, server)
 
 
 def test_a_step_is_as_long_however_many_workers_there_are_but_ranks_share_a_nodes_link() -> None:

@@ -216,7 +216,7 @@ def test_what_an_optimizer_needs_while_it_steps() -> None:
 @pytest.mark.parametrize("policy", ["none", "device", "host", "disk"])
 def test_one_tier_is_what_the_library_decides(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = workload("fcdp")
-    units = layout(given, given.schedule, HARDWARE.nodes, HARDWARE.ranks_per_node)
-    own = memory._by_policy(policy, given, given.schedule, units, HARDWARE)
+    units = layout(given, *HARDWARE.shape)
+    own = memory._by_policy(policy, given, units, HARDWARE)
     monkeypatch.setattr(memory, "_ONE_TIER", {})
-    assert own == memory._by_policy(policy, given, given.schedule, units, HARDWARE)
+    assert own == memory._by_policy(policy, given, units, HARDWARE)

@@ -43,13 +43,13 @@ def test_it_is_answered(
         assert answer.startswith("nothing fits")
         return
     for option in (option for verdict in made.verdicts for option in verdict.options):
-        speed, low_high = option.speed, tokens_range(option, made.request)
+        low_high = tokens_range(option, made.request)
         assert option.footprint.device_bytes <= hardware.usable_device_bytes
         assert option.footprint.host_bytes <= hardware.host_memory_bytes
-        assert 0 < speed.mfu <= speed.hfu + 1e-9 <= 1
-        assert 0 < low_high[0] <= speed.tokens_per_s <= low_high[1] < float("inf")
-        assert max(speed.busy_seconds.values()) <= (1 + 1e-6) * speed.step_seconds
-        assert sum(speed.waits_seconds.values()) == pytest.approx(speed.step_seconds, rel=1e-2)
-        assert speed.inter_node_bytes >= 0
+        assert 0 < option.mfu <= option.hfu + 1e-9 <= 1
+        assert 0 < low_high[0] <= option.tokens_per_s <= low_high[1] < float("inf")
+        assert max(option.busy_seconds.values()) <= (1 + 1e-6) * option.step_seconds
+        assert sum(option.waits_seconds.values()) == pytest.approx(option.step_seconds, rel=1e-2)
+        assert option.inter_node_bytes >= 0
     if nodes == 1 and made.strategy != "fcdp" and "fcdp" in request.answered:
         assert "FCDP is worth nothing on one node" in answer or "fcdp" in answer

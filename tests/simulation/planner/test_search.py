@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from simulation.planner.request import planned
 from simulation.planner.search import (
     _divisors,
-    most_crossing_per_s,
     most_tokens_per_s,
     search,
     shortfalls,
@@ -42,7 +41,7 @@ def test_many_micro_batches_take_what_the_simulator_says(
 ) -> None:
     hardware = paper_cluster(4, gbit_s * 1e9)
     point = replace(workload(strategy, lora_rank), accumulation=count)
-    found, whole = simulated(point, hardware).speed, predict(point, hardware)
+    found, whole = simulated(point, hardware), predict(point, hardware)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert found.inter_node_bytes == pytest.approx(whole.inter_node_bytes, rel=1e-6)
     assert found.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-3)
@@ -58,10 +57,9 @@ def test_the_critical_path_is_the_step_and_no_step_beats_computation(
 ) -> None:
     point = replace(workload(strategy, lora_rank), recomputed=recomputed)
     hardware = paper_cluster()
-    speed = simulated(point, hardware).speed
+    speed = simulated(point, hardware)
     assert sum(speed.waits_seconds.values()) == pytest.approx(speed.step_seconds)
     assert speed.tokens_per_s <= most_tokens_per_s(build(point, hardware)) * (1 + 1e-9)
-    assert 0 < speed.bottleneck_share <= 1
 
 
 @SLOW
@@ -152,7 +150,7 @@ def test_what_cannot_be_faster_is_not_simulated(tmp_path: Path) -> None:
 
 def test_shortfalls_are_of_every_point() -> None:
     asked = request(strategies=("fcdp", "ddp"), policies=("host", "disk"))
-    lacks = shortfalls(asked)
+    lacks = [*shortfalls(asked)]
     assert [strategy for strategy, _ in lacks] == 4 * ["fcdp"] + 2 * ["ddp"]
     assert {strategy for strategy, lack in lacks if not lack.fits} == {"ddp"}
 
@@ -167,5 +165,3 @@ def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
     sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in every}
     sent.add(predict(replace(point, micro_batch=1), hardware).inter_node_bytes)
     assert max(sent) == pytest.approx(min(sent))
-    built = build(point, hardware)
-    assert most_tokens_per_s(built) <= most_crossing_per_s(built) * (1 + 1e-9)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from simulation.calibration import fit
-from simulation.compute import Fitted
+from simulation.compute import Fitted, read_rows, run_of
 from simulation.hardware import Hardware
-from simulation.measured import read_rows, run_of
 from simulation.planner.plan import Plan, plan
 from simulation.planner.rent import STRATEGIES
 from simulation.planner.request import Request
