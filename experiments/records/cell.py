@@ -20,7 +20,7 @@ from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
 from experiments.records.abilities import ABILITIES, Abilities
 from experiments.records.objective import GRPO, AnyObjective, CausalLM
-from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
+from experiments.records.settings import Parts, described, left_out_of_id
 from experiments.records.workload import (
     AnyData,
     AnyModel,
@@ -170,7 +170,7 @@ class Cell(Strict):
     #: Type of gathered parameters and of compute; those that are stepped are float32.
     dtype: Annotated[DType, Setting("Type", learns=True)]
     #: Choices that its strategy leaves, of the type that ``baselines.registry`` names.
-    settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
+    settings: Annotated[SerializeAsAny[Settings], Parts()] = Field(
         default=Settings(), validate_default=True
     )
     #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
