@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import encoding, registry
-from experiments.matrix.files import Sections, applied, explain, find
+from experiments.matrix.files import AnySpec, Sections, applied, explain, find
 from experiments.matrix.workloads import Workloads
 from experiments.records.abilities import ABILITIES, Evidence
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
@@ -114,16 +114,8 @@ class _Value:
     path: KeyPath
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A partial assignment: the cells it is about, and what it says of them."""
-
-    when: Mapping[str, tuple[Any, ...]]
-    reason: str
-    change: Mapping[str, _Value]
-
-    def matches(self, assignment: Mapping[str, _Value]) -> bool:
-        return all(assignment[setting].value in values for setting, values in self.when.items())
+#: Values of settings, by which a rule says what cells it is about.
+_When = Mapping[str, tuple[Any, ...]]
 
 
 def read(
@@ -167,12 +159,13 @@ class _Expansion:
         if self._top.reference is not None:
             allowed = self._strategies
             self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
-        self._skips = []
-        for i in range(len(self._top.skip or ())):
-            rule = self._file.spec(_Skip, ("skip", i))
-            self._skips.append(_Rule(self._when(("skip", i), rule.when), rule.reason, {}))
+        self._skips = [
+            (rule.reason, self._when(path, rule.when)) for path, rule in self._rules("skip", _Skip)
+        ]
+        constant = [setting for setting in SETTINGS if setting not in self._axes]
         self._overrides = [
-            self._override(("overrides", i)) for i in range(len(self._top.overrides or ()))
+            (self._single_values(rule.set, (*path, "set"), constant), self._when(path, rule.when))
+            for path, rule in self._rules("overrides", _Override)
         ]
 
     def matrix(self) -> Matrix:
@@ -182,7 +175,7 @@ class _Expansion:
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._axes[setting] for setting in order)):
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
-            reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
+            reasons = (reason for reason, when in self._skips if _matches(when, assignment))
             cell = self._cell(assignment)
             if self._simulated:
                 cannot = _why_not_simulated(cell)
@@ -212,9 +205,9 @@ class _Expansion:
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
-        for rule in self._overrides:
-            if rule.matches(assignment):
-                settings.update(rule.change)
+        for change, when in self._overrides:
+            if _matches(when, assignment):
+                settings.update(change)
         fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
         largest = fields["micro_batch"] == _LARGEST
         if largest:
@@ -322,13 +315,11 @@ class _Expansion:
             self._file.fail(path, str(error))
         return item
 
-    def _override(self, path: KeyPath) -> _Rule:
-        rule = self._file.spec(_Override, path)
-        allowed = [setting for setting in SETTINGS if setting not in self._axes]
-        change = self._single_values(rule.set, (*path, "set"), allowed)
-        return _Rule(self._when(path, rule.when), "", change)
+    def _rules(self, section: str, kind: type[AnySpec]) -> Iterator[tuple[KeyPath, AnySpec]]:
+        for i in range(len(getattr(self._top, section) or ())):
+            yield (section, i), self._file.spec(kind, (section, i))
 
-    def _when(self, rule: KeyPath, given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    def _when(self, rule: KeyPath, given: Mapping[str, Any]) -> _When:
         known = {name: [v.value for v in values] for name, values in self._axes.items()}
         known |= {name: [given.value] for name, given in self._constants.items()}
         when = {}
@@ -344,6 +335,10 @@ class _Expansion:
                     self._file.fail(at, f"{item!r} is not a value of {setting} in this matrix")
             when[setting] = tuple(values)
         return when
+
+
+def _matches(when: _When, assignment: Mapping[str, _Value]) -> bool:
+    return all(assignment[setting].value in values for setting, values in when.items())
 
 
 def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:
