@@ -97,7 +97,9 @@ def run(
     """
     with terminal.stopping(ClusterError):
         given = parse(changes or ())
-        rented = _instance(instance, cluster, dry_run=dry_run)
+        if instance is not None and (not dry_run or cluster not in (None, "rented")):
+            raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
+        rented = None if instance is None else rent.named(instance)
         matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
         _check_names(matrices)
         suite = len(matrices) > 1
@@ -120,15 +122,6 @@ def run(
         well &= drawn and reached and not session.any_failed(records)
     if not well:
         raise typer.Exit(terminal.FAILED)
-
-
-def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Instance | None:
-    """The instance of that name. Raises ``ValueError`` if there is none, or nothing asks for it."""
-    if name is None:
-        return None
-    if not dry_run or cluster not in (None, "rented"):
-        raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
-    return rent.named(name)
 
 
 def _read(
