@@ -28,6 +28,7 @@ from simulation.quantities import format_link
 _REDRAWS = 2
 #: Titles of the settings that are most often axes; a line must fit on a hundred columns.
 _SHORT = {"accumulation": "accum", "micro_batch": "batch", "sequence_length": "length"}
+_FIGURES = "{:>9}{:>8}{:>8}"
 
 
 class Progress:
@@ -115,7 +116,7 @@ class Progress:
 
     def _begin(self) -> None:
         """Show the columns and, on a terminal, the moving part below them."""
-        self._print(self._lines.header())
+        self._print(self._lines.header)
         self._begun = True
         # Not earlier: the cluster is built by now, and its processes start without this thread.
         if self._console.is_interactive:
@@ -139,30 +140,30 @@ class _CellLines:
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._extra = varying_settings(cells)
-        self._titles = ["strategy", "tuning", "model", "link"]
-        self._titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
-        rows = [self._titles, *map(self._settings, cells)]
-        self._widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        titles = ["strategy", "tuning", "model", "link"]
+        titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
+        rows = [titles, *map(self._settings, cells)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        self._aligned = "  ".join(f"{{:{width}}}" for width in widths).format
         self._total = len(cells)
         self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
-
-    def header(self) -> Text:
-        cell = "cell".rjust(self._numbers)
-        figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
-        return Text(f"{cell} state   {self._aligned(self._titles)}{figures}", style="dim")
+        above = f"{'cell':>{self._numbers}} state   {self._aligned(*titles)}"
+        figures = _FIGURES.format("tokens/s", "s/step", "MB/step")
+        self.header = Text(f"{above}{figures}{'time':>6}", style="dim")
 
     def line(self, record: Record, number: int) -> Text:
         """The line of a finished cell, the ``number``-th."""
+        measured, figures = record.measurement, ("–", "–", "–")
+        if measured is not None:
+            speed, seconds = f"{record.tokens_per_s:,.0f}", f"{record.step_seconds_median:.3f}"
+            figures = speed, seconds, megabytes(measured.inter_node_bytes_per_step)
         return Text.assemble(
             (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
-            self._aligned(self._settings(record.cell)),
-            *_figures(record),
+            self._aligned(*self._settings(record.cell)),
+            (_FIGURES.format(*figures), "dim" if measured is None else ""),
             (f"{record.seconds:>5.0f}s", "dim"),
         )
-
-    def _aligned(self, texts: Sequence[str]) -> str:
-        return "  ".join(t.ljust(width) for t, width in zip(texts, self._widths, strict=True))
 
     def _settings(self, cell: Cell) -> list[str]:
         link = format_link(cell.inter_bandwidth_bits_per_s)
@@ -223,14 +224,3 @@ def _row(*parts: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(*parts)
     return grid
-
-
-def _figures(record: Record) -> list[Text]:
-    if record.measurement is None:
-        return [Text("–".rjust(width), style="dim") for width in (9, 8, 8)]
-    sent = megabytes(record.measurement.inter_node_bytes_per_step)
-    return [
-        Text(f"{record.tokens_per_s:>9,.0f}"),
-        Text(f"{record.step_seconds_median:>8.3f}"),
-        Text(f"{sent:>8}"),
-    ]
