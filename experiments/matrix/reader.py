@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -115,7 +115,7 @@ class _Value:
 
 
 #: Values of settings, by which a rule says what cells it is about.
-_When = Mapping[str, tuple[Any, ...]]
+_When = Mapping[str, Sequence[Any]]
 
 
 def read(
@@ -152,20 +152,20 @@ class _Expansion:
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
-        self._axes = {name: self._values(name, given) for name, given in self._top.axes.items()}
-        self._constants = self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
+        self._axes = {name: self._axis(("axes", name)) for name in self._top.axes}
+        self._constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
         self._require_each_setting_once()
         self._require_a_strategy_for_each()
         if self._top.reference is not None:
             allowed = self._strategies
             self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
         self._skips = [
-            (rule.reason, self._when(path, rule.when)) for path, rule in self._rules("skip", _Skip)
+            (rule.reason, self._when((*path, "when"))) for path, rule in self._rules("skip", _Skip)
         ]
         constant = [setting for setting in SETTINGS if setting not in self._axes]
         self._overrides = [
-            (self._single_values(rule.set, (*path, "set"), constant), self._when(path, rule.when))
-            for path, rule in self._rules("overrides", _Override)
+            (self._single_values((*path, "set"), constant), self._when((*path, "when")))
+            for path, _ in self._rules("overrides", _Override)
         ]
 
     def matrix(self) -> Matrix:
@@ -246,21 +246,26 @@ class _Expansion:
                 return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
 
-    def _values(self, setting: str, items: list[Any]) -> list[_Value]:
-        path, values = ("axes", setting), list[_Value]()
-        self._file.one_of(setting, SETTINGS, path, "unknown key")
-        for i, item in enumerate(items):
-            value = self._value(setting, item, (*path, i))
-            if value in (earlier.value for earlier in values):
-                self._file.fail((*path, i), f"{item!r} is already in this list")
-            values.append(_Value(value, (*path, i)))
+    def _axis(self, path: KeyPath) -> list[_Value]:
+        values: list[_Value] = []
+        for each in self._values(path, SETTINGS):
+            if each.value in (earlier.value for earlier in values):
+                item = self._file.at(each.path)
+                self._file.fail(each.path, f"{item!r} is already in this list")
+            values.append(each)
         return values
 
-    def _single_values(
-        self, given: Mapping[str, Any], path: KeyPath, allowed: Sequence[str]
-    ) -> dict[str, _Value]:
+    def _values(self, path: KeyPath, allowed: Iterable[str]) -> Iterator[_Value]:
+        """Values of a setting that has a list of them, or one."""
+        self._file.one_of(path[-1], allowed, path, "unknown key")
+        given = self._file.at(path)
+        listed = [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]
+        for place in listed:
+            yield _Value(self._value(str(path[-1]), self._file.at(place), place), place)
+
+    def _single_values(self, path: KeyPath, allowed: Sequence[str]) -> dict[str, _Value]:
         values = {}
-        for setting, item in given.items():
+        for setting, item in self._file.at(path).items():
             place = (*path, setting)
             self._file.one_of(setting, allowed, place, "unknown key")
             values[setting] = _Value(self._value(setting, item, place), place)
@@ -319,21 +324,17 @@ class _Expansion:
         for i in range(len(getattr(self._top, section) or ())):
             yield (section, i), self._file.spec(kind, (section, i))
 
-    def _when(self, rule: KeyPath, given: Mapping[str, Any]) -> _When:
+    def _when(self, path: KeyPath) -> _When:
         known = {name: [v.value for v in values] for name, values in self._axes.items()}
         known |= {name: [given.value] for name, given in self._constants.items()}
-        when = {}
-        for setting, items in given.items():
-            place = (*rule, "when", setting)
-            self._file.one_of(setting, known, place, "unknown key")
-            several = isinstance(items, list)
-            values = []
-            for i, item in enumerate(items if several else [items]):
-                at = (*place, i) if several else place
-                values.append(self._value(setting, item, at))
-                if values[-1] not in known[setting]:
-                    self._file.fail(at, f"{item!r} is not a value of {setting} in this matrix")
-            when[setting] = tuple(values)
+        when: dict[str, list[Any]] = {}
+        for setting in self._file.at(path):
+            when[setting] = []
+            for each in self._values((*path, setting), known):
+                if each.value not in known[setting]:
+                    problem = f"{self._file.at(each.path)!r} is not a value of {setting}"
+                    self._file.fail(each.path, f"{problem} in this matrix")
+                when[setting].append(each.value)
         return when
 
 
