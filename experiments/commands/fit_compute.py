@@ -45,7 +45,6 @@ def fit_compute(
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
         record = calibration.settle(read_rows(rows or ROWS), commit)
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     console.print(_constants(record.constants))
     console.print(_checks(record.checks))

@@ -58,16 +58,13 @@ def matrix(
     assert action == "new", "the one action"
     if file.suffix not in (".yaml", ".yml"):
         terminal.stop(f"FILE = {str(file)!r}: ends in neither .yaml nor .yml")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as new:
-            new.write(_TEMPLATE.format(name=file.stem))
-        found = reader.read(str(file.absolute()))
-    except OSError as error:
+    with terminal.stopping():
         if file.exists():
-            terminal.stop(f"FILE = {str(file)!r}: is there already, and stays as it is")
-        why = terminal.why_unusable(file.parent, error)
-        terminal.stop(f"FILE = {str(file)!r}: cannot be written: {why}")
+            raise ValueError(f"FILE = {str(file)!r}: is there already, and stays as it is")
+        terminal.check_writable("FILE", file)
+        file.write_text(_TEMPLATE.format(name=file.stem), encoding="utf-8")
+    try:
+        found = reader.read(str(file.absolute()))
     except ValueError as error:  # a name that no matrix may have
         file.unlink()
         terminal.stop(f"FILE = {str(file)!r}: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -109,7 +109,7 @@ def run(
             here = each.cluster.can.make_nodes and not each.simulated
             if dry_run or here:
                 kept = RunDirectory(path).kept(each, retry_failed) if resumed else []
-                _check(each, cells, kept, provenance.memory_bytes(), rented, shown=dry_run)
+                _check(each, cells, kept, rented, shown=dry_run)
     if dry_run:
         return
     well = True
@@ -171,33 +171,21 @@ def _path(matrix: Matrix, output: Path | None, suite: bool) -> Path:
 _PROCESS = 200e6
 
 
-class _Estimate(NamedTuple):
-    """The simulator's answer for one cell, or why it has none."""
-
-    words: str
-    #: Time of all its steps; ``None`` where it has none.
-    seconds: float | None = None
-    #: Memory of this machine that it takes, where that is all of its nodes.
-    here_bytes: float = 0.0
-
-
 def _check(
     matrix: Matrix,
     cells: Sequence[MatrixCell],
     finished: Sequence[Record],
-    memory_bytes: float,
     instance: Instance | None,
     *,
     shown: bool,
 ) -> None:
-    """Refuse a cell that needs more than this machine's ``memory_bytes``, as the simulator has it.
+    """Refuse a cell that needs more memory than this machine has, as the simulator has it.
 
     Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
     """
     console, done = terminal.console(), {record.cell_id: record.state for record in finished}
-    found: dict[str, _Estimate] = {}
-    steps = 0
+    steps, seconds, needed = 0, list[float | None](), [(0.0, "")]
     for entry in cells:
         cell, style = entry.cell, "dim"
         if entry.skip_reason is not None:
@@ -205,29 +193,28 @@ def _check(
         elif cell.id in done:
             said = f"has a record: {done[cell.id]}"
         else:
-            found[cell.id] = _estimate(cell, instance)
-            said, style = found[cell.id].words, ""
-            steps += cell.warmup_steps + cell.steps
+            said, took, here = _estimate(cell, instance)
+            style, steps = "", steps + cell.warmup_steps + cell.steps
+            seconds.append(took)
+            needed.append((here, cell.id))
         if shown:
             terminal.say_as_it_is(console, f"{cell.id}  {said}", style)
     if shown:
         skipped = sum(entry.skip_reason is not None for entry in cells)
-        counts = f"{len(found)} cells to run, {steps} steps in all, {skipped} skipped"
-        known = [each.seconds for each in found.values() if each.seconds is not None]
+        counts = f"{len(seconds)} cells to run, {steps} steps in all, {skipped} skipped"
+        known = [each for each in seconds if each is not None]
         if known and not matrix.simulated:
             counts += f"; simulated, {clock(sum(known))} of steps"
             if instance is not None:
                 counts += _price(instance, matrix.cluster.nodes, sum(known))
-            unknown = len(found) - len(known)
+            unknown = len(seconds) - len(known)
             counts += f", {unknown} cells unknown" if unknown else ""
         console.print(f"{matrix.name}: {counts}", style="bold", highlight=False)
-    needed, largest = max(
-        ((each.here_bytes, name) for name, each in found.items()), default=(0, "")
-    )
-    if needed > memory_bytes:
+    (most, largest), has = max(needed), provenance.memory_bytes()
+    if most > has:
         raise ValueError(
-            f"{largest} needs about {sizes.written(needed)}, and this machine has "
-            f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
+            f"{largest} needs about {sizes.written(most)}, and this machine has "
+            f"{sizes.written(has)}: make it smaller (--set), or leave it out (--only)"
         )
 
 
@@ -239,16 +226,20 @@ def _price(instance: Instance, nodes: int, seconds: float) -> str:
     return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
 
 
-def _estimate(cell: Cell, instance: Instance | None) -> _Estimate:
+def _estimate(cell: Cell, instance: Instance | None) -> tuple[str, float | None, float]:
+    """The simulator's answer in words, seconds of all steps, and bytes of this machine.
+
+    ``None`` and 0 where there are none.
+    """
     if instance is None and not cell.cluster.can.describe_hardware:
-        return _Estimate("on hardware that is not known: --instance says which")
+        return "on hardware that is not known: --instance says which", None, 0.0
     if (why := why_not_simulated(cell)) is not None:
-        return _Estimate(why)
+        return why, None, 0.0
     hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:
         found = predict(workload_of(cell), hardware)
     except ValueError as error:
-        return _Estimate(f"is not simulated: {error}")
+        return f"is not simulated: {error}", None, 0.0
     needs, cluster, here = found.footprint, cell.cluster, 0.0
     memory = f"{sizes.written(needs.device_bytes)} per device"
     memory += f", {sizes.written(needs.host_bytes)} per host" if needs.host_bytes else ""
@@ -257,4 +248,4 @@ def _estimate(cell: Cell, instance: Instance | None) -> _Estimate:
         here = cluster.nodes * each
         memory = f"{sizes.written(here)} of this machine"
     seconds = found.step_seconds * (cell.warmup_steps + cell.steps)
-    return _Estimate(f"{found.step_seconds:.3g} s/step, {memory}", seconds, here)
+    return f"{found.step_seconds:.3g} s/step, {memory}", seconds, here
