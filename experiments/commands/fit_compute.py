@@ -48,7 +48,7 @@ def fit_compute(
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     console.print(_constants(record.constants))
     console.print(_checks(record.checks))
-    terminal.say(console, "record", file)
+    terminal.say("record", file)
 
 
 def _constants(constants: Iterable[Constant]) -> Table:

@@ -68,6 +68,6 @@ def matrix(
     except ValueError as error:  # a name that no matrix may have
         file.unlink()
         terminal.stop(f"FILE = {str(file)!r}: {error}")
-    console = terminal.console()
-    terminal.say(console, "matrix", file)
-    console.print(f"{len(found.cells)} cells; try: python -m experiments run {file} --dry-run")
+    terminal.say("matrix", file)
+    said = f"{len(found.cells)} cells; try: python -m experiments run {file} --dry-run"
+    terminal.console().print(said)

@@ -233,8 +233,7 @@ def plan(
             shown = rent.table(market, request, limit)
             document = rent.document(market, request, limit)
             table = [rent.row(offer) for offer in market.offers]
-    console = terminal.console()
-    console.print(shown)
+    terminal.console().print(shown)
     with terminal.stopping():
         if output is not None:
             output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -248,7 +247,7 @@ def plan(
             if (why := terminal.have_drawn(drawn, json.dumps(document))) is not None:
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
     for file in filter(None, files.values()):
-        terminal.say(console, "plan", file)
+        terminal.say("plan", file)
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:

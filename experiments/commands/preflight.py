@@ -59,13 +59,11 @@ def preflight(
         with kinds.cluster(spec, preload=["torch"]) as built:
             measured = measure(built, limit, output.parent / "preflight-logs")
         output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    console = terminal.console()
-    console.print(_table(measured))
-    terminal.say(console, "figures", output)
+    terminal.console().print(_table(measured))
+    terminal.say("figures", output)
     sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
-    said = f"whether FCDP will help there: python -m experiments {question}"
-    terminal.say_as_it_is(console, said)
+    terminal.say_as_it_is(f"whether FCDP will help there: python -m experiments {question}")
 
 
 def _table(measured: Preflight) -> Table:

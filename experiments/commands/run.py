@@ -184,7 +184,7 @@ def _check(
     Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
     """
-    console, done = terminal.console(), {record.cell_id: record.state for record in finished}
+    done = {record.cell_id: record.state for record in finished}
     steps, seconds, needed = 0, list[float | None](), [(0.0, "")]
     for entry in cells:
         cell, style = entry.cell, "dim"
@@ -198,7 +198,7 @@ def _check(
             seconds.append(took)
             needed.append((here, cell.id))
         if shown:
-            terminal.say_as_it_is(console, f"{cell.id}  {said}", style)
+            terminal.say_as_it_is(f"{cell.id}  {said}", style)
     if shown:
         skipped = sum(entry.skip_reason is not None for entry in cells)
         counts = f"{len(seconds)} cells to run, {steps} steps in all, {skipped} skipped"
@@ -209,7 +209,7 @@ def _check(
                 counts += _price(instance, matrix.cluster.nodes, sum(known))
             unknown = len(seconds) - len(known)
             counts += f", {unknown} cells unknown" if unknown else ""
-        console.print(f"{matrix.name}: {counts}", style="bold", highlight=False)
+        terminal.console().print(f"{matrix.name}: {counts}", style="bold", highlight=False)
     (most, largest), has = max(needed), provenance.memory_bytes()
     if most > has:
         raise ValueError(

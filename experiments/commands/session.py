@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from experiments import terminal, tracking
 from experiments.clusters import lifetimes
@@ -80,16 +79,17 @@ def run_cells(
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
             "of the steps is shown as none"
         )
-        terminal.say_as_it_is(terminal.console(), said, "yellow")
+        terminal.say_as_it_is(said, "yellow")
     console = terminal.console()
     try:
         with Progress(matrix, cells, finished, console) as progress, ExitStack() as stack:
             observers: list[runner.Observer] = [progress]
             if wandb and not matrix.simulated:
-                link = partial(terminal.say_as_it_is, console, style="dim")
-                observers.append(
-                    stack.enter_context(tracking.Live(directory.path, link, sweep_run))
+                link = partial(
+                    console.print, style="dim", soft_wrap=True, highlight=False, markup=False
                 )
+                live = tracking.Live(directory.path, link, sweep_run)
+                observers.append(stack.enter_context(live))
             running = [entry.cell for entry in cells if entry.skip_reason is None]
             built = (
                 SimulatedCluster(matrix.cluster)
@@ -108,10 +108,10 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     console.print()
     console.print(summary(pooled(records)))
     console.print()
-    terminal.say(console, "records", directory.records)
-    drawn = draw(console, directory)
+    terminal.say("records", directory.records)
+    drawn = draw(directory)
     if wandb:
-        export(console, records, directory)
+        export(records, directory)
     return drawn
 
 
@@ -133,7 +133,7 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
     return not problems
 
 
-def draw(console: Console, directory: RunDirectory) -> bool:
+def draw(directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
     output = ["--output", str(directory.report)]
     reason = terminal.have_drawn(["report", str(directory.records), *output])
@@ -145,29 +145,26 @@ def draw(console: Console, directory: RunDirectory) -> bool:
     for file in sorted(directory.report.rglob("*")):
         kind = _KINDS.get(file.suffix)
         if kind is not None:
-            terminal.say(console, kind, file)
+            terminal.say(kind, file)
     records = terminal.shown(directory.records)
-    terminal.say_as_it_is(console, f"claims   python -m analysis check {records}", "dim")
+    terminal.say_as_it_is(f"claims   python -m analysis check {records}", "dim")
     return True
 
 
 def export(
-    console: Console,
-    records: Sequence[Record],
-    directory: RunDirectory,
-    sweep_run: str | None = None,
+    records: Sequence[Record], directory: RunDirectory, sweep_run: str | None = None
 ) -> None:
     """Write the W&B runs, and say where they are and what went wrong with them."""
     report = None if sweep_run else directory.report
     exported = tracking.export(records, directory.path, report, sweep_run)
     for warning in exported.warnings:
-        console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
+        terminal.console().print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if exported.mode == "disabled" or not exported.whole:
         return
-    terminal.say(console, "W&B", directory.wandb)
+    terminal.say("W&B", directory.wandb)
     if exported.mode == "offline" and directory.wandb.exists():
         said = f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
-        terminal.say_as_it_is(console, said, "dim")
+        terminal.say_as_it_is(said, "dim")
 
 
 def any_failed(records: Sequence[Record]) -> bool:

@@ -33,13 +33,13 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
 
 
-def say(console: Console, what: str, path: Path) -> None:
-    say_as_it_is(console, f"{what:<8} {shown(path)}")
+def say(what: str, path: Path) -> None:
+    say_as_it_is(f"{what:<8} {shown(path)}")
 
 
-def say_as_it_is(console: Console, text: str, style: str = "") -> None:
+def say_as_it_is(text: str, style: str = "") -> None:
     """Print a line that no width cuts, and that nothing in it changes."""
-    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+    console().print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def table(words: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
