@@ -64,15 +64,14 @@ class Workloads:
 
     def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
-        if isinstance(section, dict) and "function" in section:
+        given = section if isinstance(section, dict) else {}
+        if "function" in given:
             model = self._file.spec(workload.OwnModel, path)
             self._has_module(model.function, (*path, "function"))
             return model
-        if isinstance(section, dict) and "config" in section:
+        if "config" in given:
             return self._configured(path)
-        if isinstance(section, dict) and section.get("family") in _NETWORKS:
-            return self._file.spec(_NETWORKS[section["family"]], path)
-        return self._file.spec(ModelSpec, path)
+        return self._file.spec(_NETWORKS.get(given.get("family"), ModelSpec), path)
 
     def data(self, path: KeyPath) -> workload.AnyData:
         section = self._file.at(path)
