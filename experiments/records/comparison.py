@@ -194,9 +194,11 @@ def _as_one(group: list[Record]) -> Record:
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
     steps = [seconds for r in ran if r.measurement for seconds in r.measurement.in_whole_rounds]
-    phases = [r.measurement.phase_seconds for r in ran if r.measurement]
+    phases = [found for r in ran if r.measurement and (found := r.measurement.phase_seconds)]
+    names = phases[0] if phases else {}
+    mean = {name: sum(each[name] for each in phases) / len(phases) for name in names}
     measured = first.measurement and first.measurement.model_copy(
-        update={"step_seconds": steps, "phase_seconds": _mean([each for each in phases if each])}
+        update={"step_seconds": steps, "phase_seconds": mean or None}
     )
     known = [record.machine for record in ran if record.machine is not None]
     return first.model_copy(
@@ -208,9 +210,3 @@ def _as_one(group: list[Record]) -> Record:
             "seconds": sum(record.seconds for record in group),
         }
     )
-
-
-def _mean(phases: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    if not phases:
-        return None
-    return {name: sum(each[name] for each in phases) / len(phases) for name in phases[0]}

@@ -47,7 +47,18 @@ class Progress:
         self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
         ids = {cell.id for cell in self._cells}
         self._finished = [record for record in finished if record.cell_id in ids]
-        self._lines = _CellLines(self._cells)
+        # Columns of finished cells' lines, as wide as these cells need.
+        self._extra = varying_settings(self._cells)
+        titles = ["strategy", "tuning", "model", "link"]
+        titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
+        rows = [titles, *map(self._settings, self._cells)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        self._aligned = "  ".join(f"{{:{width}}}" for width in widths).format
+        self._total = len(self._cells)
+        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
+        above = f"{'cell':>{self._numbers}} state   {self._aligned(*titles)}"
+        figures = _FIGURES.format("tokens/s", "s/step", "MB/step")
+        self._header = Text(f"{above}{figures}{'time':>6}", style="dim")
         #: The cell that runs, its directory, and when it has begun.
         self._current: tuple[Cell, Path, float] | None = None
         self._started = time.monotonic()
@@ -59,7 +70,7 @@ class Progress:
         kind = "simulated" if self._matrix.simulated else cluster.kind
         heading = Text.assemble(
             (self._matrix.name, "bold"),
-            f" · {len(self._cells)} cells · {kind} cluster, {cluster.nodes} nodes × "
+            f" · {self._total} cells · {kind} cluster, {cluster.nodes} nodes × "
             f"{cluster.ranks_per_node} ranks",
         )
         self._console.print(heading)
@@ -69,7 +80,7 @@ class Progress:
             self._console.print(Text(f"{count} {cells} skipped: {reason}", style="dim"))
         if self._finished:
             self._console.print(Text(f"{len(self._finished)} cells are finished already"))
-        if len(self._finished) < len(self._cells):
+        if len(self._finished) < self._total:
             doing = "simulating" if self._matrix.simulated else "starting the cluster"
             self._console.print(Text(f"{doing} …", style="dim"))
         return self
@@ -89,7 +100,7 @@ class Progress:
         self._current = None
         if record.state != "skipped":
             self._finished.append(record)
-            self._print(self._lines.line(record, len(self._finished)))
+            self._print(self._line(record))
 
     def status(self) -> RenderableType:
         """Lines about the current cell and the whole run, as of now."""
@@ -109,14 +120,14 @@ class Progress:
             times += f", about {clock(left)} left"
         return _row(
             Text("all", style="dim"),
-            ProgressBar(total=len(self._cells), completed=done, width=30),
-            f"{done} of {len(self._cells)} cells",
+            ProgressBar(total=self._total, completed=done, width=30),
+            f"{done} of {self._total} cells",
             Text(times, style="dim"),
         )
 
     def _begin(self) -> None:
         """Show the columns and, on a terminal, the moving part below them."""
-        self._print(self._lines.header)
+        self._print(self._header)
         self._begun = True
         # Not earlier: the cluster is built by now, and its processes start without this thread.
         if self._console.is_interactive:
@@ -134,31 +145,13 @@ class Progress:
         else:  # a log has no width
             self._console.print(line, soft_wrap=True)
 
-
-class _CellLines:
-    """Lines of finished cells, their columns as wide as these cells need."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._extra = varying_settings(cells)
-        titles = ["strategy", "tuning", "model", "link"]
-        titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
-        rows = [titles, *map(self._settings, cells)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        self._aligned = "  ".join(f"{{:{width}}}" for width in widths).format
-        self._total = len(cells)
-        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
-        above = f"{'cell':>{self._numbers}} state   {self._aligned(*titles)}"
-        figures = _FIGURES.format("tokens/s", "s/step", "MB/step")
-        self.header = Text(f"{above}{figures}{'time':>6}", style="dim")
-
-    def line(self, record: Record, number: int) -> Text:
-        """The line of a finished cell, the ``number``-th."""
+    def _line(self, record: Record) -> Text:
         measured, figures = record.measurement, ("–", "–", "–")
         if measured is not None:
             speed, seconds = f"{record.tokens_per_s:,.0f}", f"{record.step_seconds_median:.3f}"
             figures = speed, seconds, megabytes(measured.inter_node_bytes_per_step)
         return Text.assemble(
-            (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
+            (f"{len(self._finished)}/{self._total} ".rjust(self._numbers + 1), "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
             self._aligned(*self._settings(record.cell)),
             (_FIGURES.format(*figures), "dim" if measured is None else ""),
