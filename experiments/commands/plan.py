@@ -312,7 +312,6 @@ def _needed(option: str, value: _T | None) -> _T:
 
 
 def _server(text: str, hardware: Hardware) -> Server:
-    """A machine by its bandwidth and its drives."""
     bandwidth, comma, drives = text.partition(",")
     if not comma:
         raise ValueError(

@@ -101,7 +101,12 @@ def run(
             raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
         rented = None if instance is None else rent.named(instance)
         matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
-        _check_names(matrices)
+        names = Counter(Path(each.name).name for each in matrices)
+        for name, count in names.items():
+            if count > 1:  # their records would go to one folder
+                raise ValueError(
+                    f"MATRIX: {count} of its matrices are named {name!r}; each needs its own name"
+                )
         suite = len(matrices) > 1
         chosen = [(*pair, _path(pair[0], output, suite)) for pair in _select(matrices, only)]
         resumed = resume or retry_failed
@@ -137,16 +142,6 @@ def _read(
     if cluster == "emulated":
         return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
     return matrix
-
-
-def _check_names(matrices: Sequence[Matrix]) -> None:
-    """Raise ``ValueError`` if the records of two matrices would go to one folder."""
-    names = Counter(Path(matrix.name).name for matrix in matrices)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(
-                f"MATRIX: {count} of its matrices are named {name!r}; each needs its own name"
-            )
 
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FAILED = 1
 UNUSABLE = 2
 LOST = 75
+#: Of a command that was interrupted.
+INTERRUPTED = 130
 
 
 def console() -> Console:
@@ -111,10 +113,6 @@ def check_writable(option: str, file: Path) -> None:
     except OSError as error:
         why = why_unusable(file.parent, error)
         raise ValueError(f"{option} = {str(file)!r}: cannot be written: {why}") from error
-
-
-#: Exit status of a command that was interrupted.
-INTERRUPTED = 130
 
 
 def raise_them() -> None:
