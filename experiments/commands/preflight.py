@@ -108,10 +108,6 @@ def _bandwidth(bytes_per_s: float | None) -> str:
     return f"{sizes.written(bytes_per_s)}/s ({quantities.format_rate(8 * bytes_per_s)})"
 
 
-PROBE = "experiments.preflight.probe:main"
-_TIMEOUT_S = 600.0
-
-
 def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Preflight:
     """Measure a built cluster whose links are limited to ``bits_per_s``; logs go to ``directory``.
 
@@ -123,11 +119,11 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     cluster.shape(None)
     with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
         outcome = cluster.run(
-            PROBE,
+            "experiments.preflight.probe:main",
             [str(directory.absolute())],
             logs=directory / "logs",
             environment={},
-            timeout_s=_TIMEOUT_S,
+            timeout_s=600.0,
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
