@@ -152,17 +152,25 @@ class _Expansion:
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
-        self._axes = {name: self._axis(("axes", name)) for name in self._top.axes}
-        self._constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
-        self._require_each_setting_once()
-        self._require_a_strategy_for_each()
+        #: Values of each setting: of a constant there is one.
+        self._given = {name: self._axis(("axes", name)) for name in self._top.axes}
+        constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
+        for setting in constants.keys() & self._given.keys():
+            self._file.fail(("workload", setting), "is an axis already; keep one of the two")
+        self._given |= {name: [value] for name, value in constants.items()}
+        for field, info in Cell.model_fields.items():
+            setting = FILE_NAMES.get(field, field)
+            if setting in SETTINGS and info.is_required() and setting not in self._given:
+                self._file.fail((), f"{setting} is missing; give it in workload or in axes")
+        strategies = [each.value for each in self._given["strategy"]]
+        self._require_a_strategy_for_each(strategies)
         if self._top.reference is not None:
-            allowed = self._strategies
-            self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
+            problem = "not in this matrix:"
+            self._file.one_of(self._top.reference, strategies, ("reference",), problem)
         self._skips = [
             (rule.reason, self._when((*path, "when"))) for path, rule in self._rules("skip", _Skip)
         ]
-        constant = [setting for setting in SETTINGS if setting not in self._axes]
+        constant = [setting for setting in SETTINGS if setting not in self._top.axes]
         self._overrides = [
             (self._single_values((*path, "set"), constant), self._when((*path, "when")))
             for path, _ in self._rules("overrides", _Override)
@@ -170,11 +178,11 @@ class _Expansion:
 
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
-        order = sorted(self._axes, key=lambda setting: setting == "strategy")
+        order = sorted(self._given, key=lambda setting: setting == "strategy")
         cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
-        for values in itertools.product(*(self._axes[setting] for setting in order)):
-            assignment = {**self._constants, **dict(zip(order, values, strict=True))}
+        for values in itertools.product(*(self._given[setting] for setting in order)):
+            assignment = dict(zip(order, values, strict=True))
             reasons = (reason for reason, when in self._skips if _matches(when, assignment))
             cell = self._cell(assignment)
             if self._simulated:
@@ -271,30 +279,15 @@ class _Expansion:
             values[setting] = _Value(self._value(setting, item, place), place)
         return values
 
-    def _require_each_setting_once(self) -> None:
-        for setting in self._constants.keys() & self._axes.keys():
-            self._file.fail(("workload", setting), "is an axis already; keep one of the two")
-        for field, info in Cell.model_fields.items():
-            setting = FILE_NAMES.get(field, field)
-            given = setting in self._axes or setting in self._constants
-            if setting in SETTINGS and info.is_required() and not given:
-                self._file.fail((), f"{setting} is missing; give it in workload or in axes")
-
-    def _require_a_strategy_for_each(self) -> None:
+    def _require_a_strategy_for_each(self, strategies: Sequence[str]) -> None:
         """Fail for a setting that no strategy of the matrix has."""
-        strategies = [registry.find(name) for name in self._strategies]
-        have = {name for strategy in strategies for name in strategy.settings.model_fields}
+        have = {name for each in strategies for name in registry.find(each).settings.model_fields}
         for section in ("axes", "workload"):
             given = getattr(self._top, section) or ()
             for name in set(given) & {*registry.setting_names()} - have:
                 others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
-
-    @property
-    def _strategies(self) -> list[str]:
-        given = self._axes.get("strategy") or [self._constants["strategy"]]
-        return [each.value for each in given]
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
@@ -325,8 +318,7 @@ class _Expansion:
             yield (section, i), self._file.spec(kind, (section, i))
 
     def _when(self, path: KeyPath) -> _When:
-        known = {name: [v.value for v in values] for name, values in self._axes.items()}
-        known |= {name: [given.value] for name, given in self._constants.items()}
+        known = {name: [v.value for v in values] for name, values in self._given.items()}
         when: dict[str, list[Any]] = {}
         for setting in self._file.at(path):
             when[setting] = []
