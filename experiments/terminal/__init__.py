@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
 
 #: Exit status: some cells failed; the user or the machine has to change something; a node is lost,
 #: and the same command may go on without a change (``EX_TEMPFAIL`` of sysexits.h).
@@ -30,8 +28,6 @@ INTERRUPTED = 130
 
 def console() -> Console:
     """Rich's console on standard output; wide where it is a log, which has no width of its own."""
-    from rich.console import Console
-
     return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
 
 
@@ -46,8 +42,6 @@ def say_as_it_is(text: str, style: str = "") -> None:
 
 def table(words: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
     """Rich's table without a box, with these columns; those of numbers stand to the right."""
-    from rich.table import Table
-
     made = Table(*words, box=None, **look)
     for title in numbers:
         made.add_column(title, justify="right")
