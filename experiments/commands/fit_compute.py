@@ -12,7 +12,6 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from simulation import calibration, compute
-from simulation.compute import Check, Constant
 from simulation.measured import ROWS, read_rows
 
 
@@ -51,14 +50,14 @@ def fit_compute(
     terminal.say("record", file)
 
 
-def _constants(constants: Iterable[Constant]) -> Table:
+def _constants(constants: Iterable[compute.Constant]) -> Table:
     table = terminal.table(["constant"], ["value", "from", "to"])
     for one in constants:
         table.add_row(one.name, f"{one.value:.3g}", f"{one.low:.3g}", f"{one.high:.3g}")
     return table
 
 
-def _checks(checks: Iterable[Check]) -> Table:
+def _checks(checks: Iterable[compute.Check]) -> Table:
     numbers = ("rows", "median error", "nine of ten within", "worst")
     table = terminal.table(["left out and predicted"], numbers)
     for one in checks:

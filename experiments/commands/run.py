@@ -13,7 +13,6 @@ from experiments import terminal
 from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
-from experiments.matrix.files import parse
 from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import provenance
 from experiments.records.abilities import Kind
@@ -25,7 +24,6 @@ from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
 from simulation.planner import rent
-from simulation.planner.rent import Instance
 from simulation.prediction import predict
 
 
@@ -96,7 +94,7 @@ def run(
     on; 75 if a node is lost and 130 if interrupted (go on with --resume).
     """
     with terminal.stopping(ClusterError):
-        given = parse(changes or ())
+        given = files.parse(changes or ())
         if instance is not None and (not dry_run or cluster not in (None, "rented")):
             raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
         rented = None if instance is None else rent.named(instance)
@@ -130,7 +128,7 @@ def run(
 
 
 def _read(
-    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: Instance | None = None
+    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: rent.Instance | None = None
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
     if rented is not None:
@@ -170,7 +168,7 @@ def _check(
     matrix: Matrix,
     cells: Sequence[MatrixCell],
     finished: Sequence[Record],
-    instance: Instance | None,
+    instance: rent.Instance | None,
     *,
     shown: bool,
 ) -> None:
@@ -213,7 +211,7 @@ def _check(
         )
 
 
-def _price(instance: Instance, nodes: int, seconds: float) -> str:
+def _price(instance: rent.Instance, nodes: int, seconds: float) -> str:
     price = instance.list_usd_per_hour
     if price is None:
         return f", whose price on {nodes} × {instance.instance} is not known"
@@ -221,7 +219,7 @@ def _price(instance: Instance, nodes: int, seconds: float) -> str:
     return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
 
 
-def _estimate(cell: Cell, instance: Instance | None) -> tuple[str, float | None, float]:
+def _estimate(cell: Cell, instance: rent.Instance | None) -> tuple[str, float | None, float]:
     """The simulator's answer in words, seconds of all steps, and bytes of this machine.
 
     ``None`` and 0 where there are none.

@@ -24,7 +24,6 @@ from experiments.preflight.schema import Preflight, hardware_of
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
-from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
@@ -177,7 +176,7 @@ def _calibrated() -> Constants:
 
 
 def _compare(
-    records: Sequence[Record], known: _Known, folder: Path, origin: Provenance
+    records: Sequence[Record], known: _Known, folder: Path, origin: provenance.Provenance
 ) -> Compared:
     """Compare what can be predicted; says what cannot, and why."""
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -200,7 +199,7 @@ def _compare(
 
 
 def _predicted(
-    of: Record, step: MeasuredStep, known: _Known, origin: Provenance
+    of: Record, step: MeasuredStep, known: _Known, origin: provenance.Provenance
 ) -> tuple[Record, Comparison]:
     prediction = predict(step.workload, step.hardware)
     by_default = known.constants is TWO_CORES and known.nodes is None

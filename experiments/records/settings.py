@@ -7,7 +7,7 @@ own settings, say of themselves. A field that says nothing is a ``TypeError``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -41,10 +41,17 @@ class Described:
     setting: Setting
     #: The type of a column of its values, as pandas calls it.
     kind: str
-    #: Its plain value in a cell; ``None`` where the cell has no such setting.
-    of: Callable[[BaseModel], Any]
+    #: Fields from the cell's to its own.
+    path: tuple[str, ...]
     #: Value by which cells that have it are compared with cells whose strategy does not.
     default: Any = None
+
+    def of(self, cell: BaseModel) -> Any:
+        """Its plain value in a cell; ``None`` where the cell has no such setting."""
+        value: Any = cell
+        for part in self.path:
+            value = getattr(value, part, None)
+        return value.model_dump_json() if isinstance(value, BaseModel) else value
 
     def written(self, value: Any) -> str:
         """A value in words; a dash where there is none."""
@@ -113,15 +120,10 @@ def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Descr
         # By its name, which is its own within a matrix, and all that the name stands for.
         full = replace(said, label=f"{said.label} in full", always=True)
         return [
-            Described(name, said, "string", lambda cell: getattr(cell, name).name),
-            Described(
-                f"{name}_in_full",
-                full,
-                "string",
-                lambda cell: getattr(cell, name).model_dump_json(),
-            ),
+            Described(name, said, "string", (name, "name")),
+            Described(f"{name}_in_full", full, "string", (name,)),
         ]
-    return [Described(name, said, column(field.annotation), lambda cell: getattr(cell, name))]
+    return [Described(name, said, column(field.annotation), (name,))]
 
 
 def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Described]:
@@ -136,12 +138,8 @@ def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Desc
                 values = "float64"
             own = name if part == named else part
             default = field.default if named is None else None
-            found.append(Described(own, said, values, _getter(name, part), default))
+            found.append(Described(own, said, values, (name, part), default))
     return found
-
-
-def _getter(name: str, part: str) -> Callable[[BaseModel], Any]:
-    return lambda cell: getattr(getattr(cell, name), part, None)
 
 
 def _types(annotation: Any) -> list[Any]:

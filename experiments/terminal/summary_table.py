@@ -12,7 +12,6 @@ from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import REFERENCES, Comparison, few, groups, reference
 from experiments.records.record import METRICS, Record, State
-from experiments.records.settings import Described, described
 from experiments.terminal import variants_table
 from simulation.quantities import format_link
 
@@ -79,9 +78,9 @@ def summary(records: Sequence[Record]) -> RenderableType:
     return Group(*parts, *_notes(records, compared))
 
 
-def varying_settings(cells: Sequence[Cell]) -> list[Described]:
+def varying_settings(cells: Sequence[Cell]) -> list[settings.Described]:
     """Settings beyond those always shown in which these cells are different comparisons."""
-    conditions = (described(Cell)[name] for name in settings.names(Cell, "condition"))
+    conditions = (settings.described(Cell)[name] for name in settings.names(Cell, "condition"))
     return [
         item
         for item in conditions
@@ -158,7 +157,7 @@ def _grid(
     return variants_table.Fitted(table, losing)
 
 
-def _heading(group: Sequence[Record], extra: Sequence[Described], cut: int | None) -> Text:
+def _heading(group: Sequence[Record], extra: Sequence[settings.Described], cut: int | None) -> Text:
     cells = [record.cell for record in group]
     first = cells[0]
     parts = [first.model.name, first.tuning, format_link(first.inter_bandwidth_bits_per_s)]
