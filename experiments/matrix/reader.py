@@ -222,18 +222,11 @@ class _Expansion:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
         cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
+        paths = {name: given.path for name, given in settings.items()}
+        fields["origin"] = self._workloads.origin(fields["model"], paths)
+        fields["model"] = self._workloads.models[fields["model"]]
         try:
-            cell = Cell.of(
-                **{
-                    **fields,
-                    "matrix": self._top.name,
-                    "cluster": cluster,
-                    "model": self._workloads.models[fields["model"]],
-                    "origin": self._workloads.origin(
-                        fields["model"], {name: given.path for name, given in settings.items()}
-                    ),
-                }
-            )
+            cell = Cell.of(**fields, matrix=self._top.name, cluster=cluster)
         except ValidationError as error:
             first = error.errors()[0]
             if first["type"] == "mismatch":

@@ -138,9 +138,8 @@ class Workloads:
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
-        self._file.spec(
-            workload.ConfiguredModel, path, configuration={}
-        )  # before anything is fetched
+        # Before anything is fetched.
+        model = self._file.spec(workload.ConfiguredModel, path, configuration={})
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
@@ -150,14 +149,13 @@ class Workloads:
         if not isinstance(read.get("model_type"), str):
             self._file.fail(place, f"{config} says no model_type")
         said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
-        model = self._file.spec(workload.ConfiguredModel, path, configuration=said)
         if model.weights == "pretrained" and workload.is_path(source):
             folder = given if given.is_dir() else given.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
         elif model.weights == "pretrained":
             self._is_on_hub(source, _WEIGHTS, (*path, "weights"))
-        return model.model_copy(update={"config": source})
+        return model.model_copy(update={"config": source, "configuration": said})
 
     def _images(self, path: KeyPath) -> workload.Images:
         given = self._file.spec(workload.Images, path)
