@@ -92,7 +92,17 @@ class Progress:
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         if not self._begun:
-            self._begin()
+            self._print(self._header)
+            # Not earlier: the cluster is built by now, and its processes start without this thread.
+            if self._console.is_interactive:
+                self._live = Live(
+                    console=self._console,
+                    get_renderable=self.status,
+                    refresh_per_second=_REDRAWS,
+                    transient=True,
+                )
+                self._live.start()
+        self._begun = True
         self._current = cell, directory, time.monotonic()
 
     def cell_finished(self, record: Record) -> None:
@@ -104,40 +114,29 @@ class Progress:
 
     def status(self) -> RenderableType:
         """Lines about the current cell and the whole run, as of now."""
-        if self._current is None:
-            return Group(Text(), self._overall(0.0, None))
-        cell, directory, started = self._current
-        elapsed, step = time.monotonic() - started, last_step(directory)
-        return Group(Text(), _cell_status(cell, step, elapsed), self._overall(elapsed, step))
-
-    def _overall(self, elapsed_cell: float, step: Step | None) -> Table:
-        done = len(self._finished)
-        ids = {record.cell_id for record in self._finished}
+        rows, elapsed = list[Table](), 0.0
+        step: Step | None = None
+        if self._current is not None:
+            cell, directory, started = self._current
+            elapsed, step = time.monotonic() - started, last_step(directory)
+            name = Text(cell.subject, style="bold")
+            link = format_link(cell.inter_bandwidth_bits_per_s)
+            name.append(f" · {cell.tuning} · {cell.model.name} · {link}", style="not bold")
+            state = f"starting, {clock(elapsed)}"
+            if step is not None:
+                state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, "
+                state += f"{step.seconds:.2f} s/step"
+            rows.append(_row(Text("now", style="dim"), name, Text(state, style="cyan")))
+        done, ids = len(self._finished), {record.cell_id for record in self._finished}
         remaining = [cell for cell in self._cells if cell.id not in ids]
-        left = seconds_left(remaining, self._finished, elapsed_cell, step)
+        left = seconds_left(remaining, self._finished, elapsed, step)
         times = f"{clock(time.monotonic() - self._started)} passed"
         if left is not None:
             times += f", about {clock(left)} left"
-        return _row(
-            Text("all", style="dim"),
-            ProgressBar(total=self._total, completed=done, width=30),
-            f"{done} of {self._total} cells",
-            Text(times, style="dim"),
-        )
-
-    def _begin(self) -> None:
-        """Show the columns and, on a terminal, the moving part below them."""
-        self._print(self._header)
-        self._begun = True
-        # Not earlier: the cluster is built by now, and its processes start without this thread.
-        if self._console.is_interactive:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self.status,
-                refresh_per_second=_REDRAWS,
-                transient=True,
-            )
-            self._live.start()
+        bar = ProgressBar(total=self._total, completed=done, width=30)
+        cells = f"{done} of {self._total} cells"
+        rows.append(_row(Text("all", style="dim"), bar, cells, Text(times, style="dim")))
+        return Group(Text(), *rows)
 
     def _print(self, line: Text) -> None:
         if self._console.is_interactive:
@@ -200,17 +199,6 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
-    name = Text(cell.subject, style="bold")
-    name.append(f" · {cell.tuning} · {cell.model.name} · ", style="not bold")
-    name.append(format_link(cell.inter_bandwidth_bits_per_s), style="not bold")
-    if step is None:
-        state = f"starting, {clock(elapsed)}"
-    else:
-        state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, {step.seconds:.2f} s/step"
-    return _row(Text("now", style="dim"), name, Text(state, style="cyan"))
 
 
 def _row(*parts: RenderableType) -> Table:
