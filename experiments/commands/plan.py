@@ -85,9 +85,8 @@ def plan(
     kernels: Annotated[
         _Text,
         Option(
-            help="eager; flash, attention fused as PyTorch has it; fused, "
-            "norms, activation functions and loss besides. Without it flash, and a range that has "
-            "fused in it."
+            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
+            "functions and loss besides. Without it flash, and a range that has fused in it."
         ),
     ] = None,
     attention: Annotated[
