@@ -12,7 +12,6 @@ import typer
 from experiments import terminal, tracking
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError, LostNodeError
-from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
 from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import parity
@@ -91,11 +90,7 @@ def run_cells(
                 live = tracking.Live(directory.path, link, sweep_run)
                 observers.append(stack.enter_context(live))
             running = [entry.cell for entry in cells if entry.skip_reason is None]
-            built = (
-                SimulatedCluster(matrix.cluster)
-                if matrix.simulated
-                else kinds.cluster(matrix.cluster, kinds.preloaded(running))
-            )
+            built = kinds.cluster(matrix.cluster, kinds.preloaded(running), matrix.simulated)
             return runner.run(cells, finished, built, directory, *observers)
     except (ClusterError, runner.RunError) as error:
         lost = isinstance(error.__cause__ or error, LostNodeError)
