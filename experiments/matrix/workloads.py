@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.files import Sections
@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
 _LOSS: str = Cell.model_fields["loss"].default
 _SOURCES = ("library", "text", "jsonl", "dataset", "images")
 #: Models of images by family; the other families are built-in language models.
-_NETWORKS: dict[str, type[workload.ImageModel]] = {
+_NETWORKS: dict[Any, type[workload.ImageModel | ModelSpec]] = {
     "convolutional": workload.Convolutional,
     "resnet": workload.ResNet,
 }
