@@ -118,30 +118,27 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
     if matrix.reference is None or matrix.simulated:
         return True
     found = parity.compare(read(directory.records), matrix.reference)
-    problems = [(of.record.cell_id, problem) for of in found for problem in of.problems]
-    for cell, problem in problems:
-        terminal.say_error(f"{cell}: {problem}")
-    well = len(found) - len({cell for cell, _ in problems})
+    for of in found:
+        for problem in of.problems:
+            terminal.say_error(f"{of.record.cell_id}: {problem}")
+    well = sum(not of.problems for of in found)
     terminal.console().print(
         f"losses   {well} of {len(found)} cells reach {matrix.reference}'s", highlight=False
     )
-    return not problems
+    return well == len(found)
 
 
 def draw(directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
-    output = ["--output", str(directory.report)]
-    reason = terminal.have_drawn(["report", str(directory.records), *output])
+    given, records = str(directory.records), terminal.shown(directory.records)
+    reason = terminal.have_drawn(["report", given, "--output", str(directory.report)])
     if reason is not None:
-        shown = terminal.shown(directory.records)
         terminal.say_error(f"the report could not be drawn: {reason}")
-        terminal.say_error(f"try again with: python -m analysis report {shown}")
+        terminal.say_error(f"try again with: python -m analysis report {records}")
         return False
     for file in sorted(directory.report.rglob("*")):
-        kind = _KINDS.get(file.suffix)
-        if kind is not None:
+        if (kind := _KINDS.get(file.suffix)) is not None:
             terminal.say(kind, file)
-    records = terminal.shown(directory.records)
     terminal.say_as_it_is(f"claims   python -m analysis check {records}", "dim")
     return True
 
