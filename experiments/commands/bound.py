@@ -30,9 +30,8 @@ def bound(
     with terminal.stopping():
         terminal.check_writable("--output", file)
         files.write(found, file)
-    console = terminal.console()
-    console.print(_table(found))
-    terminal.say(console, "records", file)
+    terminal.console().print(_table(found))
+    terminal.say("records", file)
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:

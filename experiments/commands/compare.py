@@ -42,7 +42,7 @@ def compare(
             )
     console = terminal.console()
     if len(pairs) == 1:  # ids are for copying: no width cuts them
-        terminal.say_as_it_is(console, f"A  {one[0].cell_id}\nB  {other[0].cell_id}")
+        terminal.say_as_it_is(f"A  {one[0].cell_id}\nB  {other[0].cell_id}")
     console.print(_in_full(pairs[0]) if len(pairs) == 1 else _listed(pairs))
     if said := few(pairs):
         console.print(said)

@@ -12,7 +12,7 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from simulation import calibration, compute
-from simulation.compute import ROWS, Check, Constant, read_rows
+from simulation.compute import ROWS, read_rows
 
 
 def fit_compute(
@@ -44,21 +44,20 @@ def fit_compute(
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
         record = calibration.settle(read_rows(rows or ROWS), commit)
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     console.print(_constants(record.constants))
     console.print(_checks(record.checks))
-    terminal.say(console, "record", file)
+    terminal.say("record", file)
 
 
-def _constants(constants: Iterable[Constant]) -> Table:
+def _constants(constants: Iterable[compute.Constant]) -> Table:
     table = terminal.table(["constant"], ["value", "from", "to"])
     for one in constants:
         table.add_row(one.name, f"{one.value:.3g}", f"{one.low:.3g}", f"{one.high:.3g}")
     return table
 
 
-def _checks(checks: Iterable[Check]) -> Table:
+def _checks(checks: Iterable[compute.Check]) -> Table:
     numbers = ("rows", "median error", "nine of ten within", "worst")
     table = terminal.table(["left out and predicted"], numbers)
     for one in checks:

@@ -50,9 +50,11 @@ def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
     return (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
 
 
-def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
+def cluster(
+    spec: AnyCluster, preload: Sequence[str] = PRELOADED, simulated: bool = False
+) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
-    if spec.kind == "simulated":
+    if simulated or spec.kind == "simulated":
         return SimulatedCluster(spec)
     spec = spec.model_copy(update={"port": port(os.environ, spec.port)})
     # Those that reach nodes, and pyroute2 with them, take their time.

@@ -10,41 +10,8 @@ import typer
 from experiments import terminal
 from experiments.matrix import reader
 
-_TEMPLATE = """\
-name: {name}
-description: FCDP's cache policies next to FSDP2, at one and at four micro-batches per step.
-
-cluster:
-  kind: emulated # or rented: real nodes; simulated: a cluster that need not exist
-  nodes: 2
-  ranks_per_node: 2
-
-models:
-  # Or {{name: …, config: meta-llama/Llama-3.2-1B}}, or {{name: …, function: package.module:name}}.
-  - {{name: gpt2-4x128, family: gpt2, layers: 4, width: 128, heads: 4}}
-
-# All are multiplied; a setting that a strategy does not have does not multiply its cells.
-axes:
-  strategy: [fsdp2, fcdp]
-  policy: [none, host]
-  accumulation: [1, 4]
-
-# How often each cell runs, in both orders.
-repeats: 1
-
-workload:
-  model: gpt2-4x128
-  tuning: full # or lora
-  inter_bandwidth: 100 Mbit/s # or unshaped
-  sequence_length: 128
-  micro_batch: 1
-  dtype: float32
-  lora_rank: 8
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: 3
-  timeout_s: 180
-"""
+#: What a new file says, but for its name.
+_TEMPLATE = Path(__file__).with_name("new.yaml")
 
 
 def matrix(
@@ -58,19 +25,17 @@ def matrix(
     assert action == "new", "the one action"
     if file.suffix not in (".yaml", ".yml"):
         terminal.stop(f"FILE = {str(file)!r}: ends in neither .yaml nor .yml")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as new:
-            new.write(_TEMPLATE.format(name=file.stem))
-        found = reader.read(str(file.absolute()))
-    except OSError as error:
+    with terminal.stopping():
         if file.exists():
-            terminal.stop(f"FILE = {str(file)!r}: is there already, and stays as it is")
-        why = terminal.why_unusable(file.parent, error)
-        terminal.stop(f"FILE = {str(file)!r}: cannot be written: {why}")
+            raise ValueError(f"FILE = {str(file)!r}: is there already, and stays as it is")
+        terminal.check_writable("FILE", file)
+        template = _TEMPLATE.read_text(encoding="utf-8")
+        file.write_text(template.replace("NAME", file.stem), encoding="utf-8")
+    try:
+        found = reader.read(str(file.absolute()))
     except ValueError as error:  # a name that no matrix may have
         file.unlink()
         terminal.stop(f"FILE = {str(file)!r}: {error}")
-    console = terminal.console()
-    terminal.say(console, "matrix", file)
-    console.print(f"{len(found.cells)} cells; try: python -m experiments run {file} --dry-run")
+    terminal.say("matrix", file)
+    said = f"{len(found.cells)} cells; try: python -m experiments run {file} --dry-run"
+    terminal.console().print(said)

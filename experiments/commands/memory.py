@@ -51,7 +51,7 @@ def memory(
     except KeyboardInterrupt:
         terminal.say_error("interrupted: finished cases are kept; the same command goes on")
         raise typer.Exit(terminal.INTERRUPTED) from None
-    terminal.say(terminal.console(), "records", output / "memory.jsonl")
+    terminal.say("records", output / "memory.jsonl")
     if any(record.state == "failed" for record in settled):
         raise typer.Exit(terminal.FAILED)
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-import typer
+from typer import Option
 
 from experiments import terminal
-from simulation import hardware
 from simulation import quantities as q
 from simulation.compute import with_rates
-from simulation.hardware import Hardware, card, cluster, described, reported
+from simulation.hardware import LINK_EFFICIENCY, Hardware, card, cluster, described, reported
 from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
 from simulation.planner import rent, report
-from simulation.planner.plan import refusal
-from simulation.planner.rent import STRATEGIES, Instance, read
 from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
@@ -31,132 +28,125 @@ _Text = str | None
 _File = Path | None
 
 
-def _option(*names: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar)
-
-
 def plan(
     model: Annotated[
         str,
-        _option(
+        Option(
             help="A name, such as llama-3-8b, mixtral-8x7b or the paper's gpt-30b; a Hugging Face "
             "config.json or its folder; a name on the hub whose configuration is cached."
         ),
     ],
     gpu: Annotated[
         _Text,
-        _option(
+        Option(
             help="The GPU, by its data sheet, such as a40; or your own, such "
             "as mine:tflops=71,gb=24,gb_s=936."
         ),
     ] = None,
-    nodes: Annotated[_Text, _option(help="Number of nodes.")] = None,
-    gpus: Annotated[_Text, _option(help="GPUs per node.")] = None,
+    nodes: Annotated[_Text, Option(help="Number of nodes.")] = None,
+    gpus: Annotated[_Text, Option(help="GPUs per node.")] = None,
     inter_node: Annotated[
         _Text,
-        _option(
+        Option(
             help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
         ),
     ] = None,
-    fabric: Annotated[_Text, _option(help="Between nodes: tcp, roce, efa or infiniband.")] = None,
+    fabric: Annotated[_Text, Option(help="Between nodes: tcp, roce, efa or infiniband.")] = None,
     oversubscription: Annotated[
-        _Text, _option(help="Times that nodes' bandwidths exceed the network's, such as 4.")
+        _Text, Option(help="Times that nodes' bandwidths exceed the network's, such as 4.")
     ] = None,
     host_memory: Annotated[
-        _Text, _option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight).")
+        _Text, Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight).")
     ] = None,
-    peft: Annotated[_Text, _option(help="lora:RANK; without it all is trained.")] = None,
+    peft: Annotated[_Text, Option(help="lora:RANK; without it all is trained.")] = None,
     frozen_dtype: Annotated[
         str,
-        _option(help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."),
+        Option(help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."),
     ] = "bf16",
     lora_targets: Annotated[
-        str, _option(help="Adapters are on attention's matrices, or on all linear layers.")
+        str, Option(help="Adapters are on attention's matrices, or on all linear layers.")
     ] = "attention",
     sequence_length: Annotated[
-        _Text, _option(help="One, or several with commas; what the model is usually trained on.")
+        _Text, Option(help="One, or several with commas; what the model is usually trained on.")
     ] = None,
     micro_batch: Annotated[
-        _Text, _option(help="Sequences per rank, with commas; the largest that fits.")
+        _Text, Option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
     global_batch: Annotated[
-        _Text, _option(help="Sequences per optimizer step; one micro-batch each.")
+        _Text, Option(help="Sequences per optimizer step; one micro-batch each.")
     ] = None,
     checkpointing: Annotated[
         str,
-        _option(
+        Option(
             help="Shares of the blocks that are recomputed, and "
             "selective (all blocks, but for matrix products and attention), with commas."
         ),
     ] = "0,selective,0.5,1",
     kernels: Annotated[
         _Text,
-        _option(
-            help="eager; flash, attention fused as PyTorch has it; fused, "
-            "norms, activation functions and loss besides. Without it flash, and a range that has "
-            "fused in it."
+        Option(
+            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
+            "functions and loss besides. Without it flash, and a range that has fused in it."
         ),
     ] = None,
     attention: Annotated[
         _Text,
-        _option(
+        Option(
             help="The fused attention's generation: flash-1, flash-2, "
             "flash-3. Without it flash-2, and a range that has flash-1 in it."
         ),
     ] = None,
     product_dtype: Annotated[
-        str, _option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
+        str, Option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
     ] = "bf16",
     states: Annotated[
         str,
-        _option(
-            help="The optimizer's: fp32; bf16, as the parameters; int8 beside bf16 parameters."
-        ),
+        Option(help="The optimizer's: fp32; bf16, as the parameters; int8 beside bf16 parameters."),
     ] = "fp32",
     reduce_dtype: Annotated[
-        str, _option(help="What gradients are summed in: same, as they are; fp32.")
+        str, Option(help="What gradients are summed in: same, as they are; fp32.")
     ] = "same",
     strategies: Annotated[
-        _Text, _option(help="With commas; all that are simulated, but for cyclic ones.")
+        _Text, Option(help="With commas; all that are simulated, but for cyclic ones.")
     ] = None,
     policies: Annotated[
-        str, _option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
+        str, Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
     ] = "host",
     server: Annotated[
         _Text,
-        _option(
+        Option(
             metavar="NIC,DRIVES",
             help="A machine for LuWu's server: its "
             "bandwidth and number of NVMe drives, such as 100Gbps,12.",
         ),
     ] = None,
-    tokens: Annotated[str, _option(help="To train on, such as 1e9.")] = "1e9",
+    tokens: Annotated[str, Option(help="To train on, such as 1e9.")] = "1e9",
     price_per_gpu_hour: Annotated[
-        _Text, _option(help="In any currency; costs are in the same.")
+        _Text, Option(help="In any currency; costs are in the same.")
     ] = None,
     instances: Annotated[
         _Text,
-        _option(
+        Option(
             metavar="all|FILE",
             help="What to rent, cheapest first, in place of a cluster: all that the table of "
             "public clouds has; a CSV file of its form, or a YAML file of one's own nodes.",
         ),
     ] = None,
     within: Annotated[
-        _Text, _option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
+        _Text, Option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
     ] = None,
     preflight: Annotated[
-        _File, _option(metavar="FILE", help="What `preflight` measured: instead of data sheets.")
+        _File, Option(metavar="FILE", help="What `preflight` measured: instead of data sheets.")
     ] = None,
     output: Annotated[
-        _File, _option("--json", metavar="FILE", help="All of the grid, as JSON.")
+        _File, Option("--json", metavar="FILE", help="All of the grid, as JSON.")
     ] = None,
     rows: Annotated[
-        _File, _option("--csv", metavar="FILE", help="The table's rows, as CSV.")
+        _File, Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
     ] = None,
     figure: Annotated[
         _File,
-        _option(
+        Option(
             metavar="FILE",
             help="A picture, .svg, .png or .pdf: throughput and cost over nodes and links.",
         ),
@@ -185,21 +175,20 @@ def plan(
             # Each offer is checked with its own GPUs.
             hardware = replace(offered[0].cluster(1), ranks_per_node=1)
         else:
-            hardware = _nodes(preflight, gpu, nodes, gpus, inter_node, host_memory)
-        if fabric is not None or oversubscription is not None:
-            if offered is not None or preflight is not None:
-                given = {"--fabric": fabric, "--oversubscription": oversubscription}
-                name, value = next((n, v) for n, v in given.items() if v is not None)
+            hardware = _nodes(preflight, gpu, said)
+        for name, value in (("--fabric", fabric), ("--oversubscription", oversubscription)):
+            if value is not None and (offered is not None or preflight is not None):
                 raise ValueError(
                     f"{name} = {value!r}: allowed for nodes by data sheets, without --preflight "
                     "and --instances"
                 )
-            times = _given("--oversubscription", oversubscription, q.count)
+        times = _given("--oversubscription", oversubscription, q.count)
+        if fabric is not None or times is not None:
             hardware = hardware.over(fabric or "unknown", times or 1.0)
         machine = None if server is None else _server(server, hardware)
         batch = _given("--global-batch", global_batch, q.whole)
         wholes = partial(q.each, parse=q.whole)
-        named: dict[str, Any] = {} if offered is None else {"strategies": STRATEGIES}
+        named: dict[str, Any] = {} if offered is None else {"strategies": rent.STRATEGIES}
         if strategies is not None:
             named = {"strategies": q.each("--strategies", strategies, q.name)}
         request = Request(
@@ -225,13 +214,14 @@ def plan(
         )
         if figure is not None and offered is not None:
             raise ValueError(f"--figure = {str(figure)!r}: is of one cluster, without --instances")
-        for name, file in (("--json", output), ("--csv", rows), ("--figure", figure)):
+        files = {"--json": output, "--csv": rows, "--figure": figure}
+        for name, file in files.items():
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
             found = planner.plan(request)
             if found is None:
-                raise ValueError(refusal(request))
+                raise ValueError(planner.refusal(request))
             shown, table = report.table(found), report.rows(found)
             document = report.document(found) if figure is None else report.curves(found)
         else:
@@ -242,42 +232,7 @@ def plan(
             shown = rent.table(market, request, limit)
             document = rent.document(market, request, limit)
             table = [rent.row(offer) for offer in market.offers]
-    _show(shown, document, table, output, rows, figure)
-
-
-def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
-    """An option's value; ``None`` where it was not given."""
-    return None if text is None else parse(option, text)
-
-
-def _offered(
-    source: str, gpu: str | None, product_dtype: str, said: Mapping[str, object]
-) -> list[Instance]:
-    """The instances that were asked for, with the GPU and the products that are.
-
-    Raises ``ValueError`` for whatever else is ``said`` of the nodes.
-    """
-    for name, value in said.items():
-        if value is not None:
-            raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
-    every = [one for one in read(source) if product_dtype != "fp8" or card(one.gpu).fp8]
-    found = [one for one in every if gpu is None or one.gpu == gpu]
-    if not found:
-        names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"
-        raise ValueError(f"--gpu = {gpu!r}: allowed with --instances {source} are {names}")
-    return found
-
-
-def _show(
-    shown: Any,
-    document: dict[str, Any],
-    table: Sequence[Mapping[str, Any]],
-    output: Path | None,
-    rows: Path | None,
-    figure: Path | None,
-) -> None:
-    console = terminal.console()
-    console.print(shown)
+    terminal.console().print(shown)
     with terminal.stopping():
         if output is not None:
             output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -290,25 +245,41 @@ def _show(
             drawn = ["draw-plan", "-", "--output", str(figure)]
             if (why := terminal.have_drawn(drawn, json.dumps(document))) is not None:
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
-    for file in filter(None, (output, rows, figure)):
-        terminal.say(console, "plan", file)
+    for file in filter(None, files.values()):
+        terminal.say("plan", file)
 
 
-def _nodes(
-    file: Path | None,
-    gpu: str | None,
-    nodes: str | None,
-    gpus: str | None,
-    inter_node: str | None,
-    host_memory: str | None,
-) -> Hardware:
-    """The cluster as preflight found it, but for what is given; or by the data sheets.
+def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
+    """An option's value; ``None`` where it was not given."""
+    return None if text is None else parse(option, text)
+
+
+def _offered(
+    source: str, gpu: str | None, product_dtype: str, said: Mapping[str, object]
+) -> list[rent.Instance]:
+    """The instances that were asked for, with the GPU and the products that are.
+
+    Raises ``ValueError`` for whatever else is ``said`` of the nodes.
+    """
+    for name, value in said.items():
+        if value is not None:
+            raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
+    every = [one for one in rent.read(source) if product_dtype != "fp8" or card(one.gpu).fp8]
+    found = [one for one in every if gpu is None or one.gpu == gpu]
+    if not found:
+        names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"
+        raise ValueError(f"--gpu = {gpu!r}: allowed with --instances {source} are {names}")
+    return found
+
+
+def _nodes(file: Path | None, gpu: str | None, said: Mapping[str, str | None]) -> Hardware:
+    """The cluster as preflight found it, but for what is said; or by the data sheets.
 
     By these, computation is at rates that were fitted.
     """
-    count, ranks = _given("--nodes", nodes, q.whole), _given("--gpus", gpus, q.whole)
-    memory = _given("--host-memory", host_memory, q.size_bytes)
-    nominal = _given("--inter-node", inter_node, q.bits_per_s)
+    count, ranks = (_given(name, said[name], q.whole) for name in ("--nodes", "--gpus"))
+    memory = _given("--host-memory", said["--host-memory"], q.size_bytes)
+    nominal = _given("--inter-node", said["--inter-node"], q.bits_per_s)
     if file is None:
         count = _needed("--nodes", count)
         alone = count == 1 and nominal is None  # nothing crosses it
@@ -327,7 +298,7 @@ def _nodes(
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     found = replace(hardware_of(measured, gpu), **given)
     if nominal is not None:
-        return found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
+        return found.with_inter_bandwidth(LINK_EFFICIENCY * nominal)
     if found.nodes > 1 and measured.links.inter_node_all_gather is None:
         raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
     return found
@@ -340,7 +311,6 @@ def _needed(option: str, value: _T | None) -> _T:
 
 
 def _server(text: str, hardware: Hardware) -> Server:
-    """A machine by its bandwidth and its drives."""
     bandwidth, comma, drives = text.partition(",")
     if not comma:
         raise ValueError(

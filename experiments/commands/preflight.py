@@ -59,13 +59,11 @@ def preflight(
         with kinds.cluster(spec, preload=["torch"]) as built:
             measured = measure(built, limit, output.parent / "preflight-logs")
         output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    console = terminal.console()
-    console.print(_table(measured))
-    terminal.say(console, "figures", output)
+    terminal.console().print(_table(measured))
+    terminal.say("figures", output)
     sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
-    said = f"whether FCDP will help there: python -m experiments {question}"
-    terminal.say_as_it_is(console, said)
+    terminal.say_as_it_is(f"whether FCDP will help there: python -m experiments {question}")
 
 
 def _table(measured: Preflight) -> Table:
@@ -110,10 +108,6 @@ def _bandwidth(bytes_per_s: float | None) -> str:
     return f"{sizes.written(bytes_per_s)}/s ({quantities.format_rate(8 * bytes_per_s)})"
 
 
-PROBE = "experiments.preflight.probe:main"
-_TIMEOUT_S = 600.0
-
-
 def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Preflight:
     """Measure a built cluster whose links are limited to ``bits_per_s``; logs go to ``directory``.
 
@@ -125,11 +119,11 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     cluster.shape(None)
     with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
         outcome = cluster.run(
-            PROBE,
+            "experiments.preflight.probe:main",
             [str(directory.absolute())],
             logs=directory / "logs",
             environment={},
-            timeout_s=_TIMEOUT_S,
+            timeout_s=600.0,
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,6 @@ from experiments import terminal
 from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
-from experiments.matrix.files import parse
 from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import provenance
 from experiments.records.abilities import Kind
@@ -25,7 +24,6 @@ from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
 from simulation.planner import rent
-from simulation.planner.rent import Instance
 from simulation.prediction import predict
 
 
@@ -96,10 +94,17 @@ def run(
     on; 75 if a node is lost and 130 if interrupted (go on with --resume).
     """
     with terminal.stopping(ClusterError):
-        given = parse(changes or ())
-        rented = _instance(instance, cluster, dry_run=dry_run)
+        given = files.parse(changes or ())
+        if instance is not None and (not dry_run or cluster not in (None, "rented")):
+            raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
+        rented = None if instance is None else rent.named(instance)
         matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
-        _check_names(matrices)
+        names = Counter(Path(each.name).name for each in matrices)
+        for name, count in names.items():
+            if count > 1:  # their records would go to one folder
+                raise ValueError(
+                    f"MATRIX: {count} of its matrices are named {name!r}; each needs its own name"
+                )
         suite = len(matrices) > 1
         chosen = [(*pair, _path(pair[0], output, suite)) for pair in _select(matrices, only)]
         resumed = resume or retry_failed
@@ -107,7 +112,7 @@ def run(
             here = each.cluster.can.make_nodes and not each.simulated
             if dry_run or here:
                 kept = RunDirectory(path).kept(each, retry_failed) if resumed else []
-                _check(each, cells, kept, provenance.memory_bytes(), rented, shown=dry_run)
+                _check(each, cells, kept, rented, shown=dry_run)
     if dry_run:
         return
     well = True
@@ -122,17 +127,8 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
-def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Instance | None:
-    """The instance of that name. Raises ``ValueError`` if there is none, or nothing asks for it."""
-    if name is None:
-        return None
-    if not dry_run or cluster not in (None, "rented"):
-        raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
-    return rent.named(name)
-
-
 def _read(
-    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: Instance | None = None
+    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: rent.Instance | None = None
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
     if rented is not None:
@@ -144,16 +140,6 @@ def _read(
     if cluster == "emulated":
         return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
     return matrix
-
-
-def _check_names(matrices: Sequence[Matrix]) -> None:
-    """Raise ``ValueError`` if the records of two matrices would go to one folder."""
-    names = Counter(Path(matrix.name).name for matrix in matrices)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(
-                f"MATRIX: {count} of its matrices are named {name!r}; each needs its own name"
-            )
 
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
@@ -178,33 +164,21 @@ def _path(matrix: Matrix, output: Path | None, suite: bool) -> Path:
 _PROCESS = 200e6
 
 
-class _Estimate(NamedTuple):
-    """The simulator's answer for one cell, or why it has none."""
-
-    words: str
-    #: Time of all its steps; ``None`` where it has none.
-    seconds: float | None = None
-    #: Memory of this machine that it takes, where that is all of its nodes.
-    here_bytes: float = 0.0
-
-
 def _check(
     matrix: Matrix,
     cells: Sequence[MatrixCell],
     finished: Sequence[Record],
-    memory_bytes: float,
-    instance: Instance | None,
+    instance: rent.Instance | None,
     *,
     shown: bool,
 ) -> None:
-    """Refuse a cell that needs more than this machine's ``memory_bytes``, as the simulator has it.
+    """Refuse a cell that needs more memory than this machine has, as the simulator has it.
 
     Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
     """
-    console, done = terminal.console(), {record.cell_id: record.state for record in finished}
-    found: dict[str, _Estimate] = {}
-    steps = 0
+    done = {record.cell_id: record.state for record in finished}
+    steps, seconds, needed = 0, list[float | None](), [(0.0, "")]
     for entry in cells:
         cell, style = entry.cell, "dim"
         if entry.skip_reason is not None:
@@ -212,33 +186,32 @@ def _check(
         elif cell.id in done:
             said = f"has a record: {done[cell.id]}"
         else:
-            found[cell.id] = _estimate(cell, instance)
-            said, style = found[cell.id].words, ""
-            steps += cell.warmup_steps + cell.steps
+            said, took, here = _estimate(cell, instance)
+            style, steps = "", steps + cell.warmup_steps + cell.steps
+            seconds.append(took)
+            needed.append((here, cell.id))
         if shown:
-            terminal.say_as_it_is(console, f"{cell.id}  {said}", style)
+            terminal.say_as_it_is(f"{cell.id}  {said}", style)
     if shown:
         skipped = sum(entry.skip_reason is not None for entry in cells)
-        counts = f"{len(found)} cells to run, {steps} steps in all, {skipped} skipped"
-        known = [each.seconds for each in found.values() if each.seconds is not None]
+        counts = f"{len(seconds)} cells to run, {steps} steps in all, {skipped} skipped"
+        known = [each for each in seconds if each is not None]
         if known and not matrix.simulated:
             counts += f"; simulated, {clock(sum(known))} of steps"
             if instance is not None:
                 counts += _price(instance, matrix.cluster.nodes, sum(known))
-            unknown = len(found) - len(known)
+            unknown = len(seconds) - len(known)
             counts += f", {unknown} cells unknown" if unknown else ""
-        console.print(f"{matrix.name}: {counts}", style="bold", highlight=False)
-    needed, largest = max(
-        ((each.here_bytes, name) for name, each in found.items()), default=(0, "")
-    )
-    if needed > memory_bytes:
+        terminal.console().print(f"{matrix.name}: {counts}", style="bold", highlight=False)
+    (most, largest), has = max(needed), provenance.memory_bytes()
+    if most > has:
         raise ValueError(
-            f"{largest} needs about {sizes.written(needed)}, and this machine has "
-            f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
+            f"{largest} needs about {sizes.written(most)}, and this machine has "
+            f"{sizes.written(has)}: make it smaller (--set), or leave it out (--only)"
         )
 
 
-def _price(instance: Instance, nodes: int, seconds: float) -> str:
+def _price(instance: rent.Instance, nodes: int, seconds: float) -> str:
     price = instance.list_usd_per_hour
     if price is None:
         return f", whose price on {nodes} × {instance.instance} is not known"
@@ -246,16 +219,20 @@ def _price(instance: Instance, nodes: int, seconds: float) -> str:
     return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
 
 
-def _estimate(cell: Cell, instance: Instance | None) -> _Estimate:
+def _estimate(cell: Cell, instance: rent.Instance | None) -> tuple[str, float | None, float]:
+    """The simulator's answer in words, seconds of all steps, and bytes of this machine.
+
+    ``None`` and 0 where there are none.
+    """
     if instance is None and not cell.cluster.can.describe_hardware:
-        return _Estimate("on hardware that is not known: --instance says which")
+        return "on hardware that is not known: --instance says which", None, 0.0
     if (why := why_not_simulated(cell)) is not None:
-        return _Estimate(why)
+        return why, None, 0.0
     hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:
         found = predict(workload_of(cell), hardware)
     except ValueError as error:
-        return _Estimate(f"is not simulated: {error}")
+        return f"is not simulated: {error}", None, 0.0
     needs, cluster, here = found.footprint, cell.cluster, 0.0
     memory = f"{sizes.written(needs.device_bytes)} per device"
     memory += f", {sizes.written(needs.host_bytes)} per host" if needs.host_bytes else ""
@@ -264,4 +241,4 @@ def _estimate(cell: Cell, instance: Instance | None) -> _Estimate:
         here = cluster.nodes * each
         memory = f"{sizes.written(here)} of this machine"
     seconds = found.step_seconds * (cell.warmup_steps + cell.steps)
-    return _Estimate(f"{found.step_seconds:.3g} s/step, {memory}", seconds, here)
+    return f"{found.step_seconds:.3g} s/step, {memory}", seconds, here

@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from experiments import terminal, tracking
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError, LostNodeError
-from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
 from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import parity
@@ -80,22 +78,19 @@ def run_cells(
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
             "of the steps is shown as none"
         )
-        terminal.say_as_it_is(terminal.console(), said, "yellow")
+        terminal.say_as_it_is(said, "yellow")
     console = terminal.console()
     try:
         with Progress(matrix, cells, finished, console) as progress, ExitStack() as stack:
             observers: list[runner.Observer] = [progress]
             if wandb and not matrix.simulated:
-                link = partial(terminal.say_as_it_is, console, style="dim")
-                observers.append(
-                    stack.enter_context(tracking.Live(directory.path, link, sweep_run))
+                link = partial(
+                    console.print, style="dim", soft_wrap=True, highlight=False, markup=False
                 )
+                live = tracking.Live(directory.path, link, sweep_run)
+                observers.append(stack.enter_context(live))
             running = [entry.cell for entry in cells if entry.skip_reason is None]
-            built = (
-                SimulatedCluster(matrix.cluster)
-                if matrix.simulated
-                else kinds.cluster(matrix.cluster, kinds.preloaded(running))
-            )
+            built = kinds.cluster(matrix.cluster, kinds.preloaded(running), matrix.simulated)
             return runner.run(cells, finished, built, directory, *observers)
     except (ClusterError, runner.RunError) as error:
         lost = isinstance(error.__cause__ or error, LostNodeError)
@@ -108,10 +103,10 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     console.print()
     console.print(summary(pooled(records)))
     console.print()
-    terminal.say(console, "records", directory.records)
-    drawn = draw(console, directory)
+    terminal.say("records", directory.records)
+    drawn = draw(directory)
     if wandb:
-        export(console, records, directory)
+        export(records, directory)
     return drawn
 
 
@@ -123,51 +118,45 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
     if matrix.reference is None or matrix.simulated:
         return True
     found = parity.compare(read(directory.records), matrix.reference)
-    problems = [(of.record.cell_id, problem) for of in found for problem in of.problems]
-    for cell, problem in problems:
-        terminal.say_error(f"{cell}: {problem}")
-    well = len(found) - len({cell for cell, _ in problems})
+    for of in found:
+        for problem in of.problems:
+            terminal.say_error(f"{of.record.cell_id}: {problem}")
+    well = sum(not of.problems for of in found)
     terminal.console().print(
         f"losses   {well} of {len(found)} cells reach {matrix.reference}'s", highlight=False
     )
-    return not problems
+    return well == len(found)
 
 
-def draw(console: Console, directory: RunDirectory) -> bool:
+def draw(directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
-    output = ["--output", str(directory.report)]
-    reason = terminal.have_drawn(["report", str(directory.records), *output])
+    given, records = str(directory.records), terminal.shown(directory.records)
+    reason = terminal.have_drawn(["report", given, "--output", str(directory.report)])
     if reason is not None:
-        shown = terminal.shown(directory.records)
         terminal.say_error(f"the report could not be drawn: {reason}")
-        terminal.say_error(f"try again with: python -m analysis report {shown}")
+        terminal.say_error(f"try again with: python -m analysis report {records}")
         return False
     for file in sorted(directory.report.rglob("*")):
-        kind = _KINDS.get(file.suffix)
-        if kind is not None:
-            terminal.say(console, kind, file)
-    records = terminal.shown(directory.records)
-    terminal.say_as_it_is(console, f"claims   python -m analysis check {records}", "dim")
+        if (kind := _KINDS.get(file.suffix)) is not None:
+            terminal.say(kind, file)
+    terminal.say_as_it_is(f"claims   python -m analysis check {records}", "dim")
     return True
 
 
 def export(
-    console: Console,
-    records: Sequence[Record],
-    directory: RunDirectory,
-    sweep_run: str | None = None,
+    records: Sequence[Record], directory: RunDirectory, sweep_run: str | None = None
 ) -> None:
     """Write the W&B runs, and say where they are and what went wrong with them."""
     report = None if sweep_run else directory.report
     exported = tracking.export(records, directory.path, report, sweep_run)
     for warning in exported.warnings:
-        console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
+        terminal.console().print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if exported.mode == "disabled" or not exported.whole:
         return
-    terminal.say(console, "W&B", directory.wandb)
+    terminal.say("W&B", directory.wandb)
     if exported.mode == "offline" and directory.wandb.exists():
         said = f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
-        terminal.say_as_it_is(console, said, "dim")
+        terminal.say_as_it_is(said, "dim")
 
 
 def any_failed(records: Sequence[Record]) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from baselines import pins, registry
-from baselines.description import Strategy
 from experiments import terminal
 
 
@@ -16,15 +13,10 @@ def strategies() -> None:
     """
     table = terminal.table(["strategy", "engine", "version", "what it is", "here"])
     for entry in registry.STRATEGIES:
-        for row in _rows(entry):
-            table.add_row(*row)
+        # One more line for each other version of its engine.
+        for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
+            reason = entry.why_not(cuda=registry.has_cuda(), deepspeed=pin)
+            version = entry.engine_version(pin) or "–"
+            name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
+            table.add_row(name, entry.engine, version, what, reason or "runs")
     terminal.console().print(table)
-
-
-def _rows(entry: Strategy) -> Iterator[tuple[str, str, str, str, str]]:
-    """A strategy's line, and one more for each other version of its engine."""
-    for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
-        reason = entry.why_not(cuda=registry.has_cuda(), deepspeed=pin)
-        version = entry.engine_version(pin) or "–"
-        name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
-        yield name, entry.engine, version, what, reason or "runs"

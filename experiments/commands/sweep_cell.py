@@ -36,7 +36,7 @@ def sweep_cell(
         # The run that W&B's agent has made for this cell; outside a sweep there is none.
         sweep_run = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         records = session.run_cells(expanded, [cell], finished, directory, sweep_run=sweep_run)
-        session.export(terminal.console(), records, directory, sweep_run)
+        session.export(records, directory, sweep_run)
     if session.any_failed(records):
         raise typer.Exit(terminal.FAILED)
 

@@ -45,8 +45,7 @@ def trace(
         written = chrome_trace(prediction)
         written["otherData"]["cell"] = chosen[0].id
         output.write_text(json.dumps(written) + "\n", encoding="utf-8")
-    console = terminal.console()
     short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
     said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"
-    terminal.say_as_it_is(console, f"{said}; simulated{short}")
-    terminal.say(console, "trace", output)
+    terminal.say_as_it_is(f"{said}; simulated{short}")
+    terminal.say("trace", output)

@@ -21,10 +21,9 @@ from experiments.clusters.simulated import assumed, measured
 from experiments.commands import session
 from experiments.matrix import reader
 from experiments.preflight.schema import Preflight, hardware_of
-from experiments.records import modelled, provenance
+from experiments.records import provenance
 from experiments.records.cell import Cell
-from experiments.records.modelled import measured_step, why_not_simulated
-from experiments.records.provenance import Provenance
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
@@ -60,8 +59,6 @@ class _Known:
     host: str
     #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
-    #: Whether nothing but the committed constants is used.
-    by_default: bool
 
     def knows(self, record: Record) -> bool:
         """Whether there is a cluster on which to predict the cell, and something to compare."""
@@ -140,7 +137,11 @@ def validate(
                 "RESULTS: is missing; with --calibrate say which runs of this machine are "
                 "predicted, such as runs/quickstart"
             )
-        known = _known(calibrate, preflight, gpu)
+        constants, host = TWO_CORES, "the host of the committed records"
+        if calibrate:
+            constants, host = _calibrated(), "this machine, from runs/calibration"
+        nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
+        known = _Known(constants, host, nodes)
         for folder in results or [file.parent for file in files.below(_RESULTS, FILE)]:
             found = _compare(read(_records(folder)), known, folder, origin)
             if found:
@@ -165,25 +166,17 @@ def _records(folder: Path) -> Path:
     return file
 
 
-def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
-    constants, host = TWO_CORES, "the host of the committed records"
-    if calibrate:
-        constants, host = _calibrated(), "this machine, from runs/calibration"
-    nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
-    return _Known(constants, host, nodes, by_default=not calibrate and nodes is None)
-
-
 def _calibrated() -> Constants:
     """This machine's constants, by the matrix ``calibration``, whose cells run if need be."""
     matrix = reader.read(CALIBRATION)
     with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
         records = session.run_cells(matrix, matrix.cells, finished, directory)
-        steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
+        steps = (measured_step(record, cluster_of(record.cell)) for record in records)
         return fit_host([step for step in steps if step is not None])
 
 
 def _compare(
-    records: Sequence[Record], known: _Known, folder: Path, origin: Provenance
+    records: Sequence[Record], known: _Known, folder: Path, origin: provenance.Provenance
 ) -> Compared:
     """Compare what can be predicted; says what cannot, and why."""
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -206,9 +199,10 @@ def _compare(
 
 
 def _predicted(
-    of: Record, step: MeasuredStep, known: _Known, origin: Provenance
+    of: Record, step: MeasuredStep, known: _Known, origin: provenance.Provenance
 ) -> tuple[Record, Comparison]:
     prediction = predict(step.workload, step.hardware)
+    by_default = known.constants is TWO_CORES and known.nodes is None
     record = Record(
         cell=of.cell,
         cell_id=of.cell_id,
@@ -218,7 +212,7 @@ def _predicted(
         measurement=measured(step.workload, step.hardware, prediction),
         **vars(origin),
         # The committed constants are known by the commit.
-        network={} if known.by_default else assumed(step.hardware),
+        network={} if by_default else assumed(step.hardware),
         started_at=files.now(),
         seconds=0.0,
     )

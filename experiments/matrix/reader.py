@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import encoding, registry
-from experiments.matrix.files import Sections, applied, explain, find
+from experiments.matrix.files import AnySpec, Sections, applied, explain, find
 from experiments.matrix.workloads import Workloads
 from experiments.records.abilities import ABILITIES, Evidence
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
@@ -114,16 +114,8 @@ class _Value:
     path: KeyPath
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A partial assignment: the cells it is about, and what it says of them."""
-
-    when: Mapping[str, tuple[Any, ...]]
-    reason: str
-    change: Mapping[str, _Value]
-
-    def matches(self, assignment: Mapping[str, _Value]) -> bool:
-        return all(assignment[setting].value in values for setting, values in self.when.items())
+#: Values of settings, by which a rule says what cells it is about.
+_When = Mapping[str, Sequence[Any]]
 
 
 def read(
@@ -160,29 +152,38 @@ class _Expansion:
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
-        self._axes = {name: self._values(name, given) for name, given in self._top.axes.items()}
-        self._constants = self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
-        self._require_each_setting_once()
-        self._require_a_strategy_for_each()
+        #: Values of each setting: of a constant there is one.
+        self._given = {name: self._axis(("axes", name)) for name in self._top.axes}
+        constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
+        for setting in constants.keys() & self._given.keys():
+            self._file.fail(("workload", setting), "is an axis already; keep one of the two")
+        self._given |= {name: [value] for name, value in constants.items()}
+        for field, info in Cell.model_fields.items():
+            setting = FILE_NAMES.get(field, field)
+            if setting in SETTINGS and info.is_required() and setting not in self._given:
+                self._file.fail((), f"{setting} is missing; give it in workload or in axes")
+        strategies = [each.value for each in self._given["strategy"]]
+        self._require_a_strategy_for_each(strategies)
         if self._top.reference is not None:
-            allowed = self._strategies
-            self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
-        self._skips = []
-        for i in range(len(self._top.skip or ())):
-            rule = self._file.spec(_Skip, ("skip", i))
-            self._skips.append(_Rule(self._when(("skip", i), rule.when), rule.reason, {}))
+            problem = "not in this matrix:"
+            self._file.one_of(self._top.reference, strategies, ("reference",), problem)
+        self._skips = [
+            (rule.reason, self._when((*path, "when"))) for path, rule in self._rules("skip", _Skip)
+        ]
+        constant = [setting for setting in SETTINGS if setting not in self._top.axes]
         self._overrides = [
-            self._override(("overrides", i)) for i in range(len(self._top.overrides or ()))
+            (self._single_values((*path, "set"), constant), self._when((*path, "when")))
+            for path, _ in self._rules("overrides", _Override)
         ]
 
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
-        order = sorted(self._axes, key=lambda setting: setting == "strategy")
+        order = sorted(self._given, key=lambda setting: setting == "strategy")
         cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
-        for values in itertools.product(*(self._axes[setting] for setting in order)):
-            assignment = {**self._constants, **dict(zip(order, values, strict=True))}
-            reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
+        for values in itertools.product(*(self._given[setting] for setting in order)):
+            assignment = dict(zip(order, values, strict=True))
+            reasons = (reason for reason, when in self._skips if _matches(when, assignment))
             cell = self._cell(assignment)
             if self._simulated:
                 cannot = _why_not_simulated(cell)
@@ -212,27 +213,20 @@ class _Expansion:
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
-        for rule in self._overrides:
-            if rule.matches(assignment):
-                settings.update(rule.change)
+        for change, when in self._overrides:
+            if _matches(when, assignment):
+                settings.update(change)
         fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
         largest = fields["micro_batch"] == _LARGEST
         if largest:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
         cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
+        paths = {name: given.path for name, given in settings.items()}
+        fields["origin"] = self._workloads.origin(fields["model"], paths)
+        fields["model"] = self._workloads.models[fields["model"]]
         try:
-            cell = Cell.of(
-                **{
-                    **fields,
-                    "matrix": self._top.name,
-                    "cluster": cluster,
-                    "model": self._workloads.models[fields["model"]],
-                    "origin": self._workloads.origin(
-                        fields["model"], {name: given.path for name, given in settings.items()}
-                    ),
-                }
-            )
+            cell = Cell.of(**fields, matrix=self._top.name, cluster=cluster)
         except ValidationError as error:
             first = error.errors()[0]
             if first["type"] == "mismatch":
@@ -253,50 +247,40 @@ class _Expansion:
                 return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
 
-    def _values(self, setting: str, items: list[Any]) -> list[_Value]:
-        path, values = ("axes", setting), list[_Value]()
-        self._file.one_of(setting, SETTINGS, path, "unknown key")
-        for i, item in enumerate(items):
-            value = self._value(setting, item, (*path, i))
-            if value in (earlier.value for earlier in values):
-                self._file.fail((*path, i), f"{item!r} is already in this list")
-            values.append(_Value(value, (*path, i)))
+    def _axis(self, path: KeyPath) -> list[_Value]:
+        values: list[_Value] = []
+        for each in self._values(path, SETTINGS):
+            if each.value in (earlier.value for earlier in values):
+                item = self._file.at(each.path)
+                self._file.fail(each.path, f"{item!r} is already in this list")
+            values.append(each)
         return values
 
-    def _single_values(
-        self, given: Mapping[str, Any], path: KeyPath, allowed: Sequence[str]
-    ) -> dict[str, _Value]:
+    def _values(self, path: KeyPath, allowed: Iterable[str]) -> Iterator[_Value]:
+        """Values of a setting that has a list of them, or one."""
+        self._file.one_of(path[-1], allowed, path, "unknown key")
+        given = self._file.at(path)
+        listed = [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]
+        for place in listed:
+            yield _Value(self._value(str(path[-1]), self._file.at(place), place), place)
+
+    def _single_values(self, path: KeyPath, allowed: Sequence[str]) -> dict[str, _Value]:
         values = {}
-        for setting, item in given.items():
+        for setting, item in self._file.at(path).items():
             place = (*path, setting)
             self._file.one_of(setting, allowed, place, "unknown key")
             values[setting] = _Value(self._value(setting, item, place), place)
         return values
 
-    def _require_each_setting_once(self) -> None:
-        for setting in self._constants.keys() & self._axes.keys():
-            self._file.fail(("workload", setting), "is an axis already; keep one of the two")
-        for field, info in Cell.model_fields.items():
-            setting = FILE_NAMES.get(field, field)
-            given = setting in self._axes or setting in self._constants
-            if setting in SETTINGS and info.is_required() and not given:
-                self._file.fail((), f"{setting} is missing; give it in workload or in axes")
-
-    def _require_a_strategy_for_each(self) -> None:
+    def _require_a_strategy_for_each(self, strategies: Sequence[str]) -> None:
         """Fail for a setting that no strategy of the matrix has."""
-        strategies = [registry.find(name) for name in self._strategies]
-        have = {name for strategy in strategies for name in strategy.settings.model_fields}
+        have = {name for each in strategies for name in registry.find(each).settings.model_fields}
         for section in ("axes", "workload"):
             given = getattr(self._top, section) or ()
             for name in set(given) & {*registry.setting_names()} - have:
                 others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
-
-    @property
-    def _strategies(self) -> list[str]:
-        given = self._axes.get("strategy") or [self._constants["strategy"]]
-        return [each.value for each in given]
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
@@ -322,28 +306,25 @@ class _Expansion:
             self._file.fail(path, str(error))
         return item
 
-    def _override(self, path: KeyPath) -> _Rule:
-        rule = self._file.spec(_Override, path)
-        allowed = [setting for setting in SETTINGS if setting not in self._axes]
-        change = self._single_values(rule.set, (*path, "set"), allowed)
-        return _Rule(self._when(path, rule.when), "", change)
+    def _rules(self, section: str, kind: type[AnySpec]) -> Iterator[tuple[KeyPath, AnySpec]]:
+        for i in range(len(getattr(self._top, section) or ())):
+            yield (section, i), self._file.spec(kind, (section, i))
 
-    def _when(self, rule: KeyPath, given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        known = {name: [v.value for v in values] for name, values in self._axes.items()}
-        known |= {name: [given.value] for name, given in self._constants.items()}
-        when = {}
-        for setting, items in given.items():
-            place = (*rule, "when", setting)
-            self._file.one_of(setting, known, place, "unknown key")
-            several = isinstance(items, list)
-            values = []
-            for i, item in enumerate(items if several else [items]):
-                at = (*place, i) if several else place
-                values.append(self._value(setting, item, at))
-                if values[-1] not in known[setting]:
-                    self._file.fail(at, f"{item!r} is not a value of {setting} in this matrix")
-            when[setting] = tuple(values)
+    def _when(self, path: KeyPath) -> _When:
+        known = {name: [v.value for v in values] for name, values in self._given.items()}
+        when: dict[str, list[Any]] = {}
+        for setting in self._file.at(path):
+            when[setting] = []
+            for each in self._values((*path, setting), known):
+                if each.value not in known[setting]:
+                    problem = f"{self._file.at(each.path)!r} is not a value of {setting}"
+                    self._file.fail(each.path, f"{problem} in this matrix")
+                when[setting].append(each.value)
         return when
+
+
+def _matches(when: _When, assignment: Mapping[str, _Value]) -> bool:
+    return all(assignment[setting].value in values for setting, values in when.items())
 
 
 def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:

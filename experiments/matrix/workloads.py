@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.files import Sections
@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
 _LOSS: str = Cell.model_fields["loss"].default
 _SOURCES = ("library", "text", "jsonl", "dataset", "images")
 #: Models of images by family; the other families are built-in language models.
-_NETWORKS: dict[str, type[workload.ImageModel]] = {
+_NETWORKS: dict[Any, type[workload.ImageModel | ModelSpec]] = {
     "convolutional": workload.Convolutional,
     "resnet": workload.ResNet,
 }
@@ -64,15 +64,14 @@ class Workloads:
 
     def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
-        if isinstance(section, dict) and "function" in section:
+        given = section if isinstance(section, dict) else {}
+        if "function" in given:
             model = self._file.spec(workload.OwnModel, path)
             self._has_module(model.function, (*path, "function"))
             return model
-        if isinstance(section, dict) and "config" in section:
+        if "config" in given:
             return self._configured(path)
-        if isinstance(section, dict) and section.get("family") in _NETWORKS:
-            return self._file.spec(_NETWORKS[section["family"]], path)
-        return self._file.spec(ModelSpec, path)
+        return self._file.spec(_NETWORKS.get(given.get("family"), ModelSpec), path)
 
     def data(self, path: KeyPath) -> workload.AnyData:
         section = self._file.at(path)
@@ -139,9 +138,8 @@ class Workloads:
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
-        self._file.spec(
-            workload.ConfiguredModel, path, configuration={}
-        )  # before anything is fetched
+        # Before anything is fetched.
+        model = self._file.spec(workload.ConfiguredModel, path, configuration={})
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
@@ -151,14 +149,13 @@ class Workloads:
         if not isinstance(read.get("model_type"), str):
             self._file.fail(place, f"{config} says no model_type")
         said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
-        model = self._file.spec(workload.ConfiguredModel, path, configuration=said)
         if model.weights == "pretrained" and workload.is_path(source):
             folder = given if given.is_dir() else given.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
         elif model.weights == "pretrained":
             self._is_on_hub(source, _WEIGHTS, (*path, "weights"))
-        return model.model_copy(update={"config": source})
+        return model.model_copy(update={"config": source, "configuration": said})
 
     def _images(self, path: KeyPath) -> workload.Images:
         given = self._file.spec(workload.Images, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 Evidence = Literal["measured", "emulated", "simulated"]
@@ -36,19 +35,17 @@ class Abilities:
     rates: tuple[int, int] | None = None
 
 
-ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
-    {
-        "emulated": Abilities(
-            evidence="emulated",
-            limit_links=True,
-            start_processes=True,
-            start_extra=True,
-            make_nodes=True,
-            # As the host that the committed records were measured on.
-            describe_hardware=True,
-            rates=(LOWEST_RATE, HIGHEST_RATE),
-        ),
-        "rented": Abilities(evidence="measured", start_processes=True),
-        "simulated": Abilities(evidence="simulated", limit_links=True, describe_hardware=True),
-    }
-)
+ABILITIES: Mapping[Kind, Abilities] = {
+    "emulated": Abilities(
+        evidence="emulated",
+        limit_links=True,
+        start_processes=True,
+        start_extra=True,
+        make_nodes=True,
+        # As the host that the committed records were measured on.
+        describe_hardware=True,
+        rates=(LOWEST_RATE, HIGHEST_RATE),
+    ),
+    "rented": Abilities(evidence="measured", start_processes=True),
+    "simulated": Abilities(evidence="simulated", limit_links=True, describe_hardware=True),
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -18,9 +19,9 @@ from baselines.description import ExtraProcess
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
-from experiments.records.abilities import ABILITIES, Abilities
+from experiments.records.abilities import ABILITIES, Abilities, Kind
 from experiments.records.objective import GRPO, AnyObjective, CausalLM
-from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
+from experiments.records.settings import Parts, described, left_out_of_id
 from experiments.records.workload import (
     AnyData,
     AnyModel,
@@ -46,22 +47,32 @@ MatrixName = Annotated[
 DType = Literal["float32", "bfloat16"]
 
 
-_KIND = Setting("Cluster", place="run")
-_NODES = Setting("Nodes", place="run", learns=True)
-_RANKS = Setting("Ranks per node", place="run", learns=True)
+_later, _run = partial(Setting, in_id="later"), partial(Setting, place="run")
+_Count = Annotated[int, Field(ge=1)]
+_Natural = Annotated[int, Field(ge=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class ClusterSpec(Strict):
+class _Nodes(Strict):
+    """``nodes`` × ``ranks_per_node`` processes."""
+
+    kind: Annotated[Kind, _run("Cluster")]
+    nodes: Annotated[_Count, _run("Nodes", learns=True)]
+    ranks_per_node: Annotated[_Count, _run("Ranks per node", learns=True)]
+
+    @property
+    def can(self) -> Abilities:
+        return ABILITIES[self.kind]
+
+
+class ClusterSpec(_Nodes):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
-    kind: Annotated[Literal["emulated", "rented"], _KIND] = "emulated"
-    nodes: Annotated[int, _NODES] = Field(ge=1)
-    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    kind: Annotated[Literal["emulated", "rented"], _run("Cluster")] = "emulated"
     #: Groups of as many consecutive nodes each; links between them have a limit of their own, and
     #: counters. Emulated clusters only.
-    groups: Annotated[int, Setting("Groups of nodes", place="run", in_id="later")] = Field(
-        default=1, ge=1
-    )
+    groups: Annotated[_Count, _later("Groups of nodes", place="run")] = 1
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
     )
@@ -79,12 +90,8 @@ class ClusterSpec(Strict):
             raise ValueError(problem)
         return value
 
-    @property
-    def can(self) -> Abilities:
-        return ABILITIES[self.kind]
 
-
-class SimulatedSpec(Strict):
+class SimulatedSpec(_Nodes):
     """A cluster that need not exist: nodes of one kind of GPU, simulated.
 
     ``simulation.hardware`` knows the GPUs. The link between nodes is the
@@ -92,34 +99,18 @@ class SimulatedSpec(Strict):
     links inside a node.
     """
 
-    kind: Annotated[Literal["simulated"], _KIND]
-    nodes: Annotated[int, _NODES] = Field(ge=1)
-    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
-    gpu: Annotated[str, Setting("GPU", place="run")]
-    host_memory_gb: Annotated[
-        float, Setting("Host memory", place="run", write="{:g} GB".format)
-    ] = Field(default=512, gt=0)
+    kind: Annotated[Literal["simulated"], _run("Cluster")]
+    gpu: Annotated[str, _run("GPU")]
+    host_memory_gb: Annotated[float, Field(gt=0), _run("Host memory", write="{:g} GB".format)] = 512
     #: Shares of the data sheets' peaks that matrix products and links reach.
-    matmul_efficiency: Annotated[float, Setting("Matmul efficiency", place="run")] = Field(
-        default=0.5, gt=0, le=1
-    )
-    link_efficiency: Annotated[float, Setting("Link efficiency", place="run")] = Field(
-        default=0.8, gt=0, le=1
-    )
+    matmul_efficiency: Annotated[_Share, _run("Matmul efficiency")] = 0.5
+    link_efficiency: Annotated[_Share, _run("Link efficiency")] = 0.8
     inter_efficiency: Annotated[
-        float | None, Setting("Share of the link", place="run", in_id="later")
-    ] = Field(default=None, gt=0, le=1)
-    inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
-        Field(default=15.0, ge=0)
-    )
+        float | None, Field(gt=0, le=1), _later("Share of the link", place="run")
+    ] = None
+    inter_latency_us: Annotated[float, Field(ge=0), _run("Latency", write="{:g} µs".format)] = 15.0
     #: NVMe drives of the server that LuWu has beside the nodes; 0: it has a node's disks.
-    server_drives: Annotated[int, Setting("Server's drives", place="run", in_id="later")] = Field(
-        default=0, ge=0
-    )
-
-    @property
-    def can(self) -> Abilities:
-        return ABILITIES[self.kind]
+    server_drives: Annotated[_Natural, _later("Server's drives", place="run")] = 0
 
     @field_validator("gpu")
     @classmethod
@@ -145,7 +136,7 @@ _WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
-    matrix: Annotated[MatrixName, Setting("Matrix", place="run")]
+    matrix: Annotated[MatrixName, _run("Matrix")]
     #: How parameters are placed and moved.
     strategy: Annotated[Name, Setting("Strategy", "subject", always=True)]
     #: Which of the file's models.
@@ -159,75 +150,57 @@ class Cell(Strict):
     ] = Field(gt=0)
     #: The same of what each node sends to other groups, where a cluster has several.
     inter_group_bandwidth_bits_per_s: Annotated[
-        int | None, Setting("Link between groups", in_id="later", write=format_link)
+        int | None, _later("Link between groups", write=format_link)
     ] = Field(default=None, gt=0)
     #: Tokens per sequence; of images, each of which counts as one token, 1.
-    sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(default=1, ge=1)
+    sequence_length: Annotated[_Count, Setting("Sequence", learns=True)] = 1
     #: Sequences, or images, per rank and micro-batch.
-    micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
+    micro_batch: Annotated[_Count, Setting("Micro-batch", learns=True)]
     #: Micro-batches between two optimizer steps.
-    accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
+    accumulation: Annotated[_Count, Setting("Accumulation", learns=True)]
     #: Type of gathered parameters and of compute; those that are stepped are float32.
     dtype: Annotated[DType, Setting("Type", learns=True)]
     #: Choices that its strategy leaves, of the type that ``baselines.registry`` names.
-    settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
+    settings: Annotated[SerializeAsAny[Settings], Parts()] = Field(
         default=Settings(), validate_default=True
     )
     #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
-    recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
-        default=0.0, ge=0, le=1
-    )
+    recomputed: Annotated[float, Field(ge=0, le=1), _later("Recomputed")] = 0.0
     #: Rank of the adapters, where tuning is ``lora``.
-    lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
+    lora_rank: Annotated[_Count, Setting("LoRA rank", place="model", learns=True)]
     #: Type in which frozen parameters are held: float32, or that of a user's own model; or
     #: bfloat16, where ``dtype`` is.
-    frozen_dtype: Annotated[DType, Setting("Frozen type", in_id="later", learns=True)] = "float32"
-    learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
-        gt=0, allow_inf_nan=False
-    )
-    optimizer: Annotated[AnyOptimizer, Setting("Optimizer", in_id="later", learns=True)] = AdamW()
+    frozen_dtype: Annotated[DType, _later("Frozen type", learns=True)] = "float32"
+    learning_rate: Annotated[_Above, Setting("Learning rate", learns=True)]
+    optimizer: Annotated[AnyOptimizer, _later("Optimizer", learns=True)] = AdamW()
     #: Steps before those that are measured.
-    warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
+    warmup_steps: Annotated[_Natural, Setting("Warm-up steps", "incidental")]
     #: Steps that are measured.
-    steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
+    steps: Annotated[_Count, Setting("Steps", "incidental")]
     #: Seed of initial weights and of the order of the data.
-    seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = Field(
-        default=0, ge=0, lt=2**32
-    )
-    data: Annotated[AnyData, Setting("Data", in_id="later", learns=True)] = Library()
+    seed: Annotated[int, Field(ge=0, lt=2**32), Setting("Seed", place="axis", learns=True)] = 0
+    data: Annotated[AnyData, _later("Data", learns=True)] = Library()
     #: Next-token cross entropy, or a user's function, as docs/use.md says.
-    loss: Annotated[
-        Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
-    ] = "cross entropy"
+    loss: Annotated[Literal["cross entropy"] | Function, _later("Loss", learns=True)] = (
+        "cross entropy"
+    )
     #: Computation of a step: losses alone, or post-training around them.
-    objective: Annotated[AnyObjective, Setting("Objective", in_id="later", learns=True)] = (
-        CausalLM()
-    )
+    objective: Annotated[AnyObjective, _later("Objective", learns=True)] = CausalLM()
     #: Sequences of the data's end, or images, on which the model is measured after training.
-    held_out: Annotated[int, Setting("Held-out examples", in_id="later", learns=True)] = Field(
-        default=0, ge=0
-    )
+    held_out: Annotated[_Natural, _later("Held-out examples", learns=True)] = 0
     #: Steps between measurements on them, the last of which is after training; 0: that one alone.
     #: Times and bytes then leave out what is fetched, or waited for, by then.
-    held_out_every: Annotated[int, Setting("Held out every", "incidental", in_id="later")] = Field(
-        default=0, ge=0
-    )
+    held_out_every: Annotated[_Natural, _later("Held out every", "incidental")] = 0
     #: Whether one step more is trained under torch's profiler; a simulated cell has `trace`.
-    profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
+    profile: Annotated[bool, _later("Profiled", "incidental")] = False
     #: Steps between checkpoints, from which a cell goes on whose ranks were ended; 0: none. For
     #: strategies over FCDP's cache, where nodes share the folder.
-    checkpoint_every: Annotated[int, Setting("Checkpoint every", "incidental", in_id="later")] = (
-        Field(default=0, ge=0)
-    )
+    checkpoint_every: Annotated[_Natural, _later("Checkpoint every", "incidental")] = 0
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     #: Which repetition of the cell it is, of those that its matrix wants.
-    repeat: Annotated[int, Setting("Repetition", "incidental", in_id="later")] = Field(
-        default=0, ge=0
-    )
+    repeat: Annotated[_Natural, _later("Repetition", "incidental")] = 0
     #: Seconds after which a cell is ended.
-    timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(
-        gt=0, allow_inf_nan=False
-    )
+    timeout_s: Annotated[_Above, Setting("Time limit", "incidental", in_id="never")]
 
     @field_validator("inter_group_bandwidth_bits_per_s")
     @classmethod

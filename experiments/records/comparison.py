@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, takewhile
+from math import comb
 from statistics import quantiles
 from typing import TypeVar
 
@@ -42,13 +44,9 @@ def left_out(rounds: int) -> int:
 
     The sign test's: of ``n`` rounds, as many are below their distribution's median as heads fall.
     """
-    out, ways, beyond, every = 0, 1, 1, 2**rounds
-    while True:
-        ways = ways * (rounds - out) // (out + 1)
-        beyond += ways
-        if 2 * ONE_IN * beyond > every:
-            return out
-        out += 1
+    tails = accumulate(comb(rounds, heads) for heads in range(rounds + 1))
+    rare = takewhile(lambda tail: 2 * ONE_IN * tail <= 2**rounds, tails)
+    return max(0, len([*rare]) - 1)
 
 
 def interval(seconds: Sequence[float]) -> _Range:
@@ -149,16 +147,18 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
-    """Settings that cells must share to be compared, among these of one matrix."""
+    """Settings that cells must share to be compared, among these of one matrix.
+
+    Not the micro-batch where each strategy has its own: in simulations, the largest that fits.
+    """
     names = settings.names(Cell, "condition")
-    rows = [
-        settings.values(record.cell, names)
-        | {"strategy": record.cell.subject, "evidence": record.evidence}
-        for record in matrix
-        if record.state != "skipped"
-    ]
-    alike = settings.must_agree(Cell, rows)
-    return lambda record: (record.evidence, *settings.values(record.cell, alike).values())
+    ran = [record for record in matrix if record.state != "skipped"]
+    if all(record.evidence == "simulated" for record in ran):
+        others = [name for name in names if name != "micro_batch"]
+        apart = {(of.cell.subject, *settings.values(of.cell, others).values()) for of in ran}
+        if len(apart) == len(ran) and len({of.cell.micro_batch for of in ran}) > 1:
+            names = others
+    return lambda record: (record.evidence, *settings.values(record.cell, names).values())
 
 
 def reference(records: Iterable[Record], wanted: str | None = None) -> Record | None:
@@ -194,9 +194,11 @@ def _as_one(group: list[Record]) -> Record:
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
     steps = [seconds for r in ran if r.measurement for seconds in r.measurement.in_whole_rounds]
-    phases = [r.measurement.phase_seconds for r in ran if r.measurement]
+    phases = [found for r in ran if r.measurement and (found := r.measurement.phase_seconds)]
+    names = phases[0] if phases else {}
+    mean = {name: sum(each[name] for each in phases) / len(phases) for name in names}
     measured = first.measurement and first.measurement.model_copy(
-        update={"step_seconds": steps, "phase_seconds": _mean([each for each in phases if each])}
+        update={"step_seconds": steps, "phase_seconds": mean or None}
     )
     known = [record.machine for record in ran if record.machine is not None]
     return first.model_copy(
@@ -208,9 +210,3 @@ def _as_one(group: list[Record]) -> Record:
             "seconds": sum(record.seconds for record in group),
         }
     )
-
-
-def _mean(phases: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    if not phases:
-        return None
-    return {name: sum(each[name] for each in phases) / len(phases) for name in phases[0]}

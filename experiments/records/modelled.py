@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Literal
 
 from baselines import registry
-from experiments.records.cell import AnyCluster, Cell, DType
+from experiments.records.cell import AnyCluster, Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
@@ -17,12 +15,10 @@ from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.luwu import LUWU
 from simulation.prediction import utilisations
 from simulation.transformer import ATTENTION, Transformer
-from simulation.workload import FrozenDtype, Workload
+from simulation.workload import Workload
 
 #: The settings of strategies that a simulation knows.
 _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
-_BYTES: Mapping[DType, Literal[2, 4]] = {"float32": 4, "bfloat16": 2}
-_NAMES: Mapping[DType, FrozenDtype] = {"float32": "fp32", "bfloat16": "bf16"}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
 
@@ -68,9 +64,9 @@ def workload_of(cell: Cell) -> Workload:
         sequence_length=cell.sequence_length,
         micro_batch=cell.micro_batch,
         accumulation=cell.accumulation,
-        element_bytes=_BYTES[cell.dtype],
+        element_bytes=2 if cell.dtype == "bfloat16" else 4,
         recomputed=cell.recomputed,
-        frozen_dtype=_NAMES[cell.frozen_dtype],
+        frozen_dtype="bf16" if cell.frozen_dtype == "bfloat16" else "fp32",
         learning_rate=cell.learning_rate,
         **{name: value for name, value in cell.settings if name in _SIMULATED},
     )

@@ -11,7 +11,6 @@ from experiments.records.workload import ConfiguredModel, Function
 from simulation.files import Strict
 from simulation.transformer import ModelSpec
 
-_Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 
@@ -55,7 +54,7 @@ class GRPO(Strict):
     #: Bound of the ratio of probabilities.
     clip: _Above = 0.2
     #: How much the reference counts.
-    beta: _Weight = 0.04
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.04
     temperature: _Above = 1.0
     #: The share of digits, or of the prompt's tokens in turn; a function takes prompts, answers and
     #: which tokens count.

@@ -7,15 +7,15 @@ engine adds in one order, they are the same bit for bit; elsewhere within a tole
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baselines import registry
 from baselines.encoding import DIFFERENCES, EXPONENTS
 from baselines.settings import CacheSettings
-from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
+from experiments.records.settings import described
 
 #: Strategy that others are compared with where nothing else is said.
 REFERENCE = "fsdp2"
@@ -45,15 +45,9 @@ def compare(records: Sequence[Record], reference: str = REFERENCE) -> list[Parit
     trained = [r for r in records if r.state != "skipped" and r.evidence != "simulated"]
     if not trained and any(record.evidence == "simulated" for record in records):
         raise ValueError("all records are simulated: nothing was trained, so there are no losses")
-    references: dict[tuple[object, ...], Record] = {}
-    equals: dict[tuple[object, ...], Record] = {}
-    for record in trained:
-        if not all(map(math.isfinite, promised(record))):
-            continue
-        if record.cell.strategy == reference:
-            _keep_longest(references, record)
-        if _adds_in_one_order(record.cell):
-            _keep_longest(equals, record)
+    sound = [record for record in trained if all(map(math.isfinite, promised(record)))]
+    references = _longest(record for record in sound if record.cell.strategy == reference)
+    equals = _longest(record for record in sound if _adds_in_one_order(record.cell))
     found = []
     for record in trained:
         group = _group(record)
@@ -133,24 +127,17 @@ def _adds_in_one_order(cell: Cell) -> bool:
     """
     if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
         return False
-    schedule = registry.schedule_of(cell.strategy)
+    schedule, several = registry.schedule_of(cell.strategy), cell.accumulation > 1
     if isinstance(cell.settings, CacheSettings):
         schedule = schedule.exchanging(cell.settings.exchanges)
-    shards = schedule.shards
-    whole = shards == "rank"
-    deferred = schedule.accumulates_without_sync
-    if not deferred and cell.accumulation > 1:  # summed over nodes before micro-batches
+    # Otherwise summed over nodes before micro-batches.
+    deferred = schedule.accumulates_without_sync or not several
+    if not (schedule.hierarchical and deferred):
         return False
-    if not schedule.hierarchical:
-        return False
-    if not whole and shards == "world":
+    if schedule.shards == "world":
         return True
     pairs = max(cell.cluster.nodes, cell.cluster.ranks_per_node) <= 2
-    return pairs and cell.dtype == "float32" and not (whole and cell.accumulation > 1)
-
-
-#: Settings of what crosses nodes.
-_CODECS = ("gather_codec", "reduce_codec")
+    return pairs and cell.dtype == "float32" and not (schedule.shards == "rank" and several)
 
 
 def quantised(cell: Cell) -> bool:
@@ -158,17 +145,19 @@ def quantised(cell: Cell) -> bool:
     bounded = registry.find(cell.strategy).numerics == "bounded"
     return bounded or any(
         getattr(cell.settings, name, "none") not in ("none", *DIFFERENCES, *EXPONENTS)
-        for name in _CODECS
+        for name in ("gather_codec", "reduce_codec")
     )
 
 
-def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:
-    """Keep the cell of a group that trained most steps: most can be compared with it."""
-    other = kept.setdefault(_group(record), record)
-    if len(promised(record)) > len(promised(other)):
-        kept[_group(record)] = record
+def _longest(records: Iterable[Record]) -> dict[tuple[object, ...], Record]:
+    """The cell of each group that trained most steps: most can be compared with it."""
+    found: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda record: -len(promised(record))):
+        found.setdefault(_group(record), record)
+    return found
 
 
 def _group(record: Record) -> tuple[object, ...]:
-    """Settings that cells have in common whose losses may be compared."""
-    return record.evidence, *settings.learned(record.cell)
+    """Settings that cells have in common that train the same parameters on the same batches."""
+    learned = (item for item in described(Cell).values() if item.setting.learns)
+    return record.evidence, *(item.of(record.cell) for item in learned)

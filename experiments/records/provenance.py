@@ -38,7 +38,18 @@ class Provenance:
 
 def gather() -> Provenance:
     """Look once; the answer holds for the whole run."""
-    return Provenance(commit=_commit(), versions=_versions(), hardware=_hardware())
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    hardware = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes(),
+        "kernel": platform.release(),
+        **_gpus(),
+    }
+    return Provenance(_commit(), versions, hardware)
 
 
 def scrub(text: str) -> str:
@@ -76,24 +87,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
-
-
-def _hardware() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory_bytes(),
-        "kernel": platform.release(),
-        **_gpus(),
-    }
 
 
 def _gpus() -> dict[str, Any]:

@@ -63,7 +63,8 @@ def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cel
         item, before = every[name], left
         left = [cell for cell in before if any(_has(item, cell, value) for value in values)]
         if not left:
-            there = dict.fromkeys(_written(item, item.of(cell)) for cell in before)
+            write = quantities.format_link if name in _LINKS else item.written
+            there = dict.fromkeys(write(item.of(cell)) for cell in before)
             raise ValueError(
                 f"{option}: no cell has {name} {values[-1]!r}; there are {', '.join(there)}"
             )
@@ -84,12 +85,6 @@ def _has(item: Described, cell: Cell, value: str) -> bool:
     if item.name not in _LINKS:
         return own is not None and value in (str(own), item.written(own), str(own).lower())
     return value == str(own) if value.isdigit() else own == quantities.link(value)
-
-
-def _written(item: Described, value: Any) -> str:
-    if item.name in _LINKS:
-        return quantities.format_link(value)
-    return item.written(value)
 
 
 #: Files of a run: a record per cell, and what the simulator says of the same cells.

@@ -7,7 +7,7 @@ own settings, say of themselves. A field that says nothing is a ``TypeError``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -25,14 +25,12 @@ _ABSENT = "–"
 
 @dataclass(frozen=True)
 class Parts:
-    """A field whose own fields are settings; ``named`` is the one that goes by its name."""
+    """A field whose own fields are settings; ``named`` is the one that goes by its name.
 
-    named: str
+    Without such a one they are the settings of the cell's strategy.
+    """
 
-
-@dataclass(frozen=True)
-class OfStrategy:
-    """The field whose own fields are the settings of the cell's strategy."""
+    named: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,17 @@ class Described:
     setting: Setting
     #: The type of a column of its values, as pandas calls it.
     kind: str
-    #: Its plain value in a cell; ``None`` where the cell has no such setting.
-    of: Callable[[BaseModel], Any]
+    #: Fields from the cell's to its own.
+    path: tuple[str, ...]
     #: Value by which cells that have it are compared with cells whose strategy does not.
     default: Any = None
+
+    def of(self, cell: BaseModel) -> Any:
+        """Its plain value in a cell; ``None`` where the cell has no such setting."""
+        value: Any = cell
+        for part in self.path:
+            value = getattr(value, part, None)
+        return value.model_dump_json() if isinstance(value, BaseModel) else value
 
     def written(self, value: Any) -> str:
         """A value in words; a dash where there is none."""
@@ -81,27 +86,6 @@ def values(cell: BaseModel, chosen: Collection[str]) -> dict[str, Any]:
     return {name: every[name].of(cell) for name in chosen}
 
 
-def learned(cell: BaseModel) -> tuple[object, ...]:
-    """Settings that cells have in common that train the same parameters on the same batches."""
-    return tuple(item.of(cell) for item in described(type(cell)).values() if item.setting.learns)
-
-
-def must_agree(cell: type[BaseModel], rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """The settings in which cells must agree to be compared, among these of one matrix.
-
-    Each row has a cell's conditions by name, its ``strategy`` as it is compared, and its
-    ``evidence``. Not the micro-batch where each strategy has its own: in simulations, the largest
-    that fits.
-    """
-    every = names(cell, "condition")
-    if any(row["evidence"] != "simulated" for row in rows):
-        return every
-    others = [name for name in every if name != "micro_batch"]
-    apart = {tuple(row[name] for name in (*others, "strategy")) for row in rows}
-    own = len(apart) == len(rows) and len({row["micro_batch"] for row in rows}) > 1
-    return others if own else every
-
-
 def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     """Fields that an id does not depend on, as ``model_dump`` takes them."""
     found: dict[str, Any] = {}
@@ -116,8 +100,8 @@ def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     return found
 
 
-def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts | OfStrategy:
-    said = [item for item in field.metadata if isinstance(item, Setting | Parts | OfStrategy)]
+def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
+    said = [item for item in field.metadata if isinstance(item, Setting | Parts)]
     if len(said) != 1:
         raise TypeError(
             f"{owner.__name__}.{name} must say once what it is to ids, comparisons and tables: "
@@ -129,23 +113,17 @@ def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Part
 def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Described]:
     said = _said(owner, name, field)
     if isinstance(said, Parts):
-        return _of_parts(name, said.named, _types(field.annotation))
-    if isinstance(said, OfStrategy):
-        return _of_parts(name, None, registry.settings_types())
+        kinds = _types(field.annotation) if said.named else registry.settings_types()
+        return _of_parts(name, said.named, kinds)
     (kind, *_) = _types(field.annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         # By its name, which is its own within a matrix, and all that the name stands for.
         full = replace(said, label=f"{said.label} in full", always=True)
         return [
-            Described(name, said, "string", lambda cell: getattr(cell, name).name),
-            Described(
-                f"{name}_in_full",
-                full,
-                "string",
-                lambda cell: getattr(cell, name).model_dump_json(),
-            ),
+            Described(name, said, "string", (name, "name")),
+            Described(f"{name}_in_full", full, "string", (name,)),
         ]
-    return [Described(name, said, column(field.annotation), lambda cell: getattr(cell, name))]
+    return [Described(name, said, column(field.annotation), (name,))]
 
 
 def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Described]:
@@ -160,12 +138,8 @@ def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Desc
                 values = "float64"
             own = name if part == named else part
             default = field.default if named is None else None
-            found.append(Described(own, said, values, _getter(name, part), default))
+            found.append(Described(own, said, values, (name, part), default))
     return found
-
-
-def _getter(name: str, part: str) -> Callable[[BaseModel], Any]:
-    return lambda cell: getattr(getattr(cell, name), part, None)
 
 
 def _types(annotation: Any) -> list[Any]:

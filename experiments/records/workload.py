@@ -231,18 +231,16 @@ def json_lines(file: Path, field: str) -> Iterator[str]:
     """
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _text(line, field, f"{file.name}:{number}")
-
-
-def _text(line: bytes, field: str, where: str) -> str:
-    try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: is no JSON object")
-    return text_of(found, field, where)
+            if not line.strip():
+                continue
+            where = f"{file.name}:{number}"
+            try:
+                found: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: is not JSON: {error}") from error
+            if not isinstance(found, dict):
+                raise ValueError(f"{where}: is no JSON object")
+            yield text_of(found, field, where)
 
 
 def text_of(found: dict[str, Any], field: str, where: str) -> str:

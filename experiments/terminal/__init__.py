@@ -11,41 +11,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
 
 #: Exit status: some cells failed; the user or the machine has to change something; a node is lost,
 #: and the same command may go on without a change (``EX_TEMPFAIL`` of sysexits.h).
 FAILED = 1
 UNUSABLE = 2
 LOST = 75
+#: Of a command that was interrupted.
+INTERRUPTED = 130
 
 
 def console() -> Console:
     """Rich's console on standard output; wide where it is a log, which has no width of its own."""
-    from rich.console import Console
-
     return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
 
 
-def say(console: Console, what: str, path: Path) -> None:
-    say_as_it_is(console, f"{what:<8} {shown(path)}")
+def say(what: str, path: Path) -> None:
+    say_as_it_is(f"{what:<8} {shown(path)}")
 
 
-def say_as_it_is(console: Console, text: str, style: str = "") -> None:
+def say_as_it_is(text: str, style: str = "") -> None:
     """Print a line that no width cuts, and that nothing in it changes."""
-    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+    console().print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def table(words: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
     """Rich's table without a box, with these columns; those of numbers stand to the right."""
-    from rich.table import Table
-
     made = Table(*words, box=None, **look)
     for title in numbers:
         made.add_column(title, justify="right")
@@ -111,10 +107,6 @@ def check_writable(option: str, file: Path) -> None:
     except OSError as error:
         why = why_unusable(file.parent, error)
         raise ValueError(f"{option} = {str(file)!r}: cannot be written: {why}") from error
-
-
-#: Exit status of a command that was interrupted.
-INTERRUPTED = 130
 
 
 def raise_them() -> None:

@@ -28,6 +28,7 @@ from simulation.quantities import format_link
 _REDRAWS = 2
 #: Titles of the settings that are most often axes; a line must fit on a hundred columns.
 _SHORT = {"accumulation": "accum", "micro_batch": "batch", "sequence_length": "length"}
+_FIGURES = "{:>9}{:>8}{:>8}"
 
 
 class Progress:
@@ -46,7 +47,18 @@ class Progress:
         self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
         ids = {cell.id for cell in self._cells}
         self._finished = [record for record in finished if record.cell_id in ids]
-        self._lines = _CellLines(self._cells)
+        # Columns of finished cells' lines, as wide as these cells need.
+        self._extra = varying_settings(self._cells)
+        titles = ["strategy", "tuning", "model", "link"]
+        titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
+        rows = [titles, *map(self._settings, self._cells)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        self._aligned = "  ".join(f"{{:{width}}}" for width in widths).format
+        self._total = len(self._cells)
+        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
+        above = f"{'cell':>{self._numbers}} state   {self._aligned(*titles)}"
+        figures = _FIGURES.format("tokens/s", "s/step", "MB/step")
+        self._header = Text(f"{above}{figures}{'time':>6}", style="dim")
         #: The cell that runs, its directory, and when it has begun.
         self._current: tuple[Cell, Path, float] | None = None
         self._started = time.monotonic()
@@ -58,7 +70,7 @@ class Progress:
         kind = "simulated" if self._matrix.simulated else cluster.kind
         heading = Text.assemble(
             (self._matrix.name, "bold"),
-            f" · {len(self._cells)} cells · {kind} cluster, {cluster.nodes} nodes × "
+            f" · {self._total} cells · {kind} cluster, {cluster.nodes} nodes × "
             f"{cluster.ranks_per_node} ranks",
         )
         self._console.print(heading)
@@ -68,7 +80,7 @@ class Progress:
             self._console.print(Text(f"{count} {cells} skipped: {reason}", style="dim"))
         if self._finished:
             self._console.print(Text(f"{len(self._finished)} cells are finished already"))
-        if len(self._finished) < len(self._cells):
+        if len(self._finished) < self._total:
             doing = "simulating" if self._matrix.simulated else "starting the cluster"
             self._console.print(Text(f"{doing} …", style="dim"))
         return self
@@ -80,7 +92,17 @@ class Progress:
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         if not self._begun:
-            self._begin()
+            self._print(self._header)
+            # Not earlier: the cluster is built by now, and its processes start without this thread.
+            if self._console.is_interactive:
+                self._live = Live(
+                    console=self._console,
+                    get_renderable=self.status,
+                    refresh_per_second=_REDRAWS,
+                    transient=True,
+                )
+                self._live.start()
+        self._begun = True
         self._current = cell, directory, time.monotonic()
 
     def cell_finished(self, record: Record) -> None:
@@ -88,44 +110,33 @@ class Progress:
         self._current = None
         if record.state != "skipped":
             self._finished.append(record)
-            self._print(self._lines.line(record, len(self._finished)))
+            self._print(self._line(record))
 
     def status(self) -> RenderableType:
         """Lines about the current cell and the whole run, as of now."""
-        if self._current is None:
-            return Group(Text(), self._overall(0.0, None))
-        cell, directory, started = self._current
-        elapsed, step = time.monotonic() - started, last_step(directory)
-        return Group(Text(), _cell_status(cell, step, elapsed), self._overall(elapsed, step))
-
-    def _overall(self, elapsed_cell: float, step: Step | None) -> Table:
-        done = len(self._finished)
-        ids = {record.cell_id for record in self._finished}
+        rows, elapsed = list[Table](), 0.0
+        step: Step | None = None
+        if self._current is not None:
+            cell, directory, started = self._current
+            elapsed, step = time.monotonic() - started, last_step(directory)
+            name = Text(cell.subject, style="bold")
+            link = format_link(cell.inter_bandwidth_bits_per_s)
+            name.append(f" · {cell.tuning} · {cell.model.name} · {link}", style="not bold")
+            state = f"starting, {clock(elapsed)}"
+            if step is not None:
+                state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, "
+                state += f"{step.seconds:.2f} s/step"
+            rows.append(_row(Text("now", style="dim"), name, Text(state, style="cyan")))
+        done, ids = len(self._finished), {record.cell_id for record in self._finished}
         remaining = [cell for cell in self._cells if cell.id not in ids]
-        left = seconds_left(remaining, self._finished, elapsed_cell, step)
+        left = seconds_left(remaining, self._finished, elapsed, step)
         times = f"{clock(time.monotonic() - self._started)} passed"
         if left is not None:
             times += f", about {clock(left)} left"
-        return _row(
-            Text("all", style="dim"),
-            ProgressBar(total=len(self._cells), completed=done, width=30),
-            f"{done} of {len(self._cells)} cells",
-            Text(times, style="dim"),
-        )
-
-    def _begin(self) -> None:
-        """Show the columns and, on a terminal, the moving part below them."""
-        self._print(self._lines.header())
-        self._begun = True
-        # Not earlier: the cluster is built by now, and its processes start without this thread.
-        if self._console.is_interactive:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self.status,
-                refresh_per_second=_REDRAWS,
-                transient=True,
-            )
-            self._live.start()
+        bar = ProgressBar(total=self._total, completed=done, width=30)
+        cells = f"{done} of {self._total} cells"
+        rows.append(_row(Text("all", style="dim"), bar, cells, Text(times, style="dim")))
+        return Group(Text(), *rows)
 
     def _print(self, line: Text) -> None:
         if self._console.is_interactive:
@@ -133,36 +144,18 @@ class Progress:
         else:  # a log has no width
             self._console.print(line, soft_wrap=True)
 
-
-class _CellLines:
-    """Lines of finished cells, their columns as wide as these cells need."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._extra = varying_settings(cells)
-        self._titles = ["strategy", "tuning", "model", "link"]
-        self._titles += [_SHORT.get(of.name, of.setting.label.lower()) for of in self._extra]
-        rows = [self._titles, *map(self._settings, cells)]
-        self._widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        self._total = len(cells)
-        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
-
-    def header(self) -> Text:
-        cell = "cell".rjust(self._numbers)
-        figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
-        return Text(f"{cell} state   {self._aligned(self._titles)}{figures}", style="dim")
-
-    def line(self, record: Record, number: int) -> Text:
-        """The line of a finished cell, the ``number``-th."""
+    def _line(self, record: Record) -> Text:
+        measured, figures = record.measurement, ("–", "–", "–")
+        if measured is not None:
+            speed, seconds = f"{record.tokens_per_s:,.0f}", f"{record.step_seconds_median:.3f}"
+            figures = speed, seconds, megabytes(measured.inter_node_bytes_per_step)
         return Text.assemble(
-            (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
+            (f"{len(self._finished)}/{self._total} ".rjust(self._numbers + 1), "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
-            self._aligned(self._settings(record.cell)),
-            *_figures(record),
+            self._aligned(*self._settings(record.cell)),
+            (_FIGURES.format(*figures), "dim" if measured is None else ""),
             (f"{record.seconds:>5.0f}s", "dim"),
         )
-
-    def _aligned(self, texts: Sequence[str]) -> str:
-        return "  ".join(t.ljust(width) for t, width in zip(texts, self._widths, strict=True))
 
     def _settings(self, cell: Cell) -> list[str]:
         link = format_link(cell.inter_bandwidth_bits_per_s)
@@ -208,29 +201,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
-    name = Text(cell.subject, style="bold")
-    name.append(f" · {cell.tuning} · {cell.model.name} · ", style="not bold")
-    name.append(format_link(cell.inter_bandwidth_bits_per_s), style="not bold")
-    if step is None:
-        state = f"starting, {clock(elapsed)}"
-    else:
-        state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, {step.seconds:.2f} s/step"
-    return _row(Text("now", style="dim"), name, Text(state, style="cyan"))
-
-
 def _row(*parts: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(*parts)
     return grid
-
-
-def _figures(record: Record) -> list[Text]:
-    if record.measurement is None:
-        return [Text("–".rjust(width), style="dim") for width in (9, 8, 8)]
-    sent = megabytes(record.measurement.inter_node_bytes_per_step)
-    return [
-        Text(f"{record.tokens_per_s:>9,.0f}"),
-        Text(f"{record.step_seconds_median:>8.3f}"),
-        Text(f"{sent:>8}"),
-    ]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.records.comparison import REFERENCES, Comparison, reference, spread
-from experiments.records.record import Cached, Record
+from experiments.records.record import Record
 
 _ABSENT = "–"
 _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
@@ -41,7 +41,7 @@ class Fitted:
 def table(comparison: Sequence[Record]) -> Fitted | None:
     """The variants of one comparison, ranked; ``None`` where fewer than two have a cache."""
     variants = ranked(comparison)
-    if sum(variant.cache is not None for variant in variants) < 2:
+    if sum(getattr(each.of.measurement, "cache", None) is not None for each in variants) < 2:
         return None
     found = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     rows = [row(variant) for variant in variants]
@@ -61,30 +61,38 @@ def row(variant: Variant) -> Mapping[str, str]:
 
 
 def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
+    measured, seconds = variant.of.measurement, variant.of.step_seconds_median
+    middle = spread(variant.of)
+    assert measured is not None, "what is ranked has run"
+    assert middle is not None
+    assert seconds is not None
     yield "variant", variant.name
-    seconds, middle = variant.of.step_seconds_median, spread(variant.of)
     yield "s/step", _number(seconds, 3)
     # Half of what the middle half of the rounds spans, over the median.
-    yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
+    yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}"
     over = _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
     yield f"vs\n{over}", speed_up(variant)
-    cache = variant.cache
+    cache = measured.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
     yield "misses", _number(cache.misses_per_step if cache else None, 4)
-    for tier in TIERS:
+    for tier in ("device", "host", "disk"):
         held = _ABSENT
         if cache is not None and tier in cache.entries:
             held = f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
         yield f"{tier}\nn: MB", held
     # Memory of the host, page-locked on CUDA; of the device, its tier's.
     yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
-    measured = variant.of.measurement
-    yield "sent\nMB", _megabytes(measured.inter_node_bytes_per_step if measured else None)
-    for phase in PHASES:
-        yield f"{_PHASES[phase]}\ns", _number(variant.phase_seconds(phase), 3)
-    for phase in PHASES[:2]:
-        bits = variant.reached_bits_per_s(phase)
-        yield f"{_PHASES[phase]}\nMbit/s", _number(None if bits is None else bits / 1e6, 3)
+    yield "sent\nMB", _megabytes(measured.inter_node_bytes_per_step)
+    # Seconds per step, the mean over steps, and bytes that a node sends to others then.
+    phases, ledger = measured.phase_seconds or {}, measured.ledger_bytes_per_step
+    for phase, short in _PHASES.items():
+        yield f"{short}\ns", _number(phases.get(phase), 3)
+    link = None if ledger is None else ledger.get("inter_node", {})
+    for phase, parts in (("forward", ["forward"]), ("backward", ["backward", "reduce"])):
+        took, bits = phases.get(phase), None
+        if link is not None and took:
+            bits = 8 * sum(link.get(part, 0.0) for part in parts) / took
+        yield f"{_PHASES[phase]}\nMbit/s", _megabytes(bits)
     yield "MFU", _ABSENT if variant.mfu is None else f"{variant.mfu:.1%}"
 
 
@@ -109,10 +117,6 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:#.{digits}g}"
 
 
-TIERS = ("device", "host", "disk")
-PHASES = ("forward", "backward", "optimizer")
-
-
 class Variant(Comparison):
     """One cell that ran, beside the reference of its comparison."""
 
@@ -123,25 +127,6 @@ class Variant(Comparison):
         policy = getattr(cell.settings, "policy", None)
         others = (choice for choice in cell.choices if choice != policy)
         return " ".join((cell.variant if policy is None else policy, *others))
-
-    @property
-    def cache(self) -> Cached | None:
-        measured = self.of.measurement
-        return None if measured is None else measured.cache
-
-    def phase_seconds(self, phase: str) -> float | None:
-        """Seconds a step, the mean over steps; ``None`` where the record does not say."""
-        measured = self.of.measurement
-        return ((measured and measured.phase_seconds) or {}).get(phase)
-
-    def reached_bits_per_s(self, phase: str) -> float | None:
-        """Rate at which a node sends to others in the phase; reductions are in backward."""
-        measured, seconds = self.of.measurement, self.phase_seconds(phase)
-        if measured is None or measured.ledger_bytes_per_step is None or not seconds:
-            return None
-        link = measured.ledger_bytes_per_step.get("inter_node", {})
-        phases = (phase, "reduce") if phase == "backward" else (phase,)
-        return 8 * sum(link.get(each, 0.0) for each in phases) / seconds
 
     @property
     def mfu(self) -> float | None:
