@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
@@ -100,14 +101,22 @@ def cases(
 ) -> Callable[[Case], Case]:
     """Make a test of ``case(run, *variant)``: it must see the same with FCDP as without.
 
-    All variants run on the first shape, and the first of them on the others, in one call each.
+    All variants run on the first shape, in one call; the first of them in CI on the others too.
     """
+    first, *others = shapes
 
     def decorate(case: Case) -> Case:
-        def test(ranks: Pools) -> None:
-            for shape in shapes:
-                every = shape == shapes[0] and not ranks.samples
-                check(ranks, shape, case, (variants or ((),))[: None if every else 1])
+        @pytest.mark.parametrize(
+            "shape",
+            [
+                pytest.param(first, id=pytest.HIDDEN_PARAM),
+                *(pytest.param(shape, marks=pytest.mark.system) for shape in others),
+            ],
+            ids=str,
+        )
+        def test(ranks: Pools, shape: tuple[int, int]) -> None:
+            every = shape == first and not ranks.samples
+            check(ranks, shape, case, (variants or ((),))[: None if every else 1])
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
         test.case = case  # type: ignore[attr-defined]
