@@ -91,19 +91,24 @@ def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(tmp_path: Pa
     assert not (tmp_path / "node0/state.pt").exists()
 
 
-#: Another program, between its commit and tidying up.
-HOLDS = (
-    "import fcntl, time; file = open('.lock', 'w'); fcntl.lockf(file, 2); print(); time.sleep(3)"
-)
+#: Another program, between its commit and tidying up: for so long, or until it is told.
+HOLDS = """
+import fcntl, select, sys
+file = open(".lock", "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print()
+select.select([sys.stdin], [], [], float(sys.argv[1]))
+"""
 
 
-@pytest.mark.parametrize(("lock_s", "first"), [(30.0, False), (0.2, True)])
+@pytest.mark.parametrize(("lock_s", "held_s", "first"), [(30.0, 0.5, False), (0.2, 300.0, True)])
 @on_ranks(1)
 def test_two_programs_save_in_turn_but_wait_for_no_lost_node(
-    tmp_path: Path, lock_s: float, first: bool
+    tmp_path: Path, lock_s: float, held_s: float, first: bool
 ) -> None:
     run = Run(Settings(1, 1))
-    with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=tmp_path, stdout=-1) as other:
+    command = [sys.executable, "-uc", HOLDS, str(held_s)]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=-1, stdout=-1) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"\n"
         with mock.patch.object(saving, "_LOCK_S", lock_s):

@@ -136,7 +136,7 @@ def test_on_a_gpu_nobody_waits(change: float) -> None:
     assert torch.equal(row.view(torch.int16), new.view(torch.int16))  # a NaN equals nothing
 
 
-RAW = Settings(steps=8, optimizer="sgd", param_dtype=torch.bfloat16, detect_writes=False)
+RAW = Settings(steps=5, optimizer="sgd", param_dtype=torch.bfloat16, detect_writes=False)
 
 
 class Step(NamedTuple):
@@ -210,7 +210,7 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
             assert (one.sent < other.sent) == (number > 0)
             assert other.waits == []
             assert one.waits == ["learn"] * (number > 0)
-        assert mine[-1].reserved == mine[3].reserved  # nothing is taken as time goes on
+        assert mine[-1].reserved == mine[-2].reserved  # nothing is taken as time goes on
 
 
 def after_damage() -> list[str]:

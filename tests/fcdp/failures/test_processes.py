@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
     print(json.dumps(statuses))
 
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_any_wait_over_gloo_can_be_ended(kind: str) -> None:
             "all-reduce": lambda: group.allreduce([torch.ones(3)]),
         }
         work = works[kind]()
-        thread = threading.Timer(0.3, failure.break_all, [failure.backends_of(group)])
+        thread = threading.Timer(0.1, failure.break_all, [failure.backends_of(group)])
         thread.start()
         with pytest.raises(RuntimeError):
             work.wait()
@@ -101,7 +101,7 @@ Act = Callable[[Exchanges], None]
 
 @contextlib.contextmanager
 def polling_often() -> Iterator[None]:
-    poll, failure.POLL_S = failure.POLL_S, 0.1
+    poll, failure.POLL_S = failure.POLL_S, 0.05
     try:
         yield
     finally:
@@ -147,11 +147,11 @@ def all_raise_alike(every: Exchanges) -> None:
         every.begin()
         every.failures.announce(MemoryError("too long a batch"))
         # The others wait for rank 1 in the same pass, for longer than a few polls ...
-        time.sleep(0.5 * (every.rank == 1))
+        time.sleep(0.3 * (every.rank == 1))
         every.run()
         every.failures.begins()
         # ... and in the next.
-        time.sleep(0.5 * (every.rank == 2))
+        time.sleep(0.3 * (every.rank == 2))
         every.run()
 
 
@@ -159,7 +159,7 @@ def one_is_late_to_raise_alike(every: Exchanges) -> None:
     """The exchange that rank 1 is in ends only after others have announced their errors."""
     every.begin()
     with every.failures.waiting():
-        time.sleep(every.rank == 1)
+        time.sleep(0.5 * (every.rank == 1))
     every.failures.announce(MemoryError("too long a batch"))
     every.begin()
 
@@ -197,7 +197,7 @@ def two_raise_differently(every: Exchanges) -> None:
 def one_is_slow(every: Exchanges) -> None:
     for _ in range(2):
         every.begin()
-        time.sleep(0.6 * (every.rank == 2))
+        time.sleep(0.3 * (every.rank == 2))
         every.run()
 
 
@@ -249,7 +249,7 @@ def all_fail_with_one_in_flight(every: Exchanges) -> None:
 
 def all_fail_with_one_in_flight_that_is_late(every: Exchanges) -> None:
     """The others have looked many times whether it can end."""
-    _leave_in_flight(every, 1)
+    _leave_in_flight(every, 0.5)
 
 
 def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
