@@ -9,7 +9,10 @@ from tests.ranks import Pools
 
 
 class OnStreams(Pools):
-    """Ranks are threads of one process, on streams; what nothing orders is a failure."""
+    """Ranks are threads of one process, on streams; what nothing orders is a failure.
+
+    ``seed`` draws what the host finds of events, and is the first of the schedules.
+    """
 
     def __init__(
         self, apart: Pools, *, samples: bool = False, schedules: int = 1, seed: int = 0
@@ -35,6 +38,6 @@ def on_streams(
     from tests.fcdp import accelerator
 
     results, tape = accelerator.run(function, world_size, *args, seed=seed)
-    wrong = accelerator.check(tape, range(schedules))
+    wrong = accelerator.check(tape, range(seed, seed + schedules))
     assert wrong is None, wrong
     return results

@@ -18,7 +18,7 @@ import fcdp
 from fcdp.guard import Guard
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
-from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of
+from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of, update
 from tests.ranks import Pools, on_ranks
 from tests.tiers import in_ci
 
@@ -198,9 +198,7 @@ def train_after(name: str) -> tuple[int, str]:
     write(run.model, name, alone=False)
     for passes in range(6):
         try:
-            run.loss().backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            update(run.loss(), run.optimizer)
         except RuntimeError as error:
             return passes, str(error)
     return 6, ""

@@ -209,10 +209,7 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
         handles = [block.unshard(async_op=True) for block in run.model.blocks]  # type: ignore[operator]
         for handle in handles:
             handle.wait()
-        loss = run.loss()
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        training.update(loss := run.loss(), run.optimizer)
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
 

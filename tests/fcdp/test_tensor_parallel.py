@@ -22,7 +22,7 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import said, whole
+from tests.fcdp.training import said, update, whole
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
@@ -156,9 +156,7 @@ def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     first, second = adam(kept), adam(other)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        model(run.input(3, WIDTH, step=number)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model(run.input(3, WIDTH, step=number)).sum(), optimizer)
 
     step(kept, first, 0)
     fcdp.save(kept, first, tmp_path, extra={"step": 1})

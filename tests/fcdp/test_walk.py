@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.walk.drive import Event, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
@@ -69,30 +70,11 @@ def test_every_policy_trains_as_fsdp2_on_every_topology(
         assert failure is None, failure
 
 
-def walk_on_an_accelerator(case: Case, directory: Path) -> str | None:
-    """A difference from FSDP2's there, or a pair that no wait orders."""
-    from tests.fcdp import accelerator
-
-    try:
-        _, tape = accelerator.run(
-            walk_on_rank,
-            case.options.world_size,
-            case.options,
-            case.events,
-            directory,
-            seed=case.seed,
-        )
-    except accelerator.RankFailed as failure:
-        return f"{case}\n{failure}"
-    wrong = accelerator.check(tape, range(case.seed, case.seed + 2))
-    return wrong and f"{case}\n{wrong}"
-
-
 def test_a_walk_on_an_accelerator_equals_that_of_fsdp2(
     apart: Pools, accelerator_seed: int, tmp_path: Path
 ) -> None:
     case = draw_on_an_accelerator(accelerator_seed)
-    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    failure = run(OnStreams(apart, schedules=2, seed=case.seed), case, tmp_path)
     assert failure is None, failure
 
 
@@ -129,10 +111,8 @@ def test_what_was_mended_stays_so(
 ) -> None:
     on_an_accelerator, options, kinds = MENDED[seed_of_old]
     case = Case(seed_of_old, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
-    if on_an_accelerator:
-        (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
-    else:
-        failure = run(ranks, case, tmp_path)
+    streams = OnStreams(apart, schedules=2, seed=seed_of_old)
+    failure = run(streams if on_an_accelerator else ranks, case, tmp_path)
     assert failure is None, failure
 
 

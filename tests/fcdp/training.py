@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -178,23 +179,9 @@ def shard_with_fsdp2(
 
 
 def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    fcdp.shard(
-        model,
-        topology,
-        units=model.blocks,
-        policy=settings.policy,
-        look_ahead=settings.look_ahead,
-        mp_policy=settings.mp_policy,
-        reshard_after_forward=settings.reshard_after_forward,
-        detect_writes=settings.detect_writes,
-        verify=settings.verify,
-        partial_gradients=settings.partial_gradients,
-        poison=settings.poison,
-        gather_codec=settings.gather_codec,
-        reduce_codec=settings.reduce_codec,
-        error_feedback=settings.error_feedback,
-        exchanges=settings.exchanges,
-    )
+    named = inspect.signature(fcdp.shard).parameters
+    options = {name: getattr(settings, name) for name in named if hasattr(settings, name)}
+    fcdp.shard(model, topology, units=model.blocks, **options)
     return model
 
 
@@ -224,10 +211,15 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
     """One step on this loss; returns its value."""
+    update(loss, optimizer)
+    return loss.item()
+
+
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step on this loss, for which the host waits for nothing."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
 
 
 ENGINES: dict[str, Callable[[TinyLM, fcdp.Topology, Settings], TinyLM]] = {

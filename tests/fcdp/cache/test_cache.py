@@ -272,36 +272,33 @@ def test_stale_entries_are_not_fetched_ahead() -> None:
     assert counts == [3, 3], "those that are fresh"
 
 
-PASS: Any = ["a", "b", "c", "b", "a"]
+PASS = "abcba"
+#: Passes one after another: their units, how far ahead is looked, whether they compute gradients,
+#: and what is foreseen at each unit.
+Passes = list[tuple[str, int, bool, list[str]]]
+LEARNT: Passes = [(PASS, 2, True, [""] * 5)]
+FORESEEN = ["bc", "cb", "ba", "a", ""]
+ORDERS: dict[str, Passes] = {
+    "the second is foreseen": [(PASS, 2, True, FORESEEN)],
+    "another way foresees nothing from there": [
+        ("accbab", 2, True, ["bc", "", "ba", "a", "", ""]),
+    ],
+    "nothing gathered erases nothing": [
+        ("", 2, True, []),
+        (PASS, 1, True, ["b", "c", "b", "a", ""]),
+    ],
+    "an evaluation makes no step unknown": [
+        ("abc", 2, False, [""] * 3),
+        (PASS, 2, True, FORESEEN),
+        ("abc", 2, False, ["bc", "c", ""]),
+    ],
+}
 
 
-def passed(order: GatherOrder, units: Any, depth: int = 2, gradients: bool = True) -> list[str]:
-    order.begin(gradients)
-    return ["".join(map(str, order.follow(unit, depth))) for unit in units]
-
-
-def test_the_first_pass_is_learnt_and_the_second_foreseen() -> None:
+@pytest.mark.parametrize("passes", ORDERS.values(), ids=ORDERS)
+def test_a_pass_is_foreseen_as_the_one_before_was(passes: Passes) -> None:
     order = GatherOrder()
-    assert passed(order, PASS) == [""] * 5
-    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
-
-
-def test_a_pass_that_goes_another_way_foresees_nothing_from_there() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    assert passed(order, ["a", "c", "c", "b", "a", "b"]) == ["bc", "", "ba", "a", "", ""]
-
-
-def test_forwards_that_gather_nothing_do_not_erase_what_is_known() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    order.begin(True)
-    assert passed(order, PASS, depth=1) == ["b", "c", "b", "a", ""]
-
-
-def test_an_evaluation_between_steps_makes_no_step_unknown() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    assert passed(order, "abc", gradients=False) == [""] * 3
-    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
-    assert passed(order, "abc", gradients=False) == ["bc", "c", ""]
+    for units, depth, gradients, foreseen in [*LEARNT, *passes]:
+        order.begin(gradients)
+        found = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
+        assert found == foreseen

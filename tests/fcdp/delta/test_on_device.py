@@ -172,9 +172,7 @@ def run_steps(codec: fcdp.Delta | None) -> list[Step]:
             # A part of the model before the others, which then need no sizes any more.
             with torch.no_grad():
                 model.blocks[0](torch.ones(1, 12)) if found else model(batch)
-            training.loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            training.update(training.loss_of(model, batch), optimizer)
         sent = fcdp.ledger(model).bytes["inter_node"]["forward"]
         params = {
             name: param.to_local().detach().cpu().clone()  # type: ignore[attr-defined]

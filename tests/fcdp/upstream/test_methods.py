@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tests.fcdp.training import update
 from tests.fcdp.upstream.models import MLP, mlps
 from tests.fcdp.upstream.running import Run, adam, cases, train
 
@@ -108,9 +109,7 @@ def test_a_forward_method_of_the_root(run: Run, writes: bool) -> None:
         images = run.input(2, 3, 8, 8, step=step)
         loss = model.score(images)
         run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         if writes:
             with torch.no_grad():
                 for param in model.parameters():

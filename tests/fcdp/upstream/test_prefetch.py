@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from tests.fcdp.training import update
 from tests.fcdp.upstream.models import Transformer, mlps
 from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train, train_on_tokens
 
@@ -157,7 +158,5 @@ def test_reset_iter_state_after_an_exception(run: Run) -> None:
             continue
         loss = model(run.input(4, 6, step=step)).sum()
         run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
     run.see_params(model)
