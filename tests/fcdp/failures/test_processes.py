@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp import failure
-from tests.fcdp.failures.made_up import SOON_S
+from tests.fcdp.failures import SOON_S
 
 WORLD_SIZE = 3
 #: The rank that fails, and how. Rank 0 serves the store.

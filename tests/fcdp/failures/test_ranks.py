@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fcdp import failure
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
-from tests.fcdp.failures.made_up import SOON_S
+from tests.fcdp.failures import SOON_S
 from tests.ranks import Pools, on_ranks
 
 

@@ -26,21 +26,15 @@ def own_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def _raise_in_forward(model: TinyLM) -> Callable[[], None]:
-    def hook(module: torch.nn.Module, args: object) -> None:
+def _raise_in(where: str, model: TinyLM) -> Callable[[], None]:
+    """Have a pass raise, until the returned function is called."""
+
+    def hook(module: torch.nn.Module, given: object) -> None:
         raise ValueError("no label")
 
-    return model.blocks[1].register_forward_pre_hook(hook).remove
-
-
-def _raise_in_backward(model: TinyLM) -> Callable[[], None]:
-    def hook(module: torch.nn.Module, gradients: object) -> None:
-        raise ValueError("no label")
-
+    if where == "forward":
+        return model.blocks[1].register_forward_pre_hook(hook).remove
     return model.blocks[0].register_full_backward_pre_hook(hook).remove
-
-
-_FAULTS = {"forward": _raise_in_forward, "backward": _raise_in_backward}
 
 
 def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[list[str], float]:
@@ -54,7 +48,7 @@ def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[li
     try:
         for step in range(5):
             fails = step == 1 and run.topology.rank in failing
-            mend = _FAULTS[where](run.model) if fails else lambda: None
+            mend = _raise_in(where, run.model) if fails else lambda: None
             try:
                 run.step()
                 seen.append("trained")
