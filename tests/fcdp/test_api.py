@@ -49,6 +49,7 @@ def test_bad_input_is_refused() -> None:
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
     twice = "set up on it already, with policy = HostCache() (now NoCache()); must be equal"
     refused(twice, cache, model, topology, fcdp.NoCache())
+    refused("set up on it already", cache, model.blocks[0], topology)
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
     refused("is a DTensor", fcdp.shard, plain, topology, units=plain.blocks)
     hybrid = nn.Linear(4, 4)

@@ -88,17 +88,6 @@ def test_reductions_start_in_order_and_at_most_so_many_are_in_flight() -> None:
     assert exchanges.log == [*starts, "wait c", "wait d"]
 
 
-def added_up(gradient: torch.Tensor) -> list[float]:
-    total = torch.zeros(4)
-    total += gradient
-    return total.tolist()
-
-
-def added_to(gradient: torch.Tensor) -> list[float]:
-    gradient += torch.zeros(4)
-    return gradient.tolist()
-
-
 READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
     "tolist": lambda gradient: gradient.tolist(),
     "numpy": lambda gradient: gradient.numpy().tolist(),
@@ -106,8 +95,8 @@ READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
     "cast": lambda gradient: gradient.to(torch.float64).tolist(),
     "view": lambda gradient: gradient.view(2, 2).flatten().tolist(),
     "item": lambda gradient: [part.item() for part in gradient],
-    "added up": added_up,
-    "added to": added_to,
+    "added up": lambda gradient: torch.zeros(4).add_(gradient).tolist(),
+    "added to": lambda gradient: gradient.add_(torch.zeros(4)).tolist(),
     "foreach": lambda gradient: torch._foreach_add([gradient], 0.0)[0].tolist(),
     "divided by a tensor": lambda gradient: gradient.div_(torch.tensor(1.0)).tolist(),
     "repr": lambda gradient: eval(repr(gradient), {"tensor": lambda values: values}),

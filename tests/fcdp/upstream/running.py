@@ -224,11 +224,16 @@ def train(
     run.see_params(model)
 
 
-def train_on_tokens(run: Run, model: nn.Module) -> None:
+def train_on(run: Run, model: nn.Module, *shape: int) -> None:
+    """Train on inputs of a shape, which differ from step to step."""
+    train(run, model, adam(model), lambda step: model(run.input(*shape, step=step)).sum())
+
+
+def train_on_tokens(run: Run, model: nn.Module, *, steps: int = 4) -> None:
     def loss(step: int) -> torch.Tensor:
         return model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
 
-    train(run, model, adam(model), loss)
+    train(run, model, adam(model), loss, steps=steps)
 
 
 def steps(run: Run, model: nn.Module, number: int = 3) -> Iterator[int]:

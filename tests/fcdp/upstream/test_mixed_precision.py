@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import PAIR, Run, adam, cases, steps, train
+from tests.fcdp.upstream.running import PAIR, Run, cases, steps, train_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: Sums in bf16 depend on their order: on two ranks there is one.
@@ -32,7 +32,7 @@ def test_compute_and_reduce_dtypes(run: Run, param: Any, reduce: Any, reshard: b
         mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
     )
     run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(4, 16, step=step)).sum())
+    train_on(run, model, 4, 16)
 
 
 class Saving(nn.Module):

@@ -12,7 +12,15 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from tests.fcdp.training import update
 from tests.fcdp.upstream.models import Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train, train_on_tokens
+from tests.fcdp.upstream.running import (
+    Run,
+    adam,
+    all_sharded,
+    cases,
+    train,
+    train_on,
+    train_on_tokens,
+)
 
 
 @cases((2, True, False), (1, True, False), (4, True, False), (2, True, True), (2, False, False))
@@ -68,7 +76,7 @@ class Branches(nn.Module):
 def test_unshard_within_forward(run: Run, async_op: bool, reshard: bool) -> None:
     model = Branches(async_op=async_op)
     run.set_up(model, [*model.parts, model], reshard_after_forward=reshard)
-    train(run, model, adam(model), lambda step: model(run.input(3, 6, step=step)).sum())
+    train_on(run, model, 3, 6)
     assert all(isinstance(handle, UnshardHandle) == async_op for handle in model.handles)
 
 
@@ -108,7 +116,7 @@ def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
     model[1].set_modules_to_backward_prefetch([model[2]])
     model[0].set_modules_to_forward_prefetch([model[2]])
     run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+    train_on(run, model, 4, 6)
 
 
 @cases()

@@ -16,7 +16,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.fcdp.training import whole
 from tests.fcdp.upstream.models import MLP, VOCABULARY, Branches, DoubleLinear, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, steps, train, train_on_tokens
+from tests.fcdp.upstream.running import (
+    Run,
+    adam,
+    all_sharded,
+    cases,
+    steps,
+    train,
+    train_on,
+    train_on_tokens,
+)
 
 
 @cases(
@@ -53,7 +62,7 @@ def test_many_groups(run: Run, reshard: bool, async_op: bool, offload: bool) -> 
     if async_op:
         model._set_unshard_async_op(True)
     run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
+    train_on(run, model, 8, 5)
 
 
 @cases()
@@ -123,7 +132,7 @@ class Repeated(nn.Module):
 def test_a_module_is_called_several_times(run: Run, reshard: bool) -> None:
     model = Repeated()
     run.set_up(model, [model.inner, model], reshard_after_forward=reshard)
-    train(run, model, adam(model), lambda step: model(run.input(8, 4, step=step)).sum())
+    train_on(run, model, 8, 4)
 
 
 @cases((True, True), (True, False), (False, True), (False, False))
@@ -156,7 +165,7 @@ def test_an_output_that_the_loss_leaves_out(run: Run, reshard: bool) -> None:
 @cases((True,), (False,))
 def test_a_module_that_never_runs(run: Run, reshard: bool) -> None:
     model = run.set_up(DoubleLinear(24, use_second=False), reshard_after_forward=reshard)
-    train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum())
+    train_on(run, model, 2, 24)
 
 
 @cases()
