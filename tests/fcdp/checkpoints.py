@@ -54,18 +54,29 @@ class Run(training.Run):
         }
 
 
+def trained(directory: Path) -> Run:
+    """A run and its checkpoint, of some length before the run went on."""
+    run = Run()
+    run.train(1)
+    run.save(directory)
+    run.train(1)
+    return run
+
+
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
 
 
-def moments(run: Run) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": value.full_tensor() if key != "step" else value
+def contents(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of all values of model and optimizer."""
+    moments = {
+        f"{name}.{key}": value.full_tensor() if key != "step" else value.clone()
         for name, param in run.model.named_parameters()
         for key, value in run.optimizer.state[param].items()
     }
+    return {**run.params(), **moments}
 
 
 def errors_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fcdp
 from tests.fcdp import training
-from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, moments
+from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, contents
 from tests.fcdp.training import Settings, batches, loss_of, take_step
 from tests.ranks import Pools, on_ranks
 
@@ -44,14 +44,14 @@ def save_trained(settings: Settings, directory: Path) -> dict[str, torch.Tensor]
     run = Run(settings)
     run.train(2)
     run.save(directory)
-    return {**run.params(), **moments(run)}
+    return contents(run)
 
 
 def load_elsewhere(settings: Settings, directory: Path) -> dict[str, torch.Tensor]:
     run = Run(settings, seed=1)
     run.load(directory)
     assert run.position == 2
-    return {**run.params(), **moments(run)}
+    return contents(run)
 
 
 @pytest.mark.parametrize("adapter_rank", [0, 3], ids=["full", "adapters"])

@@ -18,7 +18,10 @@ from fcdp import failure
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures import SOON_S
-from tests.ranks import Pools, on_ranks
+from tests.fcdp.training import Run, Settings, TinyLM
+from tests.ranks import Pools, RankPool, on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("kind", ["receive", "send", "all-reduce"])
@@ -364,3 +367,68 @@ def test_a_connection_that_breaks_is_told_to_all() -> None:
     for message in seen:
         assert "rank 0 could not exchange with another rank" in message, message
         assert "Connection closed by peer" in message, message
+
+
+# Training
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Four ranks that no other test uses afterwards."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def _raise_in(where: str, model: TinyLM) -> Callable[[], None]:
+    """Have a pass raise, until the returned function is called."""
+
+    def hook(module: torch.nn.Module, given: object) -> None:
+        raise ValueError("no label")
+
+    if where == "forward":
+        return model.blocks[1].register_forward_pre_hook(hook).remove
+    return model.blocks[0].register_full_backward_pre_hook(hook).remove
+
+
+def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[list[str], float]:
+    """Five steps, of which the second fails on some ranks, which catch their own error."""
+    torch.manual_seed(0)
+    failure.POLL_S = 0.2
+    done = dist.new_group()  # the pool's own group is among those that a failure breaks
+    run = Run(settings)
+    seen: list[str] = []
+    began = time.monotonic()
+    try:
+        for step in range(5):
+            fails = step == 1 and run.topology.rank in failing
+            mend = _raise_in(where, run.model) if fails else lambda: None
+            try:
+                run.step()
+                seen.append("trained")
+            except ValueError as error:
+                seen.append(str(error))
+                run.optimizer.zero_grad()
+            finally:
+                mend()
+    except RankFailed as error:
+        seen.append(str(error))
+    took = time.monotonic() - began
+    dist.barrier(done)
+    return seen, took
+
+
+@pytest.mark.parametrize(("where", "shape"), [("forward", (2, 2)), ("backward", (4, 1))])
+def test_one_rank_fails(where: str, shape: tuple[int, int], own_ranks: RankPool) -> None:
+    for rank, (seen, took) in enumerate(own_ranks.run(_train, Settings(*shape), where, (3,))):
+        expected = "ValueError: no label" if where == "forward" else "a backward did not end"
+        assert seen[: -1 if rank != 3 else 2] == ["trained", "no label"][: 2 if rank == 3 else 1]
+        assert seen[-1].startswith("rank 3 failed:")
+        assert expected in seen[-1]
+        assert took < 60
+
+
+def test_all_ranks_fail_alike(own_ranks: RankPool) -> None:
+    for where in ("forward", "backward"):
+        for seen, _ in own_ranks.run(_train, Settings(), where, (0, 1, 2, 3)):
+            assert seen == ["trained", "no label", "trained", "trained", "trained"]
