@@ -15,7 +15,7 @@ import torch
 import fcdp
 from fcdp.checkpoint import files
 from tests.fcdp import training
-from tests.fcdp.training import Settings
+from tests.fcdp.training import Settings, params_of
 
 PLAIN = Settings(2, 1)
 
@@ -48,10 +48,7 @@ class Run(training.Run):
             self.position += 1
 
     def params(self) -> dict[str, torch.Tensor]:
-        return {
-            name: param.full_tensor().detach().clone()
-            for name, param in self.model.named_parameters()
-        }
+        return {name: param.clone() for name, param in params_of(self.model).items()}
 
 
 def trained(directory: Path) -> Run:

@@ -27,8 +27,7 @@ def train_compiled(run: Run, model: Transformer, what: str, backend: str = "aot_
 
     if what == "blocks before":
         compile_blocks(model, backend)
-    run.shard(model.units())
-    run.cache(model)
+    run.set_up(model)
     if what == "blocks after":
         compile_blocks(model, backend)
     called: nn.Module = model

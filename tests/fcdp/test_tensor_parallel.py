@@ -22,7 +22,7 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import said, update, whole
+from tests.fcdp.training import params_of, said, update
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
@@ -86,9 +86,7 @@ def trains(run: Run, layout: Layout, how: str) -> None:
     if run.cached and how == "shard":
         model = sharded(layout)
     else:
-        model = parallel_model(layout)
-        run.shard([*model, model])
-        run.cache(model)
+        model = run.set_up(parallel_model(layout))
     train(
         run,
         model,
@@ -139,10 +137,6 @@ def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
         sharded(layout)
         assert topology_of(layout).processes_per_node == TENSOR
     assert dist.get_rank() or "of host memory per node, 2 × (cache" in printed.getvalue()
-
-
-def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(param).detach() for name, param in model.named_parameters()}
 
 
 @on_ranks(4)

@@ -275,7 +275,7 @@ def train(settings: Settings, engine: str) -> Result:
         losses.append(of_step)
     found = [sum(loss.item() for loss in of_step) for of_step in losses]
     found_norms = [norm.item() for norm in norms]
-    params = {name: whole(param).detach() for name, param in model.named_parameters()}
+    params = params_of(model)
     if engine == "fsdp2":
         return Result(found, found_norms, params, None)
     counts = fcdp.ledger(model)
@@ -293,6 +293,11 @@ def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
             yield printed, warned
     finally:
         logging.getLogger("fcdp").removeHandler(handler)
+
+
+def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole ones, by name."""
+    return {name: whole(param).detach() for name, param in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

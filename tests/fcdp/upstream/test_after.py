@@ -19,9 +19,7 @@ from tests.fcdp.upstream.running import Run, adam, cases, train, train_on
 @cases()
 def test_a_parent_is_sharded_after_fcdp(run: Run) -> None:
     """A head is put on a cached body, and sharded with it."""
-    body = mlps(2, 6)
-    run.shard([*body, body])
-    run.cache(body)
+    body = run.set_up(mlps(2, 6))
     torch.manual_seed(7)
     model = nn.Sequential(body, nn.Linear(6, 3))
     run.shard([model])

@@ -47,8 +47,7 @@ def collectives(calls: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
 @cases((True,), (False,), (None,))
 def test_units_are_gathered_and_reduced_as_often(run: Run, reshard: bool | None) -> None:
     """Forward and backward, as built with ``reshard_after_forward``."""
-    model = transformer(run, reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=reshard)
     loss, forward = collectives(lambda: loss_of(run, model))
     _, backward = collectives(loss.backward)
     assert forward == (LAYERS + 1, 0)
@@ -63,8 +62,7 @@ def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int, list[int]
     And how often each unit is gathered again per step, as FCDP planned it.
     """
     run = Run(topology_of(2, 1), cached=True)
-    model = transformer(run, reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=reshard)
     ledger = fcdp.ledger(model)
     loss = loss_of(run, model)
     forward = ledger.misses
@@ -87,8 +85,7 @@ def test_backward_gathers_nothing_across_nodes(
 @cases()
 def test_resharding_by_hand(run: Run) -> None:
     """Built to stay gathered, resharded by hand between forward and backward."""
-    model = transformer(run, reshard_after_forward=False)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=False)
     for step in steps(run, model):
         loss = loss_of(run, model, step)
         for module in model.modules():
@@ -125,8 +122,7 @@ def test_set_reshard_after_forward(
 @cases()
 def test_set_reshard_after_backward(run: Run) -> None:
     """Gathered across micro-batches: the second gathers nothing."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     for step in steps(run, model):
         for micro in range(2):
             model.set_reshard_after_backward(micro == 1)
@@ -181,8 +177,7 @@ SETTINGS = [
 @cases(*(setting for setting in SETTINGS if hasattr(FSDPModule, setting[0])))
 def test_settings_that_change_no_number(run: Run, method: str, argument: Any) -> None:
     """A setting of FSDP2's communication that must change no number."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             getattr(module, method)(argument)
@@ -192,8 +187,7 @@ def test_settings_that_change_no_number(run: Run, method: str, argument: Any) ->
 @cases()
 def test_set_all_reduce_hook(run: Run) -> None:
     """A hook on what is reduced, once per unit and backward."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     seen: list[float] = []
 
     def halve(reduced: torch.Tensor) -> None:

@@ -25,13 +25,8 @@ ON_TWO = [PAIR]
     shapes=ON_TWO,
 )
 def test_compute_and_reduce_dtypes(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
-    model = mlps(3, 16)
-    run.shard(
-        [*model, model],
-        reshard_after_forward=reshard,
-        mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
-    )
-    run.cache(model)
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    model = run.set_up(mlps(3, 16), reshard_after_forward=reshard, mp_policy=policy)
     train_on(run, model, 4, 16)
 
 

@@ -35,12 +35,7 @@ def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool
     def place(param: nn.Parameter) -> Shard:
         return Shard(param.shape.index(max(param.shape)))
 
-    run.shard(
-        [*model, model],
-        reshard_after_forward=reshard,
-        shard_placement_fn=place if largest else None,
-    )
-    run.cache(model)
+    run.set_up(model, reshard_after_forward=reshard, shard_placement_fn=place if largest else None)
     x = run.input(2, dim)
     before = model.state_dict()
     for name, param in model.named_parameters():
