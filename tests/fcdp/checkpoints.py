@@ -21,8 +21,6 @@ PLAIN = Settings(2, 1)
 
 
 class Run(training.Run):
-    """A training that knows its step."""
-
     def __init__(self, settings: Settings = PLAIN, seed: int = 0) -> None:
         """With other parameters than those of seed 0, if one is given."""
         super().__init__(settings)

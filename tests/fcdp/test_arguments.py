@@ -84,7 +84,6 @@ def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> Non
 
 
 def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
-    """What set-up prints, and what it warns of."""
     with said() as (printed, warned):
         fcdp.shard(make_model(SETTINGS), topology_of(nodes, ranks_per_node), **arguments)
     return printed.getvalue(), warned.getvalue()

@@ -28,8 +28,6 @@ NO_GROUP: Any = None
 
 
 class Weight:
-    """A sharded parameter."""
-
     def __init__(self) -> None:
         self.grad: Any = None
         self.requires_grad = True

@@ -66,7 +66,6 @@ ROUNDED = {"mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
 
 
 def train(name: str, settings: Settings, directory: Path, engine: str) -> training.Result:
-    """Train on one rank, as the name says."""
     if name.startswith("disk"):
         settings = replace(settings, policy=fcdp.DiskCache(directory))
     return training.train(settings, engine)

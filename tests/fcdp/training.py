@@ -31,8 +31,6 @@ LENGTH = 7
 
 
 class Adapter(nn.Module):
-    """A low-rank update, as LoRA adds it."""
-
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, rank, bias=False)
@@ -210,7 +208,6 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
-    """One step on this loss; returns its value."""
     update(loss, optimizer)
     return loss.item()
 
@@ -249,7 +246,6 @@ class Run:
 
 
 def train(settings: Settings, engine: str) -> Result:
-    """Train on this rank with an engine of ``ENGINES``."""
     run = Run(settings, engine)
     model, optimizer, data = run.model, run.optimizer, run.data
     # Read at the end: on an accelerator the host runs ahead.

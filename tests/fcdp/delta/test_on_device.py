@@ -140,8 +140,6 @@ RAW = Settings(steps=5, optimizer="sgd", param_dtype=torch.bfloat16, detect_writ
 
 
 class Step(NamedTuple):
-    """One rank's doings in one step."""
-
     #: The functions of the library in which the host waited for the device.
     waits: list[str]
     sent: int

@@ -37,8 +37,6 @@ class Backend:
 
 
 class Group:
-    """A group of two ranks."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._device_types = [torch.device("cuda")]
@@ -51,7 +49,6 @@ class Group:
 
 
 def over_nccl(name: str = "a") -> tuple[Failures, Backend]:
-    """Failures of this rank over a group of NCCL, and the group's backend."""
     backend = Backend("nccl")
     group: Any = Group(backend)
     return Failures(name, [group]), backend
@@ -213,7 +210,6 @@ class _Fails(nn.Module):
 
 
 def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
-    """Announcement that a forward of ``x`` makes."""
     module = _Fails()
     module.register_forward_pre_hook(lambda module, args: failures.begins())
     module.register_forward_hook(

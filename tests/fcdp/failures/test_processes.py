@@ -52,7 +52,6 @@ def train(rank: int, port: int, failing: int, how: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """As many different ones."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [each.getsockname()[1] for each in taken]
     for each in taken:

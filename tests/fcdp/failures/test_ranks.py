@@ -113,7 +113,6 @@ def polling_often() -> Iterator[None]:
 
 
 def ended(act: Act, every: Exchanges) -> str:
-    """The error that ends ``act`` in another's stead, if it ends soon."""
     began = time.monotonic()
     try:
         act(every)
@@ -381,8 +380,6 @@ def own_ranks() -> Iterator[RankPool]:
 
 
 def _raise_in(where: str, model: TinyLM) -> Callable[[], None]:
-    """Have a pass raise, until the returned function is called."""
-
     def hook(module: torch.nn.Module, given: object) -> None:
         raise ValueError("no label")
 

@@ -55,8 +55,6 @@ def equal(actual: Any, expected: dict[str, torch.Tensor]) -> None:
 
 
 class Run(training.Run):
-    """A training whose rank publishes its model."""
-
     def __init__(
         self, settings: Settings, place: Any, options: dict[str, Any], rate: float = 1e-6
     ) -> None:

@@ -225,7 +225,6 @@ def train(
 
 
 def train_on(run: Run, model: nn.Module, *shape: int) -> None:
-    """Train on inputs of a shape, which differ from step to step."""
     train(run, model, adam(model), lambda step: model(run.input(*shape, step=step)).sum())
 
 

@@ -83,7 +83,6 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
 
 @cases()
 def test_evaluation_between_micro_batches(run: Run) -> None:
-    """A forward without gradients, between micro-batches that are not reduced."""
     model = run.set_up(mlps(2, 5))
     for step in steps(run, model):
         for micro in range(2):
@@ -95,7 +94,6 @@ def test_evaluation_between_micro_batches(run: Run) -> None:
 
 @cases(("every",), ("no_sync",))
 def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
-    """A unit that an early micro-batch uses and the last does not."""
     model = run.set_up(Branches(6))
     for step in steps(run, model):
         for micro in range(2):

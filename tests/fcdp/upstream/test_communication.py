@@ -176,7 +176,6 @@ SETTINGS = [
 
 @cases(*(setting for setting in SETTINGS if hasattr(FSDPModule, setting[0])))
 def test_settings_that_change_no_number(run: Run, method: str, argument: Any) -> None:
-    """A setting of FSDP2's communication that must change no number."""
     model = run.set_up(Transformer(LAYERS))
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -55,7 +55,6 @@ def test_hooks_on_gradients(run: Run, when: str) -> None:
 
 @cases((True,), (False,))
 def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
-    """Each parameter is stepped in backward, as soon as its gradient is there."""
     model = run.set_up(mlps(3, 4), reshard_after_forward=reshard)
     optimizers = {
         param: torch.optim.AdamW([param], lr=0.05, eps=1e-3) for param in model.parameters()

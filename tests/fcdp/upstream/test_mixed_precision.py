@@ -50,7 +50,6 @@ class Saving(nn.Module):
     (True, FP16, None), (False, FP32, None), (True, FP32, BF16), (True, FP16, FP32), shapes=ON_TWO
 )
 def test_each_module_casts_for_itself(run: Run, root_casts: bool, second: Any, output: Any) -> None:
-    """Each module casts its inputs to its own dtype, unless told not to."""
     model = Saving()
     run.shard([model.first], mp_policy=MixedPrecisionPolicy(BF16))
     run.shard([model.second], mp_policy=MixedPrecisionPolicy(second, output_dtype=output))

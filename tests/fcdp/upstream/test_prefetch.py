@@ -95,7 +95,6 @@ def test_unshard_before_forward(run: Run, async_op: bool) -> None:
 
 @cases()
 def test_unshard_before_the_first_forward(run: Run) -> None:
-    """Before the root has ever run forward."""
     model = mlps(2, 6)
     reference = copy.deepcopy(model)
     run.set_up(model)
@@ -147,7 +146,6 @@ def test_set_unshard_in_backward(run: Run) -> None:
 )
 @cases()
 def test_reset_iter_state_after_an_exception(run: Run) -> None:
-    """After ``reset_iter_state`` training goes on where a forward raised."""
     model = run.set_up(mlps(3, 6))
     armed = [False]
 

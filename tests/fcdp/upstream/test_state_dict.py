@@ -60,7 +60,6 @@ def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool
 
 @cases()
 def test_a_state_dict_that_is_kept(run: Run) -> None:
-    """One state dict, taken before training, follows the parameters."""
     torch.manual_seed(42)
     model = nn.Linear(4, 4, bias=False)
     run.set_up(model, [model], reshard_after_forward=True)
@@ -179,7 +178,6 @@ def load_nothing(model: nn.Module) -> None:
 
 @cases()
 def test_a_load_that_is_refused(run: Run) -> None:
-    """A load that is refused leaves the model and its cache usable."""
     model = run.set_up(mlps(2, 6))
     x = run.input(4, 6)
     for step in range(2):

@@ -103,7 +103,6 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
 
 @cases()
 def test_a_submodule_runs_forward_and_backward_by_itself(run: Run) -> None:
-    """Forwards and backwards of sub-modules, beside those of the root."""
     model = run.set_up(mlps(3, 8))
     for step in steps(run, model, 4):
         x = run.input(2, 8, step=step)
@@ -117,8 +116,6 @@ def test_a_submodule_runs_forward_and_backward_by_itself(run: Run) -> None:
 
 
 class Repeated(nn.Module):
-    """Calls its inner module several times per forward."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(42)
@@ -371,7 +368,6 @@ def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
 
 @cases()
 def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
-    """The head stays gathered while its chunks run, and is resharded by hand afterwards."""
     model = Chunked(tie=False)
     run.set_up(model, model.groups(tie=False))
     for step in steps(run, model):

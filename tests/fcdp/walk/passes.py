@@ -32,7 +32,6 @@ def last(walk: Walk) -> None:
 
 
 def accumulate(walk: Walk) -> None:
-    """A whole step of several micro-batches."""
     for _ in range(walk.random.randint(1, 3)):
         walk.backward("waits")
     walk.backward("last")
@@ -144,7 +143,6 @@ def forward_only(walk: Walk) -> None:
 
 
 def two_forwards(walk: Walk) -> None:
-    """Two forwards before one backward of both."""
     if walk.waiting:
         return
     first, second = walk.tokens(), walk.tokens()

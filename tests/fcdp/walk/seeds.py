@@ -139,7 +139,6 @@ def draw_on_an_accelerator(seed: int) -> Case:
 
 
 def run(ranks: Pools, case: Case, directory: Path) -> str | None:
-    """Walk; what went wrong, and where."""
     directory.mkdir(parents=True, exist_ok=True)
     world_size = case.options.world_size
     try:
