@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     wider.blocks[1].down = nn.Linear(14, WIDTH)
     shard_with_fcdp(wider, run.topology, PLAIN)
     shapes = "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)"
-    refused(shapes, fcdp.load, wider, make_optimizer(wider, PLAIN), tmp_path)
+    refused(shapes, fcdp.load, wider, make_optimizer(wider), tmp_path)
     grouped = torch.optim.AdamW([{"params": list(block.parameters())} for block in model.blocks])
     refused("has 1 parameter groups; must be 2", fcdp.load, model, grouped, tmp_path)
     fewer = torch.optim.AdamW(model.blocks.parameters())
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused("not the model's", fcdp.save, model, foreign, tmp_path)
     extra, of_rank_0 = (make_model, "extra") if first else (None, "rank 0: extra")
     refused(of_rank_0, fcdp.save, model, run.optimizer, tmp_path, extra=extra)
-    odd = make_optimizer(model, PLAIN)
+    odd = make_optimizer(model)
     odd.state[next(model.parameters())] = {"rows": torch.zeros(5)}
     refused("state 'rows' of embedding.weight", fcdp.save, model, odd, tmp_path)
     assert_equal(run.params(), before)

@@ -160,7 +160,7 @@ class SavesItself(TinyLM):
 def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) -> None:
     """From rank 0, and no other: what its ``state_dict`` has."""
     torch.manual_seed(0)
-    plain = SavesItself(0, checkpointing=False)
+    plain = SavesItself(0)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     topology = topology_of(2, 2)
     model: Any = shard_with_fcdp(plain, topology, Settings(2, 2))

@@ -7,7 +7,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
@@ -62,22 +61,18 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Tied embeddings."""
 
-    def __init__(self, adapter_rank: int, checkpointing: bool) -> None:
+    def __init__(self, adapter_rank: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.checkpointing:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
@@ -90,11 +85,9 @@ class Settings:
     #: Of both adapters a block; 0: none. On 2 × 2 those of rank 1 are small enough to share one
     #: unit, those of rank 3 are not.
     adapter_rank: int = 0
-    checkpointing: bool = False
     accumulation: int = 1
     steps: int = 4
     clip: float | None = None
-    optimizer: str = "adamw"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
@@ -142,7 +135,7 @@ def _topology_of(world: Any, nodes: int, ranks_per_node: int) -> fcdp.Topology:
 
 def make_model(settings: Settings) -> TinyLM:
     torch.manual_seed(0)
-    model = TinyLM(settings.adapter_rank, settings.checkpointing)
+    model = TinyLM(settings.adapter_rank)
     if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
@@ -183,10 +176,6 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
     return model
 
 
-def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    return shard_with_fcdp(model, topology, replace(settings, policy=fcdp.NoCache()))
-
-
 def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
     """Shard by the calls for FSDP2, as where another trainer makes them.
 
@@ -198,10 +187,8 @@ def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Setti
         return shard_with_fsdp2(model, topology, settings, owner.fully_shard)
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=0.3)
     # A large rate makes a stale parameter show at once; a large epsilon keeps the update from
     # turning rounding noise in tiny gradients into full steps.
     return torch.optim.AdamW(params, lr=0.03, eps=1e-3)
@@ -222,7 +209,6 @@ def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
 ENGINES: dict[str, Callable[[TinyLM, fcdp.Topology, Settings], TinyLM]] = {
     "fsdp2": shard_with_fsdp2,
     "fcdp": shard_with_fcdp,
-    "uncached": shard_with_fcdp_uncached,
     "takeover": take_over_from_fsdp2,
 }
 
@@ -233,7 +219,7 @@ class Run:
     def __init__(self, settings: Settings, engine: str = "fcdp") -> None:
         self.topology = topology_of(settings.nodes, settings.ranks_per_node)
         self.model = ENGINES[engine](make_model(settings), self.topology, settings)
-        self.optimizer = make_optimizer(self.model, settings)
+        self.optimizer = make_optimizer(self.model)
         self.data = batches(settings, self.topology.rank)
 
     def loss(self) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_on_a_gpu_nobody_waits(change: float) -> None:
     assert torch.equal(row.view(torch.int16), new.view(torch.int16))  # a NaN equals nothing
 
 
-RAW = Settings(steps=5, optimizer="sgd", param_dtype=torch.bfloat16, detect_writes=False)
+RAW = Settings(steps=5, param_dtype=torch.bfloat16, detect_writes=False)
 
 
 class Step(NamedTuple):
