@@ -28,9 +28,6 @@ SCHEDULES, MANY_SCHEDULES = 8, 80
 LORA = Settings(adapter_rank=3, steps=3)
 SMALL = Settings(steps=2)
 
-
-THREE: dict[str, Any] = {"nodes": 3, "ranks_per_node": 1}
-
 #: Trainings, by name. Shapes are 2 × 2 unless said otherwise.
 TRAININGS: dict[str, Settings] = {
     "none": replace(SMALL, policy=fcdp.NoCache()),
@@ -48,7 +45,7 @@ TRAININGS: dict[str, Settings] = {
         steps=5, gather_codec=fcdp.Delta(), events={2: "eval", 3: "write"}, accumulation=2
     ),
     "differences, poisoned": Settings(
-        **THREE, steps=3, poison=True, look_ahead=0, verify=True, gather_codec=fcdp.Delta()
+        3, 1, steps=3, poison=True, look_ahead=0, verify=True, gather_codec=fcdp.Delta()
     ),
     "disk, differences": Settings(steps=3, gather_codec=fcdp.Delta()),
     "device, differences": Settings(

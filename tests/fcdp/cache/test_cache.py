@@ -171,11 +171,6 @@ def test_auto_moves_entries_to_the_device_and_back() -> None:
     assert found == ["host", "host", "device", "host", "host"], found
 
 
-def train_on_host() -> list[float]:
-    run = Run(Settings(2, 1, adapter_rank=3))
-    return [run.step() for _ in range(4)]
-
-
 def breaking(what: str, step: int) -> ExitStack:
     """Have this rank keep nothing in memory, or have its disk fail in mid-run."""
     stack = ExitStack()
@@ -204,9 +199,10 @@ def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, 
 def test_what_one_rank_cannot_keep_costs_gathers_and_nothing_else(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    expected, disk = ranks.run(2, train_on_host), fcdp.DiskCache(tmp_path)
-    healthy = ranks.run(2, train_where, "", disk)
-    assert [losses for losses, _, _ in healthy] == expected
+    disk = fcdp.DiskCache(tmp_path)
+    on_host, healthy = (ranks.run(2, train_where, "", each) for each in (fcdp.HostCache(), disk))
+    assert healthy == on_host
+    expected = [losses for losses, _, _ in on_host]
     for what, policy in (
         ("memory", fcdp.DeviceCache()),
         ("memory", fcdp.Budget(device=10**9)),

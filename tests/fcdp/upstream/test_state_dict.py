@@ -171,11 +171,6 @@ def test_parts_of_a_state_dict(run: Run, assign: bool) -> None:
     run.see_params(model)
 
 
-def load_nothing(model: nn.Module) -> None:
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
-
-
 @cases()
 def test_a_load_that_is_refused(run: Run) -> None:
     model = run.set_up(mlps(2, 6))
@@ -183,6 +178,7 @@ def test_a_load_that_is_refused(run: Run) -> None:
     for step in range(2):
         output = model(x)
         run.see(f"output {step}", output)
-        load_nothing(model)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
         output.sum().backward()
     run.see_gradients(model)
