@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -116,7 +117,8 @@ def cases(
         )
         def test(ranks: Pools, shape: tuple[int, int]) -> None:
             every = shape == first and not ranks.samples
-            check(ranks, shape, case, (variants or ((),))[: None if every else 1])
+            some = (variants or ((),))[: None if every else 1]
+            ranks.run(math.prod(shape), sees_the_same, *shape, case.__module__, case.__name__, some)
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
         test.case = case  # type: ignore[attr-defined]
@@ -125,45 +127,28 @@ def cases(
     return decorate
 
 
-def check(
-    ranks: Pools, shape: tuple[int, int], case: Case, variants: Sequence[tuple[Any, ...]]
-) -> None:
-    """Fail where the case sees something else with FCDP than without."""
-    nodes, ranks_per_node = shape
-    found = ranks.run(
-        nodes * ranks_per_node, differing, *shape, case.__module__, case.__name__, variants
-    )
-    assert not any(found), "\n".join(
-        f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts
-    )
-
-
-def differing(
+def sees_the_same(
     nodes: int, ranks_per_node: int, module: str, name: str, variants: Sequence[tuple[Any, ...]]
-) -> list[str]:
-    """Where a case, found by its test's name, sees something else on this rank."""
+) -> None:
+    """Fail where a case, found by its test's name, sees something else with FCDP than without."""
     case, topology = getattr(import_module(module), name).case, topology_of(nodes, ranks_per_node)
-    return [
-        f"{nodes} × {ranks_per_node}, {variant}: {text}"
-        for variant in variants
-        for text in both(topology, case, variant)
-    ]
+    found = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
+    assert not found, "\n".join(found)
 
 
 def both(topology: fcdp.Topology, case: Case, args: Sequence[Any]) -> list[str]:
     """Run ``case`` without and with FCDP; return where the two differ."""
     plain, cached = Run(topology, cached=False), Run(topology, cached=True)
-    with default_dtype(torch.float32 if sums_alike(topology) else torch.float64):
+    # Two summands have one order; with more, gloo's ring and the hierarchy differ.
+    dtype, tolerance = (
+        (torch.float32, EXACT) if topology.world_size <= 2 else (torch.float64, CLOSE)
+    )
+    with default_dtype(dtype):
         case(plain, *args)
         assert plain.seen, "the case looked at nothing"
         case(cached, *args)
         cached.check_gathers()
-    return differences(plain.seen, cached.seen, EXACT if sums_alike(topology) else CLOSE)
-
-
-def sums_alike(topology: fcdp.Topology) -> bool:
-    """Two summands have one order; with more, gloo's ring and the hierarchy differ."""
-    return topology.world_size <= 2
+    return differences(plain.seen, cached.seen, tolerance)
 
 
 #: The default before, once per rank of this process that has another.
