@@ -42,11 +42,6 @@ def test_ranks_are_numbered_node_by_node() -> None:
     assert inter == [local_rank, 3 + local_rank]
 
 
-def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
-    names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
-    return {name: getattr(topology, name) for name in names}
-
-
 @on_ranks(4)
 def test_on_the_cpu_no_group_is_made_twice_and_all_wait_as_long_as_that_of_the_world() -> None:
     topology = topology_of(2, 2)
@@ -78,7 +73,8 @@ def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() ->
     before = len(dist.distributed_c10d._world.pg_names)
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
-    groups = groups_of(topology)
+    names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
+    groups = {name: getattr(topology, name) for name in names}
     assert len({id(group) for group in groups.values()}) == 6
     assert len(dist.distributed_c10d._world.pg_names) == before + 6
     for name, group in groups.items():

@@ -34,11 +34,6 @@ def tiers(run: Run) -> dict[str, str | None]:
     return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
 
 
-def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
-    model = make_model(Settings())
-    fcdp.shard(model, topology_of(nodes, ranks_per_node), units=model.blocks, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -50,14 +45,15 @@ def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None
 @on_ranks(2)
 def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any], part: str) -> None:
     """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
-    short = topology_of(2, 1).rank == 1
+    model, topology = make_model(Settings()), topology_of(2, 1)
+    short = topology.rank == 1
     free = 100 if short else 2**40
     with (
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=free),
         mock.patch.object(Arena, "__init__", autospec=True) as arena,
         pytest.raises((ValueError, RuntimeError), match="host memory are free") as error,
     ):
-        shard_tiny(2, 1, options)
+        fcdp.shard(model, topology, units=model.blocks, **options)
     assert (part if short else "host memory: rank 1: fcdp: ") in str(error.value), error.value
     assert arena.call_count == 0
 
