@@ -29,7 +29,8 @@ def gathered(model: TinyLM) -> dict[str, torch.Tensor]:
 
 
 def follows_fsdp2(settings: Settings, name: str) -> None:
-    codec, found = CODECS[name], []
+    codec = CODECS[name]
+    found: list[Any] = []
     for policy in (fcdp.HostCache(), fcdp.NoCache()):
         run = Run(replace(settings, policy=policy))
         losses = [run.step() for _ in range(STEPS)]

@@ -61,11 +61,12 @@ _ACCELERATOR_SHAPES = [(2, 2), (3, 2), (2, 1)]
 
 #: Events by kind: the public functions of the modules that have them, and variants of one.
 HANDLERS: dict[str, Handler] = {
-    name: function
-    for module in (passes, writes, storage)
-    for name, function in inspect.getmembers(module, inspect.isfunction)
-    if function.__module__ == module.__name__ and not name.startswith("_")
-} | {
+    **{
+        name: function
+        for module in (passes, writes, storage)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    },
     "backward": lambda walk: walk.backward("plain"),
     "micro": lambda walk: walk.backward("waits"),
     "last": lambda walk: walk.backward("last"),
