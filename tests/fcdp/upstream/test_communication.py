@@ -169,7 +169,6 @@ SETTINGS = [
     ("set_reduce_scatter_max_input_buffers", 3),
     ("set_reduce_scatter_unused_params", True),
     ("set_force_sum_reduction_for_comms", True),
-    ("set_force_sum_reduction_for_comms", False),  # FCDP asks for sums on the CPU
     ("set_requires_all_reduce", False),
 ]
 
@@ -181,6 +180,12 @@ def test_settings_that_change_no_number(run: Run, method: str, argument: Any) ->
         if isinstance(module, FSDPModule):
             getattr(module, method)(argument)
     train_on_tokens(run, model, steps=3)
+
+
+@cases()
+def test_sums_are_no_longer_forced(run: Run) -> None:
+    """FCDP asks for sums on the CPU; taking that back must be harmless or an error."""
+    test_settings_that_change_no_number.case(run, "set_force_sum_reduction_for_comms", False)  # type: ignore[attr-defined]
 
 
 @cases()

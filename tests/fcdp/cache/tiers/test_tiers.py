@@ -175,7 +175,7 @@ def entries(count: int) -> list[Any]:
 
 
 def full_of(value: float) -> Slice:
-    return slice_of(torch.full((2, 2048), value))
+    return slice_of(torch.full((2, 2048), float(value)))
 
 
 def holds(tier: Any, unit: Any, value: float) -> bool:
