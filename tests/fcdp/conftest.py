@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,12 @@ def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
     return OnStreams(
         request.getfixturevalue("apart"), samples=not request.config.getoption("--exhaustive")
     )
+
+
+@pytest.fixture
+def kept(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
+    """The folder of ``--keep``, if given: a trace that is written there outlives the test."""
+    return Path(pytestconfig.getoption("--keep") or tmp_path).absolute()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
