@@ -67,7 +67,9 @@ def test_forwards_of_all_micro_batches_before_their_backwards(
 def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
     """Compute in bf16, accumulation and reduction in fp32."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = run.set_up(mlps(3, 8).to(torch.float32), reshard_after_forward=reshard, mp_policy=policy)
+    model = run.set_up(
+        mlps(3, 8).to(torch.float32), reshard_after_forward=reshard, mp_policy=policy
+    )
     for step in steps(run, model):
         for micro in range(4):
             model.set_requires_gradient_sync(micro == 3)
