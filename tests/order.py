@@ -17,6 +17,7 @@ SECONDS: Mapping[str, float] = {
     "tests/experiments/clusters/test_ssh.py": 110,
     "tests/experiments/worker/test_worker.py": 95,
     "tests/fcdp/test_walk.py": 95,
+    "tests/fcdp/test_streams.py": 85,
     "tests/experiments/test_pins.py": 85,
     "tests/experiments/clusters/test_rented.py": 70,
 }

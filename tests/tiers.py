@@ -105,6 +105,11 @@ def _highest(tiers: Iterable[str | None]) -> str:
     return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
+def in_ci(*values: Any) -> Any:
+    """Values of a parametrized test with which it is CI's."""
+    return pytest.param(*values, marks=pytest.mark.system)
+
+
 def install(config: pytest.Config) -> None:
     """Register the tiers' markers, and what marks and watches tests."""
     for tier, has in TIERS.items():

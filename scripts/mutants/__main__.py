@@ -37,7 +37,7 @@ from scripts.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 #: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
-_LIMITS = {"unit": 60.0, "ranks": 400.0}
+_LIMITS = {"unit": 60.0, "ranks": 400.0, "system": 400.0}
 #: How many tests that caught a mutant's neighbours are tried before all of its file.
 _NEIGHBOURS = 6
 #: Modules that the tests import beside this repository's own, once for all mutants.
@@ -109,7 +109,7 @@ def _try(
     numba.njit(lambda values: values[0])(np.zeros(1))  # the first loop takes seconds more
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    tiers = ("unit",) if given.unit else ("unit", "ranks")
+    tiers = ("unit",) if given.unit else ("unit", "ranks", "system")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
         settings = (Path(folder), tiers, record.catchers(ROOT), ends)

@@ -15,14 +15,12 @@ import torch
 import fcdp
 from fcdp.checkpoint import files
 from tests.fcdp import training
-from tests.fcdp.training import Settings
+from tests.fcdp.training import Settings, params_of
 
 PLAIN = Settings(2, 1)
 
 
 class Run(training.Run):
-    """A training that knows its step."""
-
     def __init__(self, settings: Settings = PLAIN, seed: int = 0) -> None:
         """With other parameters than those of seed 0, if one is given."""
         super().__init__(settings)
@@ -48,10 +46,16 @@ class Run(training.Run):
             self.position += 1
 
     def params(self) -> dict[str, torch.Tensor]:
-        return {
-            name: param.full_tensor().detach().clone()
-            for name, param in self.model.named_parameters()
-        }
+        return {name: param.clone() for name, param in params_of(self.model).items()}
+
+
+def trained(directory: Path) -> Run:
+    """A run and its checkpoint, of some length before the run went on."""
+    run = Run()
+    run.train(1)
+    run.save(directory)
+    run.train(1)
+    return run
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -60,12 +64,14 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(actual[name], value), name
 
 
-def moments(run: Run) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": value.full_tensor() if key != "step" else value
+def contents(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of all values of model and optimizer."""
+    moments = {
+        f"{name}.{key}": value.full_tensor() if key != "step" else value.clone()
         for name, param in run.model.named_parameters()
         for key, value in run.optimizer.state[param].items()
     }
+    return {**run.params(), **moments}
 
 
 def errors_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from tests.fcdp.on_streams import OnStreams
 from tests.ranks import Pools
 
-#: Files whose tests run on the accelerator, too: the first of each file, all with ``--exhaustive``.
+#: Files whose tests run on the accelerator, too: in CI the first of each file, with
+#: ``--exhaustive`` all.
 ALSO = ("upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
@@ -50,11 +52,17 @@ def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
     )
 
 
+@pytest.fixture
+def kept(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
+    """The folder of ``--keep``, if given: a trace that is written there outlives the test."""
+    return Path(pytestconfig.getoption("--keep") or tmp_path).absolute()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     file = metafunc.module.__name__.removeprefix("tests.fcdp.")
     if "ranks" in metafunc.fixturenames and file.startswith(ALSO):
         why = NOT_THERE.get(metafunc.function.__name__)
-        marks = [pytest.mark.skip(why)] if why else []
+        marks = [pytest.mark.system, *([pytest.mark.skip(why)] if why else [])]
         there = pytest.param("accelerator", id="accelerator", marks=marks)
         cpu = pytest.param("cpu", id=pytest.HIDDEN_PARAM)
         metafunc.parametrize("ranks", [cpu, there], indirect=True)
@@ -62,16 +70,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one test of each file on the accelerator, unless all are wanted."""
+    """Keep one test of each file on the accelerator, of any shape, unless all are wanted."""
     if config.getoption("--exhaustive"):
         return
     there = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and "accelerator" in _params(item).values():
             there[item.path].append(item)
-    left_out = [item for of_file in there.values() for item in of_file[1:]]
+    left_out = [
+        item
+        for first, *others in there.values()
+        for item in others
+        if _but_shape(item) != _but_shape(first)
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _but_shape(item: pytest.Function) -> tuple[str, dict[str, Any]]:
+    params = {name: value for name, value in _params(item).items() if name != "shape"}
+    return item.originalname, params
 
 
 def _params(item: pytest.Function) -> dict[str, Any]:

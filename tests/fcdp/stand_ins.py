@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,23 +41,19 @@ CPU = torch.device("cpu")
 STREAMS = Streams(CPU)
 
 
-@dataclass(frozen=True)
 class Place:
-    nodes: int
-    node: int
-    ranks_per_node: int = 1
-    local_rank: int = 0
-    rank: int = 0
-    #: What process groups would be.
-    intra: str = "intra"
-    inter: str = "inter"
-    reduce_intra: str = "intra of reductions"
-    reduce_inter: str = "inter of reductions"
-    failures: NoFailures = field(default_factory=NoFailures)
+    """A rank's place; its process groups, or what stands for them."""
 
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
+    def __init__(
+        self, nodes: int, node: int, ranks_per_node: int = 1, local_rank: int = 0, **groups: Any
+    ) -> None:
+        self.nodes, self.node = nodes, node
+        self.ranks_per_node, self.local_rank = ranks_per_node, local_rank
+        self.world_size = nodes * ranks_per_node
+        self.rank = node * ranks_per_node + local_rank
+        self.failures = NoFailures()
+        stand_ins = {"reduce_intra": "intra of reductions", "reduce_inter": "inter of reductions"}
+        vars(self).update({"intra": "intra", "inter": "inter", **stand_ins, **groups})
 
 
 @dataclass(eq=False)
@@ -95,18 +90,7 @@ def on_threads(nodes: int, ranks_per_node: int, act: Callable[[Any], Any]) -> li
         for kind in ("", "reduce_", "control_"):
             groups[f"{kind}intra"] = group(f"{kind}intra {node}", local_rank, ranks_per_node)
             groups[f"{kind}inter"] = group(f"{kind}inter {local_rank}", node, nodes)
-        return act(
-            SimpleNamespace(
-                nodes=nodes,
-                ranks_per_node=ranks_per_node,
-                world_size=nodes * ranks_per_node,
-                node=node,
-                local_rank=local_rank,
-                rank=rank,
-                failures=NoFailures(),
-                **groups,
-            )
-        )
+        return act(Place(nodes, node, ranks_per_node, local_rank, **groups))
 
     with ThreadPoolExecutor(nodes * ranks_per_node) as pool:
         return [*pool.map(call, range(nodes * ranks_per_node))]

@@ -29,22 +29,22 @@ def memory_used_anew(on: Any, waits: bool) -> list[float]:
     return (doubled + overwritten).tolist()
 
 
-def host_reads(on: Any, waits: bool) -> list[float]:
+def landed(on: Any, waits: bool) -> torch.Tensor:
     """A copy to the host that the host is told not to wait for."""
     landing = torch.zeros(4, device="cpu")
     landing.copy_(torch.ones(4), non_blocking=True)
     if waits:
-        on.here().current.record_event().synchronize()
-    return landing.tolist()
+        on.here().current.synchronize()
+    return landing
+
+
+def host_reads(on: Any, waits: bool) -> list[float]:
+    return landed(on, waits).tolist()
 
 
 def hosts_sum_up(on: Any, waits: bool) -> list[float]:
     """The host changes in place what a copy has brought it, and a collective of hosts sums it."""
-    landing = torch.zeros(4, device="cpu")
-    landing.copy_(torch.ones(4), non_blocking=True)
-    if waits:
-        on.here().current.synchronize()
-    dist.all_reduce(landing.add_(1))
+    dist.all_reduce(landing := landed(on, waits).add_(1))
     return landing.tolist()
 
 
@@ -52,11 +52,7 @@ def checksum_of_the_host(on: Any, waits: bool) -> list[float]:
     """Memory that is read by its address."""
     from fcdp.checksum import checksum
 
-    landing = torch.zeros(1, device="cpu")
-    landing.copy_(torch.ones(1), non_blocking=True)
-    if waits:
-        on.here().current.synchronize()
-    return [float(checksum(landing))]
+    return [float(checksum(landed(on, waits)))]
 
 
 def own_part_of_a_gather(on: Any, waits: bool) -> list[float]:
@@ -91,7 +87,10 @@ CASES: dict[str, tuple[Callable[[Any, bool], list[float]], list[float]]] = {
         (memory_used_anew, [2.0] * 4),
         (host_reads, [1.0] * 4),
         (hosts_sum_up, [4.0] * 4),
-        (checksum_of_the_host, [float(xxhash.xxh3_64_intdigest(struct.pack("f", 1.0)) >> 1)]),
+        (
+            checksum_of_the_host,
+            [float(xxhash.xxh3_64_intdigest(struct.pack("4f", *[1.0] * 4)) >> 1)],
+        ),
         (own_part_of_a_gather, [1.0, 2.0]),
         (a_thread_of_the_host, [1.0] * 4),
     )

@@ -26,9 +26,7 @@ def micro_batch(run: Run, model: nn.Module, used: str, *, last: bool) -> None:
 
 def branches(run: Run, *, own_units: bool = True) -> Branches:
     model = Branches(4)
-    run.shard([*([model.left, model.right] if own_units else []), model])
-    run.cache(model)
-    return model
+    return run.set_up(model, None if own_units else [model])
 
 
 L, R, BOTH = "left", "right", "left right"

@@ -21,19 +21,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from fcdp.checkpoint import commit, files
-from tests.fcdp.checkpoints import Run, assert_equal, moments
+from tests.fcdp.checkpoints import Run, assert_equal, contents, trained
 from tests.ranks import Pools, on_ranks
 
 FILES = ("state.pt", ".metadata", "__0_0.distcp", "__1_0.distcp")
-
-
-def trained(directory: Path) -> Run:
-    """A run and its checkpoint, of some length before the run went on."""
-    run = Run()
-    run.train(1)
-    run.save(directory)
-    run.train(1)
-    return run
 
 
 def path_of(directory: Path, name: str) -> Path:
@@ -41,11 +32,6 @@ def path_of(directory: Path, name: str) -> Path:
         return directory / name
     (shards,) = directory.glob("shards-*")
     return shards / name
-
-
-def contents(run: Run) -> dict[str, torch.Tensor]:
-    """Copies of all values of model and optimizer."""
-    return {name: value.clone() for name, value in {**run.params(), **moments(run)}.items()}
 
 
 @contextmanager
@@ -308,9 +294,9 @@ def test_blocks_are_shared_out_and_each_is_checked(
     """However many ranks there are for however many files, every byte is read by one of them."""
     monkeypatch.setattr(files, "BLOCK", 8)
     draw = random.Random(0)
-    contents = {"a": draw.randbytes(41), "b": b"", "c": draw.randbytes(8)}
+    written = {"a": draw.randbytes(41), "b": b"", "c": draw.randbytes(8)}
     writer = files.SummingFileSystem()
-    for name, data in contents.items():
+    for name, data in written.items():
         with writer.create_stream(tmp_path / name, "wb") as stream:
             for start in range(0, len(data), 5):
                 stream.write(data[start : start + 5])
@@ -327,7 +313,7 @@ def test_blocks_are_shared_out_and_each_is_checked(
 
     for parts in (1, 2, 3, 20):
         assert finders(parts) == []
-        for name, data in contents.items():
+        for name, data in written.items():
             for place in range(len(data)):
                 (tmp_path / name).write_bytes(
                     data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]

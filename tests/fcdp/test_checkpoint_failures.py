@@ -1,4 +1,7 @@
-"""A save that fails harms no checkpoint; what does not fit is refused on every rank."""
+"""A save that fails harms no checkpoint; what does not fit is refused on every rank.
+
+Ranks are killed at three places of a save, with ``pytest --exhaustive`` at twenty.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import fcdp
 from fcdp.checkpoint import saving
 from tests.disks import full_disk
-from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
+from tests.fcdp.checkpoints import (
+    PLAIN,
+    Run,
+    assert_equal,
+    errors_of,
+    kill_at,
+    on_each_change,
+    trained,
+)
 from tests.fcdp.training import WIDTH, Settings, make_model, make_optimizer, shard_with_fcdp
-from tests.ranks import on_ranks
+from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 
 def _no_space(*args: Any) -> None:
@@ -91,19 +102,24 @@ def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(tmp_path: Pa
     assert not (tmp_path / "node0/state.pt").exists()
 
 
-#: Another program, between its commit and tidying up.
-HOLDS = (
-    "import fcntl, time; file = open('.lock', 'w'); fcntl.lockf(file, 2); print(); time.sleep(3)"
-)
+#: Another program, between its commit and tidying up: for so long, or until it is told.
+HOLDS = """
+import fcntl, select, sys
+file = open(".lock", "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print()
+select.select([sys.stdin], [], [], float(sys.argv[1]))
+"""
 
 
-@pytest.mark.parametrize(("lock_s", "first"), [(30.0, False), (0.2, True)])
+@pytest.mark.parametrize(("lock_s", "held_s", "first"), [(30.0, 0.5, False), (0.2, 300.0, True)])
 @on_ranks(1)
 def test_two_programs_save_in_turn_but_wait_for_no_lost_node(
-    tmp_path: Path, lock_s: float, first: bool
+    tmp_path: Path, lock_s: float, held_s: float, first: bool
 ) -> None:
     run = Run(Settings(1, 1))
-    with subprocess.Popen([sys.executable, "-uc", HOLDS], cwd=tmp_path, stdout=-1) as other:
+    command = [sys.executable, "-uc", HOLDS, str(held_s)]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=-1, stdout=-1) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"\n"
         with mock.patch.object(saving, "_LOCK_S", lock_s):
@@ -149,10 +165,7 @@ Main.__module__ = "__main__"
 
 @on_ranks(2)
 def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
-    run = Run()
-    run.train(1)
-    run.save(tmp_path)
-    run.train(1)
+    run = trained(tmp_path)
     params = list(run.model.parameters())
     before = run.params()
     for other, kind in (
@@ -194,7 +207,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     wider.blocks[1].down = nn.Linear(14, WIDTH)
     shard_with_fcdp(wider, run.topology, PLAIN)
     shapes = "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)"
-    refused(shapes, fcdp.load, wider, make_optimizer(wider, PLAIN), tmp_path)
+    refused(shapes, fcdp.load, wider, make_optimizer(wider), tmp_path)
     grouped = torch.optim.AdamW([{"params": list(block.parameters())} for block in model.blocks])
     refused("has 1 parameter groups; must be 2", fcdp.load, model, grouped, tmp_path)
     fewer = torch.optim.AdamW(model.blocks.parameters())
@@ -204,10 +217,78 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused("not the model's", fcdp.save, model, foreign, tmp_path)
     extra, of_rank_0 = (make_model, "extra") if first else (None, "rank 0: extra")
     refused(of_rank_0, fcdp.save, model, run.optimizer, tmp_path, extra=extra)
-    odd = make_optimizer(model, PLAIN)
+    odd = make_optimizer(model)
     odd.state[next(model.parameters())] = {"rows": torch.zeros(5)}
     refused("state 'rows' of embedding.weight", fcdp.save, model, odd, tmp_path)
     assert_equal(run.params(), before)
     if first:
         next(tmp_path.glob("shards-*/__1_0.distcp")).unlink()
     refused("__1_0.distcp: is missing", run.load, tmp_path)
+
+
+# --- Kills
+
+
+def count_changes(directory: Path) -> int:
+    """Steps of a save over another one."""
+    run = trained(directory)
+    steps: list[None] = []
+    on_each_change(directory, lambda: steps.append(None))
+    run.save(directory)
+    return len(steps)
+
+
+def step_and_save(directory: Path, rank: int, killed_at: int) -> None:
+    """Take up the run, go one step further and save; one rank kills itself before that is over."""
+    run = Run(seed=1)
+    run.load(directory)
+    run.train(1)
+    if run.topology.rank == rank:
+        kill_at(directory, killed_at)
+    run.save(directory)
+
+
+def parameters_by_step(directory: Path, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Of a run that nothing disturbs; its start is saved."""
+    run = Run()
+    run.save(directory)
+    history = [run.params()]
+    for _ in range(steps):
+        run.train(1)
+        history.append(run.params())
+    return history
+
+
+def load(directory: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    run = Run(seed=2)
+    run.load(directory)
+    return run.position, run.params()
+
+
+def test_kills_leave_the_old_checkpoint_or_the_new(
+    ranks: Pools, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    directory = tmp_path / "run"
+    exhaustive = request.config.getoption("--exhaustive")
+    counting = RankPool(2)
+    counts = counting.run(count_changes, tmp_path / "counted")
+    counting.close()
+    # Ten all over the shards, on both ranks, and the last ten: description, commit, removal.
+    chosen = [(i % 2, 1 + i * counts[i % 2] // 10) for i in range(10)]
+    chosen += [(0, counts[0] - left) for left in reversed(range(10))]
+    if not exhaustive:
+        chosen = chosen[5::7]
+    expected = ranks.run(2, parameters_by_step, directory, len(chosen))[0]
+    position = 0
+    outcomes = []
+    for rank, step in chosen:
+        pool = RankPool(2)
+        with pytest.raises(RankFailure, match="its process has ended"):
+            pool.run(step_and_save, directory, rank, step)
+        pool.close()
+        found, params = ranks.run(2, load, directory)[0]
+        assert found in (position, position + 1), (rank, step)
+        assert_equal(params, expected[found])
+        outcomes.append(found - position)
+        position = found
+    assert set(outcomes) == {0, 1}, list(zip(chosen, outcomes, strict=True))

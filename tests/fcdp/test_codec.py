@@ -27,7 +27,6 @@ BOTH = [fcdp.BlockInt8(8), fcdp.BlockInt4(8)]
 def coded(
     codec: fcdp.Codec, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """There and back."""
     out = torch.empty_like(tensor, dtype=dtype)
     codec.decode(codec.encode(tensor), out)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import CodeType
 
+import pytest
 import torch
 import torch.nn as nn
 from torch._dynamo.convert_frame import register_bytecode_hook
@@ -16,14 +17,7 @@ from tests.fcdp.upstream.running import PAIR, Run, adam, cases, train
 PACKAGE = str(Path(fcdp.__file__).parent)
 
 
-@cases(
-    ("blocks before", "aot_eager"),
-    ("blocks after", "aot_eager"),
-    ("whole", "eager"),
-    ("whole in place", "aot_eager"),
-    shapes=[PAIR],
-)
-def test_compiled_models_train_as_without_fcdp(run: Run, what: str, backend: str) -> None:
+def train_compiled(run: Run, model: Transformer, what: str, backend: str = "aot_eager") -> None:
     """Three steps with an evaluation between them; afterwards, which of our code was traced."""
     torch._dynamo.reset()
     traced: list[str] = []
@@ -31,11 +25,9 @@ def test_compiled_models_train_as_without_fcdp(run: Run, what: str, backend: str
     def note(code: CodeType, _: CodeType) -> None:
         traced.append(f"{code.co_filename}:{code.co_name}")
 
-    model = Transformer(2)
     if what == "blocks before":
         compile_blocks(model, backend)
-    run.shard(model.units())
-    run.cache(model)
+    run.set_up(model)
     if what == "blocks after":
         compile_blocks(model, backend)
     called: nn.Module = model
@@ -65,19 +57,21 @@ def compile_blocks(model: Transformer, backend: str) -> None:
         layer.compile(backend=backend)
 
 
+@pytest.mark.system
+@cases(
+    ("blocks before",),
+    ("blocks after",),
+    ("whole", "eager"),
+    ("whole in place",),
+    shapes=[PAIR],
+)
+def test_compiled_models_train_as_without_fcdp(run: Run, *how: str) -> None:
+    train_compiled(run, Transformer(2), *how)
+
+
 @cases(shapes=[PAIR])
 def test_compiled_blocks_with_checkpointing(run: Run) -> None:
     """The first layer is frozen, and recomputed in backward."""
-    torch._dynamo.reset()
     model = Transformer(2, checkpointing=True)
     model.layers[0].requires_grad_(False)
-    run.shard(model.units())
-    run.cache(model)
-    compile_blocks(model, "aot_eager")
-    train(
-        run,
-        model,
-        adam(model),
-        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
-        steps=3,
-    )
+    train_compiled(run, model, "blocks after")

@@ -235,19 +235,13 @@ def test_what_follows_an_exchange_runs_once_it_is_waited_for() -> None:
     assert done == ["first", "then"]
 
 
-class CombinedGroup:
-    """The group of ``init_process_group("cpu:gloo,cuda:nccl")``: a name that says gloo too."""
-
-    def name(self) -> str:
-        return "cpu:gloo,cuda:nccl"
-
-
 def test_what_is_not_on_the_cpu_goes_in_one_batch_whatever_the_group_is_called() -> None:
     """Unbatched, NCCL runs a pair's receive before its send, on both sides: neither would start."""
-    tensor = torch.empty(2, device="meta")
-    group: Any = CombinedGroup()
+    tensor, group = torch.empty(2, device="meta"), mock.Mock()
+    # As of ``init_process_group("cpu:gloo,cuda:nccl")``: a name that says gloo too.
+    group.name.return_value = name = "cpu:gloo,cuda:nccl"
     with (
-        mock.patch("torch.distributed.get_backend", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch("torch.distributed.get_backend", return_value=name),
         mock.patch("torch.distributed.P2POp", side_effect=lambda op, *_, **__: op.__name__),
         mock.patch("torch.distributed.batch_isend_irecv", return_value=["work"]) as batch,
     ):

@@ -56,17 +56,10 @@ def with_lora(model: Any) -> Any:
     return model
 
 
-def sharded(model: Any) -> Any:
-    kinds = ("GPT2Block", "LlamaDecoderLayer")
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
-    assert len(blocks) == 2
-    return fcdp.shard(model, topology_of(2, 2), units=blocks)
-
-
 def export_after_a_forward(config: PretrainedConfig, lora: bool, directory: Path) -> None:
     """The forward leaves some parameters gathered, where export must find the sharded ones."""
     model = language_model(config)
-    model = sharded(with_lora(model) if lora else model)
+    model = fcdp.shard(with_lora(model) if lora else model, topology_of(2, 2))
     with torch.no_grad():
         model(input_ids=torch.arange(8).view(1, 8))
     fcdp.export(model, directory / "model")
@@ -167,7 +160,7 @@ class SavesItself(TinyLM):
 def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) -> None:
     """From rank 0, and no other: what its ``state_dict`` has."""
     torch.manual_seed(0)
-    plain = SavesItself(0, checkpointing=False)
+    plain = SavesItself(0)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     topology = topology_of(2, 2)
     model: Any = shard_with_fcdp(plain, topology, Settings(2, 2))

@@ -53,12 +53,16 @@ class Exchanges:
         self.queue = InFlight(failures)
         self.log: list[str] = []
 
-    def output(self, name: str, params: tuple[Any, ...] = ()) -> Arriving:
+    def output(self, name: str) -> Arriving:
         """What FSDP2 is given for the gradients of unit ``name``, (4)."""
-        unit: Any = StandInUnit(name, 16, params=params)
+        unit: Any = StandInUnit(name, 16)
         made = self.queue.output(unit, torch.full((4,), torch.nan))
         assert isinstance(made, Arriving)
         return made
+
+    def started(self, name: str) -> Arriving:
+        self.start(output := self.output(name))
+        return output
 
     def start(self, output: Arriving, error: BaseException | None = None) -> None:
         """Start the reduction to ``output``; its wait raises ``error``, if given."""
@@ -79,24 +83,10 @@ class Exchanges:
 
 def test_reductions_start_in_order_and_at_most_so_many_are_in_flight() -> None:
     exchanges = Exchanges()
-    steps = [
-        (lambda name=name: exchanges.start(exchanges.output(name))) for name in ("a", "b", "c", "d")
-    ]
-    in_backward(*steps)
+    in_backward(*(lambda name=name: exchanges.started(name) for name in "abcd"))
     starts = ["start a", "start b", "wait a", "start c", "wait b", "start d"]
     assert MOST_IN_FLIGHT == 2
     assert exchanges.log == [*starts, "wait c", "wait d"]
-
-
-def added_up(gradient: torch.Tensor) -> list[float]:
-    total = torch.zeros(4)
-    total += gradient
-    return total.tolist()
-
-
-def added_to(gradient: torch.Tensor) -> list[float]:
-    gradient += torch.zeros(4)
-    return gradient.tolist()
 
 
 READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
@@ -106,8 +96,8 @@ READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
     "cast": lambda gradient: gradient.to(torch.float64).tolist(),
     "view": lambda gradient: gradient.view(2, 2).flatten().tolist(),
     "item": lambda gradient: [part.item() for part in gradient],
-    "added up": added_up,
-    "added to": added_to,
+    "added up": lambda gradient: torch.zeros(4).add_(gradient).tolist(),
+    "added to": lambda gradient: gradient.add_(torch.zeros(4)).tolist(),
     "foreach": lambda gradient: torch._foreach_add([gradient], 0.0)[0].tolist(),
     "divided by a tensor": lambda gradient: gradient.div_(torch.tensor(1.0)).tolist(),
     "repr": lambda gradient: eval(repr(gradient), {"tensor": lambda values: values}),
@@ -121,8 +111,7 @@ def test_whatever_reads_a_gradient_waits_for_it(read: str) -> None:
 
     @torch.no_grad()
     def look() -> None:
-        output = exchanges.output("a")
-        exchanges.start(output)
+        output = exchanges.started("a")
         seen.append(READS[read](torch.as_strided(output, (4,), (1,), 0)))
         exchanges.log.append("read")
 
@@ -138,8 +127,7 @@ def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
 
     @torch.no_grad()
     def divide_and_cast() -> None:
-        output = exchanges.output("a")
-        exchanges.start(output)
+        output = exchanges.started("a")
         output.div_(2.0)
         cast = torch.as_strided(output.to(torch.float64), (2,), (1,), 2)
         assert cast.dtype == torch.float64
@@ -158,9 +146,7 @@ def test_a_hook_that_casts_a_gradient_has_a_plain_tensor() -> None:
 
     @torch.no_grad()
     def hook() -> None:
-        output = exchanges.output("a")
-        exchanges.start(output)
-        kept.append(torch.as_strided(output, (4,), (1,), 0).to(torch.float64))
+        kept.append(torch.as_strided(exchanges.started("a"), (4,), (1,), 0).to(torch.float64))
 
     in_backward(hook)
     assert type(kept[0]) is torch.Tensor
@@ -174,7 +160,7 @@ def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> 
         *(lambda output=output: exchanges.start(output) for output in outputs),
         lambda: outputs[0].sum(),
         lambda: exchanges.log.append("read a"),
-        lambda: exchanges.start(exchanges.output("c")),
+        lambda: exchanges.started("c"),
         lambda: outputs[1].sum(),
         lambda: exchanges.log.append("read b"),
     )
@@ -184,7 +170,7 @@ def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> 
 
 def test_a_reduction_outside_of_backward_is_waited_for_at_once() -> None:
     exchanges = Exchanges()
-    exchanges.start(exchanges.output("a"))
+    exchanges.started("a")
     assert exchanges.log == ["start a", "wait a"]
 
 
@@ -192,8 +178,8 @@ def test_every_backward_waits_for_its_own() -> None:
     """Also one inside another, as reentrant checkpointing has them, and one after a failed one."""
     exchanges = Exchanges()
 
-    def step(name: str) -> Callable[[], None]:
-        return lambda: exchanges.start(exchanges.output(name))
+    def step(name: str) -> Callable[[], object]:
+        return lambda: exchanges.started(name)
 
     in_backward(step("a"), lambda: in_backward(step("b")), step("c"))
     inner = ["start a", "start b", "wait a", "wait b"]

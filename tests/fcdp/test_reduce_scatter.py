@@ -23,11 +23,11 @@ from tests.fcdp.test_in_flight import in_backward
 
 NUMEL = 3
 SUM: Any = dist.ReduceOp.SUM
+#: FSDP2's, which nothing asks.
+NO_GROUP: Any = None
 
 
 class Weight:
-    """A sharded parameter."""
-
     def __init__(self) -> None:
         self.grad: Any = None
         self.requires_grad = True
@@ -70,8 +70,7 @@ class Reducer:
         buffer = self.allocate(gradients.numel(), gradients.dtype)
         buffer.copy_(gradients)
         output = self.allocate(gradients.numel() // self.topology.world_size, gradients.dtype)
-        group: Any = None
-        self.reduce(output, buffer, group, op)
+        self.reduce(output, buffer, NO_GROUP, op)
         buffer.fill_(torch.nan)  # FSDP2 uses it again
         if isinstance(output, Waiting):
             self.wait(*self.weights)
@@ -147,8 +146,7 @@ def test_a_sum_in_fp16_neither_overflows_nor_vanishes(micro_batches: int, value:
 
 
 def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
-    place: Any = Place(2, 0)
-    reducer = Reducer(place)
+    reducer = Reducer(Place(2, 0))
     dtypes = []
     for waits, last, dtype in (
         *((False, True, torch.float16), (True, False, torch.float16), (True, True, torch.float16)),
@@ -179,8 +177,7 @@ def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
 def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
     nodes: int, last: bool, hooked: bool, world: Any, goes_on: bool
 ) -> None:
-    place: Any = Place(nodes, 0, 2 // nodes)
-    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked), world)
+    reducer = Reducer(Place(nodes, 0, 2 // nodes), StandInUnit("unit", 4, hooked=hooked), world)
     reducer.reduce.requires_sync = last
     given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
     assert given == [False, goes_on]
@@ -189,8 +186,7 @@ def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
 
 def test_what_waits_is_read_by_nobody_and_what_is_frozen_by_all() -> None:
     weights = Weight(), Weight()
-    place: Any = Place(2, 0)
-    reducer = Reducer(place, StandInUnit("unit", 4, params=weights))
+    reducer = Reducer(Place(2, 0), StandInUnit("unit", 4, params=weights))
     shown = torch.ones(1)
     for weight in weights:
         weight.grad = SimpleNamespace(_local_tensor=shown)
@@ -199,8 +195,7 @@ def test_what_waits_is_read_by_nobody_and_what_is_frozen_by_all() -> None:
     buffer, output = (reducer.allocate(numel, torch.float32) for numel in (4, 2))
     assert isinstance(output, Waiting)
     assert output.stride() == (1,)
-    group: Any = None
-    reducer.reduce(output, buffer.fill_(1.0), group, SUM)
+    reducer.reduce(output, buffer.fill_(1.0), NO_GROUP, SUM)
     hidden, frozen = (weight.grad._local_tensor for weight in weights)
     assert isinstance(hidden, Waiting)
     assert frozen is shown
@@ -210,8 +205,7 @@ def waiting() -> tuple[Reducer, list[Weight]]:
     """Partial gradients of three parameters: of two in this micro-batch; the last is frozen."""
     weights = [Weight() for _ in range(4)]
     weights[3].requires_grad = False
-    place: Any = Place(2, 0)
-    reducer = Reducer(place, StandInUnit("unit", 4, params=tuple(weights)))
+    reducer = Reducer(Place(2, 0), StandInUnit("unit", 4, params=tuple(weights)))
     reducer.reduce._keep(torch.ones(2))
     reducer.wait(*weights[:2])
     return reducer, weights
@@ -309,10 +303,9 @@ class Parameter:
 
 
 def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() -> None:
-    place: Any = Place(2, 0)
     unit: Any = StandInUnit("unit", 4)
     unit.group = group = Group(4)
-    reducer = Reducer(place, unit)
+    reducer = Reducer(Place(2, 0), unit)
 
     def micro_batch(given: str, *, times: int = 1) -> str:
         group.reduced.clear()
@@ -359,9 +352,8 @@ INSIDE, ACROSS = "intra of reductions", "inter of reductions"
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_gradients_are_scaled_once(ranks_per_node: int, op: Any, asked: list[Any]) -> None:
     """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
-    place: Any = Place(2, 0, ranks_per_node)
-    group: Any = None
-    Reducer(place).reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
+    gradients = torch.empty(2 * ranks_per_node)
+    Reducer(Place(2, 0, ranks_per_node)).reduce(torch.empty(1), gradients, NO_GROUP, op)
     across = op if op == dist.ReduceOp.AVG or ranks_per_node == 1 else SUM
     inside = [(op, INSIDE), f"wait {INSIDE}"] if ranks_per_node > 1 else []
     assert asked == [*inside, (across, ACROSS), f"wait {ACROSS}"]
@@ -375,15 +367,13 @@ def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_th
     hooked: bool, after: list[str], asked: list[Any]
 ) -> None:
     """Inside the node it waits in either case."""
-    place: Any = Place(2, 0, 2)
-    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked))
-    group: Any = None
+    reducer = Reducer(Place(2, 0, 2), StandInUnit("unit", 4, hooked=hooked))
 
     def reduce() -> None:
         gradients, output = (reducer.allocate(numel, torch.float32) for numel in (8, 2))
         assert type(gradients) is torch.Tensor
         assert isinstance(output, Arriving) != hooked
-        reducer.reduce(output, gradients, group, SUM)
+        reducer.reduce(output, gradients, NO_GROUP, SUM)
 
     in_backward(reduce, lambda: asked.append("computed"))
     assert asked == [(SUM, INSIDE), f"wait {INSIDE}", (SUM, ACROSS), *after]

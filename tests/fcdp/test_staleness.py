@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -256,7 +257,7 @@ class Rank:
             Watched(name, 8, params=(parameter(), parameter())) for name in units
         ]
         self.entries = [Entry(unit) for unit in self.units]
-        self.guard = Guard(self.units, CPU, STREAMS) if detect else None
+        self.guard: Any = Guard(self.units, CPU, STREAMS) if detect else None
         topology: Any = SimpleNamespace(
             **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
         )
@@ -298,9 +299,17 @@ class Rank:
         return optimizer
 
 
-def test_all_is_stale_at_first_and_then_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+Made = Callable[..., Rank]
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return functools.partial(Rank, monkeypatch)
+
+
+def test_all_is_stale_at_first_and_then_what_was_written(rank_of: Made) -> None:
     for detect in (True, False):
-        rank = Rank(monkeypatch, detect=detect, without_gradients=not detect)
+        rank = rank_of(detect=detect, without_gradients=not detect)
         assert rank.gather(begins=False) == "ab"  # nobody has agreed yet
         assert rank.gather() == ""
         with torch.no_grad():
@@ -310,22 +319,18 @@ def test_all_is_stale_at_first_and_then_what_was_written(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("lacking", [None, ("b",)])
-def test_a_wish_reaches_all_and_no_unit(
-    monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...] | None
-) -> None:
-    rank = Rank(monkeypatch, wishes=[False, True, False], lacking=lacking)
+def test_a_wish_reaches_all_and_no_unit(rank_of: Made, lacking: tuple[str, ...] | None) -> None:
+    rank = rank_of(wishes=[False, True, False], lacking=lacking)
     assert [rank.gather(), rank.gather(), rank.gather()] == ["ab", "", ""]
     assert rank.wished == [(False, True), (True, True), (False, True)]
     assert [entry.based for entry in rank.entries] == [lacking is not None, False]
-    plain = Rank(monkeypatch)
+    plain = rank_of()
     plain.gather()
     assert plain.wished == [()]
 
 
-def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank(monkeypatch)
+def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(rank_of: Made) -> None:
+    rank = rank_of()
     for begins, agreements in ((True, 1), (False, 1), (False, 1), (True, 2)):
         rank.gather(begins=begins)
         assert len(rank.asked) == agreements
@@ -336,10 +341,8 @@ def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(
     assert rank.asked[-1] == [False] * 4
 
 
-def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank(monkeypatch)
+def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(rank_of: Made) -> None:
+    rank = rank_of()
 
     def agreements(*, begin: bool = True) -> int:
         before = len(rank.asked)
@@ -360,9 +363,9 @@ def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(
 
 @pytest.mark.parametrize(("nodes", "verify"), [(1, False), (1, True), (2, False)])
 def test_one_node_keeps_nothing_and_agrees_only_to_verify(
-    nodes: int, verify: bool, monkeypatch: pytest.MonkeyPatch
+    nodes: int, verify: bool, rank_of: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Rank(monkeypatch, nodes=nodes, verify=verify)
+    rank = rank_of(nodes=nodes, verify=verify)
     monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine[None])
     assert rank.gather() == ("" if nodes == 1 and not verify else "ab")
     with torch.no_grad():
@@ -375,9 +378,9 @@ def test_one_node_keeps_nothing_and_agrees_only_to_verify(
 
 @pytest.mark.parametrize("detect", [True, False])
 def test_an_optimizer_writes_what_has_a_gradient_or_may_have_one(
-    detect: bool, monkeypatch: pytest.MonkeyPatch
+    detect: bool, rank_of: Made
 ) -> None:
-    rank = Rank(monkeypatch, detect=detect, units="abc")
+    rank = rank_of(detect=detect, units="abc")
     rank.gather()
     (a, _), (b, _), (c, _) = (unit.params for unit in rank.units)
     b.requires_grad_(False)  # frozen after backward
@@ -392,10 +395,8 @@ def test_an_optimizer_writes_what_has_a_gradient_or_may_have_one(
     assert len(rank.asked) == 2  # nothing to agree on
 
 
-def test_what_is_stepped_is_stale_whenever_its_closure_gathers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank(monkeypatch)
+def test_what_is_stepped_is_stale_whenever_its_closure_gathers(rank_of: Made) -> None:
+    rank = rank_of()
     rank.gather()
     optimizer = torch.optim.SGD([rank.units[1].params[0]], lr=1.0)
     rank.staleness.begin_step(optimizer)
@@ -404,10 +405,8 @@ def test_what_is_stepped_is_stale_whenever_its_closure_gathers(
     assert [rank.gather(begins=False), rank.gather()] == ["b", ""]
 
 
-def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank(monkeypatch)
+def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(rank_of: Made) -> None:
+    rank = rank_of()
     rank.gather()
     with torch.no_grad():
         rank.units[0].params[0].add_(1)
@@ -425,9 +424,9 @@ def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(
     [(True, "cpu", "b"), (False, "cpu", ""), (True, "cuda", ""), (False, "cuda", "")],
 )
 def test_contents_are_compared_on_the_cpu_alone(
-    detect: bool, device_type: str, seen: str, monkeypatch: pytest.MonkeyPatch
+    detect: bool, device_type: str, seen: str, rank_of: Made
 ) -> None:
-    rank = Rank(monkeypatch, detect=detect, device_type=device_type)
+    rank = rank_of(detect=detect, device_type=device_type)
     rank.gather()
     rank.units[1].params[0].data.add_(1)
     assert rank.gather() == seen
@@ -438,19 +437,19 @@ def test_contents_are_compared_on_the_cpu_alone(
     [("cpu", True, 0), ("cuda", True, 1), ("cuda", False, 0)],
 )
 def test_the_guard_checks_where_contents_are_not_compared_and_no_gradients_computed(
-    device_type: str, without_gradients: bool, checks: int, monkeypatch: pytest.MonkeyPatch
+    device_type: str, without_gradients: bool, checks: int, rank_of: Made
 ) -> None:
     """The host waits for it, as it does in no step."""
-    rank = Rank(monkeypatch, device_type=device_type, without_gradients=without_gradients)
+    rank = rank_of(device_type=device_type, without_gradients=without_gradients)
     nothing = [False] * len(rank.units)
     check = mock.Mock(return_value=(nothing, nothing))
-    monkeypatch.setattr(rank.guard, "check", check)
+    rank.guard.check = check
     rank.gather()
     assert check.call_count == checks
 
 
-def test_and_elsewhere_while_somebody_holds_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch, detect=False)
+def test_and_elsewhere_while_somebody_holds_their_memory(rank_of: Made) -> None:
+    rank = rank_of(detect=False)
     rank.gather()
     state = [unit.params[0].detach() for unit in rank.units]
     rank.staleness.hand_out(state)
@@ -476,11 +475,10 @@ def test_what_has_no_memory_has_no_contents() -> None:
     ("wrong", "named"), [("e", "e:"), ("bcd", "b, c, d:"), ("abde", "a, b, d and 1 more units:")]
 )
 def test_stale_parameters_that_were_used_are_an_error_once(
-    wrong: str, named: str, monkeypatch: pytest.MonkeyPatch
+    wrong: str, named: str, rank_of: Made
 ) -> None:
-    rank = Rank(monkeypatch, units="abcde")
+    rank = rank_of(units="abcde")
     rank.gather()
-    assert rank.guard is not None
     for name in wrong:
         rank.guard.compare(rank.units["abcde".index(name)], torch.ones(1))
     with pytest.raises(RuntimeError, match=f"^{re.escape(named)} parameters were written"):
@@ -489,22 +487,19 @@ def test_stale_parameters_that_were_used_are_an_error_once(
     assert rank.gather() == ""
 
 
-def test_the_end_of_a_run_waits_for_what_the_guard_has_not_said_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank(monkeypatch)
+def test_the_end_of_a_run_waits_for_what_the_guard_has_not_said_yet(rank_of: Made) -> None:
+    rank = rank_of()
     landed: list[bool] = []
-    assert rank.guard is not None
-    monkeypatch.setattr(rank.guard, "land", lambda: landed.append(not rank.asked))
+    rank.guard.land = lambda: landed.append(not rank.asked)
     rank.staleness.conclude()
     assert landed == [True]
-    unguarded = Rank(monkeypatch, detect=False)
+    unguarded = rank_of(detect=False)
     unguarded.staleness.conclude()
     assert unguarded.asked == []
 
 
-def test_who_cannot_tell_a_difference_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch, lacking=("a",))
+def test_who_cannot_tell_a_difference_says_so(rank_of: Made) -> None:
+    rank = rank_of(lacking=("a",))
     rank.gather()
     assert [entry.based for entry in rank.entries] == [False, True]
     assert rank.gather() == ""
@@ -512,8 +507,10 @@ def test_who_cannot_tell_a_difference_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert [entry.based for entry in rank.entries] == [False, True]
 
 
-def test_generations_of_other_ranks_are_compared_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch, verify=True)
+def test_generations_of_other_ranks_are_compared_to_verify(
+    rank_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = rank_of(verify=True)
     ahead = torch.tensor([[0, 0], [0, 1], [0, 1]])
     monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine + ahead)
     with pytest.raises(RuntimeError, match="^b: rank 1 is at generation 3, rank 0 at 2$"):

@@ -28,9 +28,6 @@ SCHEDULES, MANY_SCHEDULES = 8, 80
 LORA = Settings(adapter_rank=3, steps=3)
 SMALL = Settings(steps=2)
 
-
-THREE: dict[str, Any] = {"nodes": 3, "ranks_per_node": 1}
-
 #: Trainings, by name. Shapes are 2 × 2 unless said otherwise.
 TRAININGS: dict[str, Settings] = {
     "none": replace(SMALL, policy=fcdp.NoCache()),
@@ -48,7 +45,7 @@ TRAININGS: dict[str, Settings] = {
         steps=5, gather_codec=fcdp.Delta(), events={2: "eval", 3: "write"}, accumulation=2
     ),
     "differences, poisoned": Settings(
-        **THREE, steps=3, poison=True, look_ahead=0, verify=True, gather_codec=fcdp.Delta()
+        3, 1, steps=3, poison=True, look_ahead=0, verify=True, gather_codec=fcdp.Delta()
     ),
     "disk, differences": Settings(steps=3, gather_codec=fcdp.Delta()),
     "device, differences": Settings(
@@ -59,19 +56,20 @@ TRAININGS: dict[str, Settings] = {
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
     ),
 }
+#: Those that `make test` runs: one of each way between ranks and tiers. CI runs all.
+QUICK = {"host", "disk", "micro-batches", "differences, poisoned"}
 #: Where gradients are rounded: FSDP2 rounds them elsewhere.
 ROUNDED = {"mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
 
 
 def train(name: str, settings: Settings, directory: Path, engine: str) -> training.Result:
-    """Train on one rank, as the name says."""
     if name.startswith("disk"):
         settings = replace(settings, policy=fcdp.DiskCache(directory))
     return training.train(settings, engine)
 
 
 def compare(name: str, directory: Path, seeds: range) -> list[str]:
-    """List faults of a training on the accelerator: differences from FSDP2's, races."""
+    """List faults of a training on the accelerator: differences from FSDP2's, races, streams."""
     from tests.fcdp import accelerator
 
     settings = TRAININGS[name]
@@ -89,14 +87,36 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
             found, expected = getattr(mine, what), getattr(other, what)
             if found != pytest.approx(expected, rel=tolerance, abs=tolerance):
                 wrong.append(f"rank {rank}: {what} {found}, not {expected}")
+    # On another stream they would compute the same, and wait for copies the other way.
+    if name in TIERS and (copies := copies_of(name, tape)) != COPIES:
+        wrong.append(f"copies are {copies}, not {COPIES}")
     found = accelerator.check(tape, seeds)
     return [*wrong, *([found] if found else [])]
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+TIERS = ("device", "host", "disk")
+COPIES = {("store", "copies_out"), ("load", "copies_in")}
+
+
+def copies_of(tier: str, tape: Any) -> set[tuple[str, str]]:
+    """What copies in a tier, by the base of all that it calls, and on which stream."""
+    found = set()
+    for operation in tape.operations:
+        copies, _, caller = operation.where.partition(" < ")
+        if copies.startswith("tier.py") and caller.startswith(f"{tier}.py:"):
+            way = caller.split(" < ")[0].split()[1]
+            found.add((way, operation.timeline.name.split("'")[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.system) for name in TRAININGS],
+)
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """And each tier copies on its streams."""
     exhaustive = request.config.getoption("--exhaustive")
     first = 1000 * [*TRAININGS].index(name)
     seeds = range(first, first + (MANY_SCHEDULES if exhaustive else SCHEDULES))
@@ -134,6 +154,7 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
     ]
 
 
+@pytest.mark.system
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
     """Another of either would compute the same, and wait for what it need not wait for."""
     ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)
@@ -150,30 +171,6 @@ def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path
         ("all-gather of 6 in default_pg", "inter_node"),
         ("reduce-scatter of 6 in default_pg", "reduce_scatter_stream"),
     }
-
-
-def copies_of(directory: Path) -> set[tuple[str, str]]:
-    """List what copies in each tier, and on which stream."""
-    from tests.fcdp import accelerator
-
-    found = set()
-    for name in ("device", "host", "disk"):
-        _, tape = accelerator.run(train, 4, name, TRAININGS[name], directory, "fcdp")
-        for operation in tape.operations:
-            # Copies are those of the base of all tiers, which one of them calls.
-            copies, _, tier = operation.where.partition(" < ")
-            file, _, place = tier.split(" < ")[0].partition(".py:")
-            if copies.startswith("tier.py") and file in ("device", "host", "disk"):
-                found.add((f"{file}: {place.split()[1]}", operation.timeline.name.split("'")[1]))
-    return found
-
-
-def test_each_tier_copies_on_its_streams(apart: Pools, tmp_path: Path) -> None:
-    """Another would compute the same, and wait for copies the other way."""
-    (found,) = apart.run(1, copies_of, tmp_path)
-    ways = (("store", "copies_out"), ("load", "copies_in"))
-    tiers = ("device", "host", "disk")
-    assert found == {(f"{tier}: {way}", stream) for way, stream in ways for tier in tiers}
 
 
 def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
@@ -208,10 +205,7 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
         handles = [block.unshard(async_op=True) for block in run.model.blocks]  # type: ignore[operator]
         for handle in handles:
             handle.wait()
-        loss = run.loss()
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        training.update(loss := run.loss(), run.optimizer)
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
 
@@ -238,7 +232,7 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     return taken, -(-size // 512) * 512  # as the allocator gives it
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.system)])
 def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     apart: Pools, ranks_per_node: int
 ) -> None:

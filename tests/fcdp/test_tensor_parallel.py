@@ -22,10 +22,11 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import said, whole
+from tests.fcdp.training import params_of, said, update
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
+from tests.tiers import in_ci
 
 WIDTH, TENSOR, STEPS = 12, 2, 4
 
@@ -85,9 +86,7 @@ def trains(run: Run, layout: Layout, how: str) -> None:
     if run.cached and how == "shard":
         model = sharded(layout)
     else:
-        model = parallel_model(layout)
-        run.shard([*model, model])
-        run.cache(model)
+        model = run.set_up(parallel_model(layout))
     train(
         run,
         model,
@@ -118,9 +117,9 @@ def differences(layout: Layout, how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        (Layout(2, 1), "shard"),
+        in_ci(Layout(2, 1), "shard"),
         (Layout(2, 1, norm=True), "shard"),
-        (Layout(2, 2, launched=True), "shard"),
+        in_ci(Layout(2, 2, launched=True), "shard"),
         (Layout(2, 1), "cache_parameters"),
     ],
     ids=str,
@@ -140,10 +139,6 @@ def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
     assert dist.get_rank() or "of host memory per node, 2 × (cache" in printed.getvalue()
 
 
-def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(param).detach() for name, param in model.named_parameters()}
-
-
 @on_ranks(4)
 def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     """Steps after a load are those that would have come without."""
@@ -155,9 +150,7 @@ def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     first, second = adam(kept), adam(other)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        model(run.input(3, WIDTH, step=number)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model(run.input(3, WIDTH, step=number)).sum(), optimizer)
 
     step(kept, first, 0)
     fcdp.save(kept, first, tmp_path, extra={"step": 1})

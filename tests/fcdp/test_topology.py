@@ -42,11 +42,6 @@ def test_ranks_are_numbered_node_by_node() -> None:
     assert inter == [local_rank, 3 + local_rank]
 
 
-def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
-    names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
-    return {name: getattr(topology, name) for name in names}
-
-
 @on_ranks(4)
 def test_on_the_cpu_no_group_is_made_twice_and_all_wait_as_long_as_that_of_the_world() -> None:
     topology = topology_of(2, 2)
@@ -78,7 +73,8 @@ def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() ->
     before = len(dist.distributed_c10d._world.pg_names)
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
-    groups = groups_of(topology)
+    names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
+    groups = {name: getattr(topology, name) for name in names}
     assert len({id(group) for group in groups.values()}) == 6
     assert len(dist.distributed_c10d._world.pg_names) == before + 6
     for name, group in groups.items():
@@ -225,47 +221,24 @@ def test_a_flattened_dimension_has_a_topology() -> None:
     assert shape_or_error(lambda: fcdp.Topology.of_mesh(data, 2)) == (2, 2)
 
 
-def refuse(case: str, why: str) -> None:
-    rank = dist.get_rank()
-    mesh, told = DeviceMesh("cpu", [0, 1]), 1
-    extra: dist.ProcessGroup | None = None
-    if case == "two dimensions":
-        mesh = grid(2, 1)
-    elif case == "descending":
-        mesh = DeviceMesh("cpu", [1, 0])
-    elif case == "elsewhere":
-        mesh = DeviceMesh("cpu", [1 - rank], _init_backend=False)
-    elif case == "no backend":
-        mesh = world_as("xpu")
-    elif case == "does not divide":
-        told = 3
-    elif case == "ranks differ":
-        told = 1 + rank
-    elif case == "uneven groups":
-        extra = dist.new_group([0])
-    try:
-        with pytest.raises(ValueError, match=re.escape(why)):
-            fcdp.Topology.of_mesh(mesh, told)
-    finally:
-        if isinstance(extra, dist.ProcessGroup):
-            dist.destroy_process_group(extra)
-
-
-UNUSABLE = {
-    "two dimensions": "has 2 dimensions ('dp', 'tp')",
-    "descending": "[1, 0] do not ascend",
-    "elsewhere": "is not among its ranks",
-    "no backend": "'xpu' has no backend",
-    "does not divide": "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks",
-    "ranks differ": "ranks differ, {1, 2}",
-    "uneven groups": "process groups; build the topology before",
-}
-
-
 @on_ranks(2)
 def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
-    for case, why in UNUSABLE.items():
-        refuse(case, why)
+    def refused(mesh: DeviceMesh, told: int, why: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(why)):
+            fcdp.Topology.of_mesh(mesh, told)
+
+    rank, pair = dist.get_rank(), DeviceMesh("cpu", [0, 1])
+    elsewhere = DeviceMesh("cpu", [1 - rank], _init_backend=False)
+    refused(grid(2, 1), 1, "has 2 dimensions ('dp', 'tp')")
+    refused(DeviceMesh("cpu", [1, 0]), 1, "[1, 0] do not ascend")
+    refused(elsewhere, 1, "is not among its ranks")
+    refused(world_as("xpu"), 1, "'xpu' has no backend")
+    refused(pair, 3, "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks")
+    refused(pair, 1 + rank, "ranks differ, {1, 2}")
+    extra = dist.new_group([0])
+    refused(pair, 1, "process groups; build the topology before")
+    if isinstance(extra, dist.ProcessGroup):
+        dist.destroy_process_group(extra)
 
 
 @on_ranks(2)

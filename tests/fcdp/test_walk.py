@@ -17,7 +17,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.fcdp.walk.drive import Event, Walk, WalkFailed
+from tests.fcdp.on_streams import OnStreams
+from tests.fcdp.walk.drive import Event, Handler, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
 from tests.fcdp.walk.seeds import (
@@ -69,30 +70,11 @@ def test_every_policy_trains_as_fsdp2_on_every_topology(
         assert failure is None, failure
 
 
-def walk_on_an_accelerator(case: Case, directory: Path) -> str | None:
-    """A difference from FSDP2's there, or a pair that no wait orders."""
-    from tests.fcdp import accelerator
-
-    try:
-        _, tape = accelerator.run(
-            walk_on_rank,
-            case.options.world_size,
-            case.options,
-            case.events,
-            directory,
-            seed=case.seed,
-        )
-    except accelerator.RankFailed as failure:
-        return f"{case}\n{failure}"
-    wrong = accelerator.check(tape, range(case.seed, case.seed + 2))
-    return wrong and f"{case}\n{wrong}"
-
-
 def test_a_walk_on_an_accelerator_equals_that_of_fsdp2(
     apart: Pools, accelerator_seed: int, tmp_path: Path
 ) -> None:
     case = draw_on_an_accelerator(accelerator_seed)
-    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    failure = run(OnStreams(apart, schedules=2, seed=case.seed), case, tmp_path)
     assert failure is None, failure
 
 
@@ -129,10 +111,8 @@ def test_what_was_mended_stays_so(
 ) -> None:
     on_an_accelerator, options, kinds = MENDED[seed_of_old]
     case = Case(seed_of_old, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
-    if on_an_accelerator:
-        (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
-    else:
-        failure = run(ranks, case, tmp_path)
+    streams = OnStreams(apart, schedules=2, seed=seed_of_old)
+    failure = run(streams if on_an_accelerator else ranks, case, tmp_path)
     assert failure is None, failure
 
 
@@ -180,16 +160,19 @@ def refusal_on_one_rank(walk: Walk) -> None:
     walk.attempt(refuse)
 
 
-SABOTAGES = {
-    function.__name__: function
-    for function in (old_parameters, other_gradient, lost_state, refusal_on_one_rank)
+#: By name: what goes wrong, and what is found.
+SABOTAGES: dict[str, tuple[Handler, str]] = {
+    "old parameters": (old_parameters, "logits: differs by up to"),
+    "other gradient": (other_gradient, "blocks.1.up.weight.grad: differs by up to"),
+    "lost state": (lost_state, "optimizer state []"),
+    "refusal on one rank": (refusal_on_one_rank, "refused on ranks [1] alone"),
 }
 
 
 def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
     """What a walk says that is led astray in its last event but one."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
-    HANDLERS.update(SABOTAGES)
+    HANDLERS[sabotage], _ = SABOTAGES[sabotage]
     try:
         walk_on_rank(options, events, directory)
     except WalkFailed as found:
@@ -197,20 +180,12 @@ def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "found"),
-    [
-        ("old_parameters", "logits: differs by up to"),
-        ("other_gradient", "blocks.1.up.weight.grad: differs by up to"),
-        ("lost_state", "optimizer state []"),
-        ("refusal_on_one_rank", "refused on ranks [1] alone"),
-    ],
-)
-def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str, found: str) -> None:
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str) -> None:
     options = Options(policy="none", optimizer="momentum")
     answers = ranks.run(2, what_is_found, options, sabotage, tmp_path)
     assert all(answer.startswith(f"event 2, {sabotage}:3") for answer in answers), answers
-    assert any(found in answer for answer in answers), answers
+    assert any(SABOTAGES[sabotage][1] in answer for answer in answers), answers
 
 
 def test_seeds_draw_every_shape_and_every_kind_of_event() -> None:

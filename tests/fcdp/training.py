@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
@@ -30,8 +30,6 @@ LENGTH = 7
 
 
 class Adapter(nn.Module):
-    """A low-rank update, as LoRA adds it."""
-
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, rank, bias=False)
@@ -63,22 +61,18 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Tied embeddings."""
 
-    def __init__(self, adapter_rank: int, checkpointing: bool) -> None:
+    def __init__(self, adapter_rank: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.checkpointing:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
@@ -91,11 +85,9 @@ class Settings:
     #: Of both adapters a block; 0: none. On 2 × 2 those of rank 1 are small enough to share one
     #: unit, those of rank 3 are not.
     adapter_rank: int = 0
-    checkpointing: bool = False
     accumulation: int = 1
     steps: int = 4
     clip: float | None = None
-    optimizer: str = "adamw"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
@@ -143,7 +135,7 @@ def _topology_of(world: Any, nodes: int, ranks_per_node: int) -> fcdp.Topology:
 
 def make_model(settings: Settings) -> TinyLM:
     torch.manual_seed(0)
-    model = TinyLM(settings.adapter_rank, settings.checkpointing)
+    model = TinyLM(settings.adapter_rank)
     if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
@@ -178,28 +170,10 @@ def shard_with_fsdp2(
 
 
 def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    fcdp.shard(
-        model,
-        topology,
-        units=model.blocks,
-        policy=settings.policy,
-        look_ahead=settings.look_ahead,
-        mp_policy=settings.mp_policy,
-        reshard_after_forward=settings.reshard_after_forward,
-        detect_writes=settings.detect_writes,
-        verify=settings.verify,
-        partial_gradients=settings.partial_gradients,
-        poison=settings.poison,
-        gather_codec=settings.gather_codec,
-        reduce_codec=settings.reduce_codec,
-        error_feedback=settings.error_feedback,
-        exchanges=settings.exchanges,
-    )
+    named = inspect.signature(fcdp.shard).parameters
+    options = {name: getattr(settings, name) for name in named if hasattr(settings, name)}
+    fcdp.shard(model, topology, units=model.blocks, **options)
     return model
-
-
-def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    return shard_with_fcdp(model, topology, replace(settings, policy=fcdp.NoCache()))
 
 
 def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
@@ -213,27 +187,28 @@ def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Setti
         return shard_with_fsdp2(model, topology, settings, owner.fully_shard)
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=0.3)
     # A large rate makes a stale parameter show at once; a large epsilon keeps the update from
     # turning rounding noise in tiny gradients into full steps.
     return torch.optim.AdamW(params, lr=0.03, eps=1e-3)
 
 
 def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
-    """One step on this loss; returns its value."""
+    update(loss, optimizer)
+    return loss.item()
+
+
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step on this loss, for which the host waits for nothing."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
 
 
 ENGINES: dict[str, Callable[[TinyLM, fcdp.Topology, Settings], TinyLM]] = {
     "fsdp2": shard_with_fsdp2,
     "fcdp": shard_with_fcdp,
-    "uncached": shard_with_fcdp_uncached,
     "takeover": take_over_from_fsdp2,
 }
 
@@ -244,7 +219,7 @@ class Run:
     def __init__(self, settings: Settings, engine: str = "fcdp") -> None:
         self.topology = topology_of(settings.nodes, settings.ranks_per_node)
         self.model = ENGINES[engine](make_model(settings), self.topology, settings)
-        self.optimizer = make_optimizer(self.model, settings)
+        self.optimizer = make_optimizer(self.model)
         self.data = batches(settings, self.topology.rank)
 
     def loss(self) -> torch.Tensor:
@@ -257,7 +232,6 @@ class Run:
 
 
 def train(settings: Settings, engine: str) -> Result:
-    """Train on this rank with an engine of ``ENGINES``."""
     run = Run(settings, engine)
     model, optimizer, data = run.model, run.optimizer, run.data
     # Read at the end: on an accelerator the host runs ahead.
@@ -283,7 +257,7 @@ def train(settings: Settings, engine: str) -> Result:
         losses.append(of_step)
     found = [sum(loss.item() for loss in of_step) for of_step in losses]
     found_norms = [norm.item() for norm in norms]
-    params = {name: whole(param).detach() for name, param in model.named_parameters()}
+    params = params_of(model)
     if engine == "fsdp2":
         return Result(found, found_norms, params, None)
     counts = fcdp.ledger(model)
@@ -301,6 +275,11 @@ def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
             yield printed, warned
     finally:
         logging.getLogger("fcdp").removeHandler(handler)
+
+
+def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole ones, by name."""
+    return {name: whole(param).detach() for name, param in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,7 @@ def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.system
 def test_a_launch_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
     outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
     assert outcome == Outcome("timeout", None, "did not end within 5 s")
@@ -247,6 +248,7 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
+@pytest.mark.system
 def test_ranks_die_with_their_agent_and_ctrl_c_ends_everything(
     parent: subprocess.Popen[str], tmp_path: Path, temporary: Path
 ) -> None:
@@ -263,6 +265,7 @@ def test_ranks_die_with_their_agent_and_ctrl_c_ends_everything(
     assert "KeyboardInterrupt" in parent.stderr.read()
 
 
+@pytest.mark.system
 def test_everything_ends_by_itself_when_the_parent_is_killed(
     parent: subprocess.Popen[str], tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

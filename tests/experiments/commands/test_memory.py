@@ -12,7 +12,7 @@ from experiments.commands.memory import settle
 from simulation.imitated import study
 from simulation.imitated.records import read
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.system
 
 
 def test_finished_cases_are_kept_and_not_run_again(

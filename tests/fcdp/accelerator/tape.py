@@ -139,8 +139,6 @@ class Operation:
 
 
 class Tape:
-    """All operations of one run."""
-
     def __init__(self) -> None:
         self.timelines: list[Timeline] = []
         #: In the order of issue: of each rank's alike whenever the run is repeated.

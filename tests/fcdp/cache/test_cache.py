@@ -34,11 +34,6 @@ def tiers(run: Run) -> dict[str, str | None]:
     return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
 
 
-def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
-    model = make_model(Settings())
-    fcdp.shard(model, topology_of(nodes, ranks_per_node), units=model.blocks, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -50,19 +45,21 @@ def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None
 @on_ranks(2)
 def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any], part: str) -> None:
     """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
-    short = topology_of(2, 1).rank == 1
+    model, topology = make_model(Settings()), topology_of(2, 1)
+    short = topology.rank == 1
     free = 100 if short else 2**40
     with (
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=free),
         mock.patch.object(Arena, "__init__", autospec=True) as arena,
         pytest.raises((ValueError, RuntimeError), match="host memory are free") as error,
     ):
-        shard_tiny(2, 1, options)
+        fcdp.shard(model, topology, units=model.blocks, **options)
     assert (part if short else "host memory: rank 1: fcdp: ") in str(error.value), error.value
     assert arena.call_count == 0
 
 
-def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
+@on_ranks(2)
+def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None:
     """The device takes one entry and no more."""
     allocate = DeviceTier._allocate
 
@@ -75,13 +72,9 @@ def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
     run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
     with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad(), said() as (_, warned):
         run.loss()
-    return tiers(run), warned.getvalue().splitlines()
-
-
-def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Pools) -> None:
-    where, warned = ranks.run(2, fill_the_device)[0]
-    assert where == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
-    assert [line for line in warned if "device cache" in line] == [
+    assert tiers(run) == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
+    lines = [line for line in warned.getvalue().splitlines() if "device cache" in line]
+    assert run.topology.rank or lines == [
         "device cache: the device has no 0.0 MiB free for blocks.0; "
         "using the next tier for what does not fit"
     ]
@@ -174,11 +167,6 @@ def test_auto_moves_entries_to_the_device_and_back() -> None:
     assert found == ["host", "host", "device", "host", "host"], found
 
 
-def train_on_host() -> list[float]:
-    run = Run(Settings(2, 1, adapter_rank=3))
-    return [run.step() for _ in range(4)]
-
-
 def breaking(what: str, step: int) -> ExitStack:
     """Have this rank keep nothing in memory, or have its disk fail in mid-run."""
     stack = ExitStack()
@@ -207,9 +195,10 @@ def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, 
 def test_what_one_rank_cannot_keep_costs_gathers_and_nothing_else(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    expected, disk = ranks.run(2, train_on_host), fcdp.DiskCache(tmp_path)
-    healthy = ranks.run(2, train_where, "", disk)
-    assert [losses for losses, _, _ in healthy] == expected
+    disk = fcdp.DiskCache(tmp_path)
+    on_host, healthy = (ranks.run(2, train_where, "", each) for each in (fcdp.HostCache(), disk))
+    assert healthy == on_host
+    expected = [losses for losses, _, _ in on_host]
     for what, policy in (
         ("memory", fcdp.DeviceCache()),
         ("memory", fcdp.Budget(device=10**9)),
@@ -272,36 +261,33 @@ def test_stale_entries_are_not_fetched_ahead() -> None:
     assert counts == [3, 3], "those that are fresh"
 
 
-PASS: Any = ["a", "b", "c", "b", "a"]
+PASS = "abcba"
+#: Passes one after another: their units, how far ahead is looked, whether they compute gradients,
+#: and what is foreseen at each unit.
+Passes = list[tuple[str, int, bool, list[str]]]
+LEARNT: Passes = [(PASS, 2, True, [""] * 5)]
+FORESEEN = ["bc", "cb", "ba", "a", ""]
+ORDERS: dict[str, Passes] = {
+    "the second is foreseen": [(PASS, 2, True, FORESEEN)],
+    "another way foresees nothing from there": [
+        ("accbab", 2, True, ["bc", "", "ba", "a", "", ""]),
+    ],
+    "nothing gathered erases nothing": [
+        ("", 2, True, []),
+        (PASS, 1, True, ["b", "c", "b", "a", ""]),
+    ],
+    "an evaluation makes no step unknown": [
+        ("abc", 2, False, [""] * 3),
+        (PASS, 2, True, FORESEEN),
+        ("abc", 2, False, ["bc", "c", ""]),
+    ],
+}
 
 
-def passed(order: GatherOrder, units: Any, depth: int = 2, gradients: bool = True) -> list[str]:
-    order.begin(gradients)
-    return ["".join(map(str, order.follow(unit, depth))) for unit in units]
-
-
-def test_the_first_pass_is_learnt_and_the_second_foreseen() -> None:
+@pytest.mark.parametrize("passes", ORDERS.values(), ids=ORDERS)
+def test_a_pass_is_foreseen_as_the_one_before_was(passes: Passes) -> None:
     order = GatherOrder()
-    assert passed(order, PASS) == [""] * 5
-    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
-
-
-def test_a_pass_that_goes_another_way_foresees_nothing_from_there() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    assert passed(order, ["a", "c", "c", "b", "a", "b"]) == ["bc", "", "ba", "a", "", ""]
-
-
-def test_forwards_that_gather_nothing_do_not_erase_what_is_known() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    order.begin(True)
-    assert passed(order, PASS, depth=1) == ["b", "c", "b", "a", ""]
-
-
-def test_an_evaluation_between_steps_makes_no_step_unknown() -> None:
-    order = GatherOrder()
-    passed(order, PASS)
-    assert passed(order, "abc", gradients=False) == [""] * 3
-    assert passed(order, PASS) == ["bc", "cb", "ba", "a", ""]
-    assert passed(order, "abc", gradients=False) == ["bc", "c", ""]
+    for units, depth, gradients, foreseen in [*LEARNT, *passes]:
+        order.begin(gradients)
+        found = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
+        assert found == foreseen

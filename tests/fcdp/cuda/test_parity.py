@@ -113,7 +113,6 @@ def case(world: World, policy: str, tuning: str, codec: str | None, count: int =
 
 @pytest.fixture(scope="module")
 def world(request: pytest.FixtureRequest) -> Iterator[tuple[World, Pools]]:
-    """Ranks of a world, in which FSDP2 trains."""
     asked: World = request.param
     with contextlib.closing(Pools(functools.partial(join, asked))) as pools:
         try:

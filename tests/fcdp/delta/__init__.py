@@ -1,0 +1,17 @@
+"""Whether words arrive, which tests of each form ask."""
+
+from __future__ import annotations
+
+import torch
+
+from fcdp.delta.difference import Coding, apply, capacity, encode
+
+
+def arrives(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packed") -> int:
+    """How many bytes tell ``new``, which arrives to the bit at the beginning of a longer buffer."""
+    encoded = encode(new, base, coding)
+    assert encoded.numel() <= capacity(new.numel())
+    out = torch.full_like(new, -1) if base is None else base.clone()
+    assert apply(torch.cat([encoded, encoded.new_full((5,), 255)]), out) == encoded.numel()
+    assert torch.equal(out, new)
+    return encoded.numel()

@@ -37,7 +37,7 @@ def test_nothing_is_compiled_before_it_runs() -> None:
     assert _printed(imported) == "False\n"
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_once_all_is_prepared_no_exchange_waits_for_the_compiler(tmp_path: Path) -> None:
     program = """
 import torch

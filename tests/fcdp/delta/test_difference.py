@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fcdp.delta import message
 from fcdp.delta.difference import CHUNK, apply, encode
-from tests.fcdp.delta.arriving import arrives
+from tests.fcdp.delta import arrives
 
 LENGTHS = [0, 1, 7, 127, 128, 129, 1000, CHUNK - 1, CHUNK, CHUNK + 3]
 

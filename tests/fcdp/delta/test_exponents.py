@@ -8,7 +8,7 @@ import torch
 from fcdp.delta import exponents
 from fcdp.delta.difference import CHUNK, apply, encode
 from fcdp.delta.huffman import zstd
-from tests.fcdp.delta.arriving import arrives
+from tests.fcdp.delta import arrives
 
 #: Words: about a block, a granule, a chunk.
 COUNTS = (1, 2, 255, 256, 257, 5000, CHUNK, CHUNK + 3)

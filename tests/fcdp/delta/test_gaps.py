@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fcdp.delta import difference, gaps, huffman
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
 from fcdp.delta.huffman import zstd
-from tests.fcdp.delta.arriving import arrives
+from tests.fcdp.delta import arrives
 
 CODINGS: tuple[Coding, ...] = ("entropy", "ordered")
 

@@ -14,11 +14,80 @@ import torch.nn as nn
 
 from fcdp import failure
 from fcdp.failure import Announcement, Board, Failures, RankFailed
-from tests.fcdp.failures.made_up import Backend, Group, exchange, look_often, over_nccl
+
+
+class Backend:
+    """A backend that records calls, and carries nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.calls: list[str] = []
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+
+class Group:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._device_types = [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        return self._backend
+
+    def size(self) -> int:
+        return 2
+
+
+def over_nccl(name: str = "a") -> tuple[Failures, Backend]:
+    backend = Backend("nccl")
+    group: Any = Group(backend)
+    return Failures(name, [group]), backend
+
+
+def look_often(failures: Failures) -> None:
+    """Look until the store must have been asked."""
+    for _ in range(2 * failure.IDLE_POLLS):
+        failures.look()
+
+
+def exchange(failures: Failures, times: int) -> None:
+    """Wait for as many exchanges, each of which has arrived."""
+    for _ in range(times):
+        with failures.waiting():
+            pass
+
+
+#: Becomes the rank of this number.
+Become = Callable[[int], None]
+
+
+@pytest.fixture(autouse=True)
+def playing(monkeypatch: pytest.MonkeyPatch) -> Become:
+    """One process that plays all ranks of a job, whose store it has; nothing looks by itself."""
+    store = dist.HashStore()
+    monkeypatch.setattr(failure, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure, "watch", lambda failures: None)
+    monkeypatch.setattr(failure, "PAUSE_S", 0.01)
+
+    def become(rank: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+
+    become(0)
+    return become
 
 
 def test_on_cuda_a_rank_that_runs_ahead_aborts_and_the_next_exchange_raises(
-    playing: Callable[[int], None],
+    playing: Become,
 ) -> None:
     (here, backend), (there, _) = over_nccl(), over_nccl()
     for failures in (here, there):
@@ -41,7 +110,7 @@ def test_on_cuda_a_rank_that_runs_ahead_aborts_and_the_next_exchange_raises(
         here.begins()
 
 
-def test_on_cuda_ranks_that_all_raise_alike_abort_nothing(playing: Callable[[int], None]) -> None:
+def test_on_cuda_ranks_that_all_raise_alike_abort_nothing() -> None:
     (here, backend), (there, other) = over_nccl(), over_nccl()
     for _ in range(2):
         # Together: after a failure the first waits for the second.
@@ -59,9 +128,7 @@ def test_on_cuda_ranks_that_all_raise_alike_abort_nothing(playing: Callable[[int
     assert backend.calls == other.calls == []
 
 
-def test_an_uncaught_error_ends_whoever_waits_however_far_it_is(
-    playing: Callable[[int], None],
-) -> None:
+def test_an_uncaught_error_ends_whoever_waits_however_far_it_is(playing: Become) -> None:
     (here, backend), (there, _) = over_nccl(), over_nccl()
     there.begins()
     playing(1)
@@ -72,9 +139,7 @@ def test_an_uncaught_error_ends_whoever_waits_however_far_it_is(
     assert backend.calls == ["start", "abort", "end"]
 
 
-def test_nothing_is_asked_while_nothing_is_waited_for(
-    playing: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_while_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(Board, "read", lambda self, key: asked.append(key))
     group: Any = Group(Backend("gloo"))
@@ -94,7 +159,7 @@ def test_nothing_is_asked_while_nothing_is_waited_for(
 
 
 def test_a_store_that_stays_lost_ends_a_wait_and_nothing_else(
-    playing: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lost(self: Board, key: str) -> None:
         raise dist.DistNetworkError("Broken pipe")
@@ -112,9 +177,7 @@ def test_a_store_that_stays_lost_ends_a_wait_and_nothing_else(
         failures.begins()
 
 
-def test_ranks_that_stay_away_end_a_roll_call(
-    playing: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_stay_away_end_a_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "ROLL_CALL_S", 0.1)
     failures, _ = over_nccl()
     failures.begins()
@@ -124,7 +187,7 @@ def test_ranks_that_stay_away_end_a_roll_call(
 
 
 def test_a_store_of_which_nothing_can_be_asked_changes_nothing(
-    playing: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class FakeStore(dist.Store):
         """As the ``fake`` backend has it."""
@@ -147,7 +210,6 @@ class _Fails(nn.Module):
 
 
 def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
-    """Announcement that a forward of ``x`` makes."""
     module = _Fails()
     module.register_forward_pre_hook(lambda module, args: failures.begins())
     module.register_forward_hook(
@@ -158,14 +220,12 @@ def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
     return Board("hook").read("0")
 
 
-def test_a_forward_that_raises_announces_its_error(playing: Callable[[int], None]) -> None:
+def test_a_forward_that_raises_announces_its_error() -> None:
     failures, _ = over_nccl("hook")
     assert _announced(failures, -torch.ones(2)) == ("rank 0 failed: ValueError: negative rows", 0)
 
 
-def test_an_error_that_the_caller_is_handling_is_not_the_forwards(
-    playing: Callable[[int], None],
-) -> None:
+def test_an_error_that_the_caller_is_handling_is_not_the_forwards() -> None:
     failures, _ = over_nccl("hook")
     try:
         raise KeyError("batch")
@@ -173,7 +233,7 @@ def test_an_error_that_the_caller_is_handling_is_not_the_forwards(
         assert _announced(failures, torch.ones(2)) is None
 
 
-def test_only_the_transports_errors_are_explained(playing: Callable[[int], None]) -> None:
+def test_only_the_transports_errors_are_explained() -> None:
     failures, backend = over_nccl()
     for error in (ValueError("a"), torch.OutOfMemoryError("b"), KeyboardInterrupt()):
         with pytest.raises(type(error)), failures.waiting():
@@ -188,7 +248,7 @@ def test_only_the_transports_errors_are_explained(playing: Callable[[int], None]
     assert "abort" in backend.calls, "for whoever waits for this rank"
 
 
-def test_a_message_stays_short(playing: Callable[[int], None]) -> None:
+def test_a_message_stays_short() -> None:
     failures, _ = over_nccl("long")
     failures.begins()
     failures.announce(ValueError("x" * 10_000))
@@ -196,7 +256,7 @@ def test_a_message_stays_short(playing: Callable[[int], None]) -> None:
     assert len(announced.text) < failure.TEXT_LIMIT + 20
 
 
-def test_the_first_text_and_the_fewest_exchanges_stay(playing: Callable[[int], None]) -> None:
+def test_the_first_text_and_the_fewest_exchanges_stay() -> None:
     shared = Board("kept")
     assert shared.put("1", Announcement("first", 5)) == "first"
     assert shared.put("1", Announcement("second", 3)) == "first"

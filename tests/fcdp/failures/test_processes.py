@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp import failure
-from tests.fcdp.failures.made_up import SOON_S
+from tests.fcdp.failures import SOON_S
 
 WORLD_SIZE = 3
 #: The rank that fails, and how. Rank 0 serves the store.
@@ -52,7 +52,6 @@ def train(rank: int, port: int, failing: int, how: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """As many different ones."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [each.getsockname()[1] for each in taken]
     for each in taken:
@@ -78,7 +77,7 @@ def main(folder: Path) -> None:
     print(json.dumps(statuses))
 
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from fcdp import failure
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
-from tests.fcdp.failures.made_up import SOON_S
-from tests.ranks import Pools, on_ranks
+from tests.fcdp.failures import SOON_S
+from tests.fcdp.training import Run, Settings, TinyLM
+from tests.ranks import Pools, RankPool, on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("kind", ["receive", "send", "all-reduce"])
@@ -34,7 +37,7 @@ def test_any_wait_over_gloo_can_be_ended(kind: str) -> None:
             "all-reduce": lambda: group.allreduce([torch.ones(3)]),
         }
         work = works[kind]()
-        thread = threading.Timer(0.3, failure.break_all, [failure.backends_of(group)])
+        thread = threading.Timer(0.1, failure.break_all, [failure.backends_of(group)])
         thread.start()
         with pytest.raises(RuntimeError):
             work.wait()
@@ -101,7 +104,7 @@ Act = Callable[[Exchanges], None]
 
 @contextlib.contextmanager
 def polling_often() -> Iterator[None]:
-    poll, failure.POLL_S = failure.POLL_S, 0.1
+    poll, failure.POLL_S = failure.POLL_S, 0.05
     try:
         yield
     finally:
@@ -110,7 +113,6 @@ def polling_often() -> Iterator[None]:
 
 
 def ended(act: Act, every: Exchanges) -> str:
-    """The error that ends ``act`` in another's stead, if it ends soon."""
     began = time.monotonic()
     try:
         act(every)
@@ -147,11 +149,11 @@ def all_raise_alike(every: Exchanges) -> None:
         every.begin()
         every.failures.announce(MemoryError("too long a batch"))
         # The others wait for rank 1 in the same pass, for longer than a few polls ...
-        time.sleep(0.5 * (every.rank == 1))
+        time.sleep(0.3 * (every.rank == 1))
         every.run()
         every.failures.begins()
         # ... and in the next.
-        time.sleep(0.5 * (every.rank == 2))
+        time.sleep(0.3 * (every.rank == 2))
         every.run()
 
 
@@ -159,7 +161,7 @@ def one_is_late_to_raise_alike(every: Exchanges) -> None:
     """The exchange that rank 1 is in ends only after others have announced their errors."""
     every.begin()
     with every.failures.waiting():
-        time.sleep(every.rank == 1)
+        time.sleep(0.5 * (every.rank == 1))
     every.failures.announce(MemoryError("too long a batch"))
     every.begin()
 
@@ -197,7 +199,7 @@ def two_raise_differently(every: Exchanges) -> None:
 def one_is_slow(every: Exchanges) -> None:
     for _ in range(2):
         every.begin()
-        time.sleep(0.6 * (every.rank == 2))
+        time.sleep(0.3 * (every.rank == 2))
         every.run()
 
 
@@ -249,7 +251,7 @@ def all_fail_with_one_in_flight(every: Exchanges) -> None:
 
 def all_fail_with_one_in_flight_that_is_late(every: Exchanges) -> None:
     """The others have looked many times whether it can end."""
-    _leave_in_flight(every, 1)
+    _leave_in_flight(every, 0.5)
 
 
 def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
@@ -364,3 +366,66 @@ def test_a_connection_that_breaks_is_told_to_all() -> None:
     for message in seen:
         assert "rank 0 could not exchange with another rank" in message, message
         assert "Connection closed by peer" in message, message
+
+
+# Training
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Four ranks that no other test uses afterwards."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def _raise_in(where: str, model: TinyLM) -> Callable[[], None]:
+    def hook(module: torch.nn.Module, given: object) -> None:
+        raise ValueError("no label")
+
+    if where == "forward":
+        return model.blocks[1].register_forward_pre_hook(hook).remove
+    return model.blocks[0].register_full_backward_pre_hook(hook).remove
+
+
+def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[list[str], float]:
+    """Five steps, of which the second fails on some ranks, which catch their own error."""
+    torch.manual_seed(0)
+    failure.POLL_S = 0.2
+    done = dist.new_group()  # the pool's own group is among those that a failure breaks
+    run = Run(settings)
+    seen: list[str] = []
+    began = time.monotonic()
+    try:
+        for step in range(5):
+            fails = step == 1 and run.topology.rank in failing
+            mend = _raise_in(where, run.model) if fails else lambda: None
+            try:
+                run.step()
+                seen.append("trained")
+            except ValueError as error:
+                seen.append(str(error))
+                run.optimizer.zero_grad()
+            finally:
+                mend()
+    except RankFailed as error:
+        seen.append(str(error))
+    took = time.monotonic() - began
+    dist.barrier(done)
+    return seen, took
+
+
+@pytest.mark.parametrize(("where", "shape"), [("forward", (2, 2)), ("backward", (4, 1))])
+def test_one_rank_fails(where: str, shape: tuple[int, int], own_ranks: RankPool) -> None:
+    for rank, (seen, took) in enumerate(own_ranks.run(_train, Settings(*shape), where, (3,))):
+        expected = "ValueError: no label" if where == "forward" else "a backward did not end"
+        assert seen[: -1 if rank != 3 else 2] == ["trained", "no label"][: 2 if rank == 3 else 1]
+        assert seen[-1].startswith("rank 3 failed:")
+        assert expected in seen[-1]
+        assert took < 60
+
+
+def test_all_ranks_fail_alike(own_ranks: RankPool) -> None:
+    for where in ("forward", "backward"):
+        for seen, _ in own_ranks.run(_train, Settings(), where, (0, 1, 2, 3)):
+            assert seen == ["trained", "no label", "trained", "trained", "trained"]

@@ -33,8 +33,7 @@ from tests.fcdp import training
 from tests.fcdp.checkpoints import kill_at
 from tests.fcdp.training import Settings, TinyLM, whole
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
-
-pytestmark = pytest.mark.ranks
+from tests.tiers import in_ci
 
 BF16 = Settings(param_dtype=torch.bfloat16)
 LORA = Settings(adapter_rank=3, param_dtype=torch.bfloat16)
@@ -56,8 +55,6 @@ def equal(actual: Any, expected: dict[str, torch.Tensor]) -> None:
 
 
 class Run(training.Run):
-    """A training whose rank publishes its model."""
-
     def __init__(
         self, settings: Settings, place: Any, options: dict[str, Any], rate: float = 1e-6
     ) -> None:
@@ -86,8 +83,10 @@ def train_and_read(
     return published, now
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("nodes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "compressed"),
+    [((2, 1), False), ((2, 2), True), in_ci((2, 1), True), in_ci((2, 2), False)],
+)
 def test_each_version_is_read_bit_for_bit(
     ranks: Pools, tmp_path: Path, nodes: tuple[int, int], compressed: bool
 ) -> None:
@@ -252,38 +251,46 @@ def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: P
 def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
     """Publish a first version, and a second one in which one rank kills itself at some write."""
     run = Run(Settings(2, 1, param_dtype=torch.bfloat16), place, {"compressed": True})
+
+    def keep(version: int) -> None:
+        now = held(run.model, BF16)
+        if run.topology.rank == 0:
+            torch.save(now, f"{place}-{version}")
+
+    keep(1)
     run.publish()
-    torch.save(held(run.model, BF16), f"{place}-expected")
     run.step()
-    now = held(run.model, BF16)
-    if run.topology.rank == 0:
-        torch.save(now, f"{place}-next")
+    keep(2)
     if run.topology.rank == rank:
         kill_at(place, killed_at, ("open", "os.rename"))
     run.publish()
 
 
+#: At the draft, its renaming and the flush after it.
+KILLS = [(0, 1), (1, 2), (0, 3), (1, 1), (0, 2), (1, 3)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "killed_at" in metafunc.fixturenames:
+        number = len(KILLS) if metafunc.config.getoption("--exhaustive") else 3
+        kills = [KILLS[0], *(in_ci(*each) for each in KILLS[1:number])]
+        metafunc.parametrize(("rank", "killed_at"), kills)
+
+
 def test_writers_that_are_killed_leave_versions_whole(
-    ranks: Pools, tmp_path: Path, request: pytest.FixtureRequest
+    ranks: Pools, tmp_path: Path, rank: int, killed_at: int
 ) -> None:
-    """At the draft, its renaming and the flush after it; then another run goes on there."""
-    places = [(rank, at) for rank in (0, 1) for at in (1, 2, 3)]
-    if not request.config.getoption("--exhaustive"):
-        places = [(0, 1), (1, 2), (0, 3)]
-    for rank, killed_at in places:
-        place = tmp_path / f"{rank}-{killed_at}"
-        pool = RankPool(2)
-        with pytest.raises(RankFailure, match="its process has ended"):
-            pool.run(publish_and_die, place, rank, killed_at)
-        pool.close()
-        reader = fcdp.Subscriber(place)
-        version = reader.update()
-        names = {1: "expected", 2: "next"}
-        assert version in names, (rank, killed_at)
-        equal(reader.state, torch.load(f"{place}-{names[version]}"))
-        last = ranks.run(4, publish_versions, place, 2)[0]
-        assert (reader.update() or 0) >= 3
-        equal(reader.state, last)
+    """Then another run goes on there."""
+    pool = RankPool(2)
+    with pytest.raises(RankFailure, match="its process has ended"):
+        pool.run(publish_and_die, tmp_path, rank, killed_at)
+    pool.close()
+    reader = fcdp.Subscriber(tmp_path)
+    version = reader.update()
+    equal(reader.state, torch.load(f"{tmp_path}-{version}"))
+    last = ranks.run(4, publish_versions, tmp_path, 2)[0]
+    assert (reader.update() or 0) >= 3
+    equal(reader.state, last)
 
 
 @on_ranks(1)

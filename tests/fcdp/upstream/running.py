@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
@@ -100,14 +102,23 @@ def cases(
 ) -> Callable[[Case], Case]:
     """Make a test of ``case(run, *variant)``: it must see the same with FCDP as without.
 
-    All variants run on the first shape, and the first of them on the others, in one call each.
+    All variants run on the first shape, in one call; the first of them in CI on the others too.
     """
+    first, *others = shapes
 
     def decorate(case: Case) -> Case:
-        def test(ranks: Pools) -> None:
-            for shape in shapes:
-                every = shape == shapes[0] and not ranks.samples
-                check(ranks, shape, case, (variants or ((),))[: None if every else 1])
+        @pytest.mark.parametrize(
+            "shape",
+            [
+                pytest.param(first, id=pytest.HIDDEN_PARAM),
+                *(pytest.param(shape, marks=pytest.mark.system) for shape in others),
+            ],
+            ids=str,
+        )
+        def test(ranks: Pools, shape: tuple[int, int]) -> None:
+            every = shape == first and not ranks.samples
+            some = (variants or ((),))[: None if every else 1]
+            ranks.run(math.prod(shape), sees_the_same, *shape, case.__module__, case.__name__, some)
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
         test.case = case  # type: ignore[attr-defined]
@@ -116,45 +127,28 @@ def cases(
     return decorate
 
 
-def check(
-    ranks: Pools, shape: tuple[int, int], case: Case, variants: Sequence[tuple[Any, ...]]
-) -> None:
-    """Fail where the case sees something else with FCDP than without."""
-    nodes, ranks_per_node = shape
-    found = ranks.run(
-        nodes * ranks_per_node, differing, *shape, case.__module__, case.__name__, variants
-    )
-    assert not any(found), "\n".join(
-        f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts
-    )
-
-
-def differing(
+def sees_the_same(
     nodes: int, ranks_per_node: int, module: str, name: str, variants: Sequence[tuple[Any, ...]]
-) -> list[str]:
-    """Where a case, found by its test's name, sees something else on this rank."""
+) -> None:
+    """Fail where a case, found by its test's name, sees something else with FCDP than without."""
     case, topology = getattr(import_module(module), name).case, topology_of(nodes, ranks_per_node)
-    return [
-        f"{nodes} × {ranks_per_node}, {variant}: {text}"
-        for variant in variants
-        for text in both(topology, case, variant)
-    ]
+    found = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
+    assert not found, "\n".join(found)
 
 
 def both(topology: fcdp.Topology, case: Case, args: Sequence[Any]) -> list[str]:
     """Run ``case`` without and with FCDP; return where the two differ."""
     plain, cached = Run(topology, cached=False), Run(topology, cached=True)
-    with default_dtype(torch.float32 if sums_alike(topology) else torch.float64):
+    # Two summands have one order; with more, gloo's ring and the hierarchy differ.
+    dtype, tolerance = (
+        (torch.float32, EXACT) if topology.world_size <= 2 else (torch.float64, CLOSE)
+    )
+    with default_dtype(dtype):
         case(plain, *args)
         assert plain.seen, "the case looked at nothing"
         case(cached, *args)
         cached.check_gathers()
-    return differences(plain.seen, cached.seen, EXACT if sums_alike(topology) else CLOSE)
-
-
-def sums_alike(topology: fcdp.Topology) -> bool:
-    """Two summands have one order; with more, gloo's ring and the hierarchy differ."""
-    return topology.world_size <= 2
+    return differences(plain.seen, cached.seen, tolerance)
 
 
 #: The default before, once per rank of this process that has another.
@@ -215,11 +209,15 @@ def train(
     run.see_params(model)
 
 
-def train_on_tokens(run: Run, model: nn.Module) -> None:
+def train_on(run: Run, model: nn.Module, *shape: int) -> None:
+    train(run, model, adam(model), lambda step: model(run.input(*shape, step=step)).sum())
+
+
+def train_on_tokens(run: Run, model: nn.Module, *, steps: int = 4) -> None:
     def loss(step: int) -> torch.Tensor:
         return model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
 
-    train(run, model, adam(model), loss)
+    train(run, model, adam(model), loss, steps=steps)
 
 
 def steps(run: Run, model: nn.Module, number: int = 3) -> Iterator[int]:

@@ -66,13 +66,10 @@ def test_forwards_of_all_micro_batches_before_their_backwards(
 @cases((True,), (False,), shapes=[PAIR])
 def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
     """Compute in bf16, accumulation and reduction in fp32."""
-    model = mlps(3, 8).to(torch.float32)
-    run.shard(
-        [*model, model],
-        reshard_after_forward=reshard,
-        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = run.set_up(
+        mlps(3, 8).to(torch.float32), reshard_after_forward=reshard, mp_policy=policy
     )
-    run.cache(model)
     for step in steps(run, model):
         for micro in range(4):
             model.set_requires_gradient_sync(micro == 3)
@@ -85,7 +82,6 @@ def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
 
 @cases()
 def test_evaluation_between_micro_batches(run: Run) -> None:
-    """A forward without gradients, between micro-batches that are not reduced."""
     model = run.set_up(mlps(2, 5))
     for step in steps(run, model):
         for micro in range(2):
@@ -97,7 +93,6 @@ def test_evaluation_between_micro_batches(run: Run) -> None:
 
 @cases(("every",), ("no_sync",))
 def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
-    """A unit that an early micro-batch uses and the last does not."""
     model = run.set_up(Branches(6))
     for step in steps(run, model):
         for micro in range(2):

@@ -12,23 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-import fcdp
-from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, adam, cases, train
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, cases, train, train_on
 
 
 @cases()
 def test_a_parent_is_sharded_after_fcdp(run: Run) -> None:
     """A head is put on a cached body, and sharded with it."""
-    body = mlps(2, 6)
-    run.shard([*body, body])
-    run.cache(body)
+    body = run.set_up(mlps(2, 6))
     torch.manual_seed(7)
     model = nn.Sequential(body, nn.Linear(6, 3))
     run.shard([model])
-    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+    train_on(run, model, 4, 6)
 
 
 @cases()
@@ -36,7 +31,7 @@ def test_the_root_is_not_sharded(run: Run) -> None:
     """The root itself is not sharded: each layer is a root for FSDP2."""
     model = mlps(3, 6)
     run.set_up(model, [*model])
-    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+    train_on(run, model, 4, 6)
 
 
 @functools.cache
@@ -69,21 +64,3 @@ def test_a_mesh_whose_dimensions_are_named(run: Run) -> None:
         return model(x).sum()
 
     train(run, model, adam(model), loss)
-
-
-def sharded_again() -> tuple[str, str]:
-    """What ``fully_shard`` says to modules that a cached model holds already."""
-    topology = topology_of(2, 1)
-    model = mlps(1, 6)
-    for unit in [*model, model]:
-        fully_shard(unit, mesh=topology.mesh)
-    fcdp.cache_parameters(model, topology)
-    with pytest.raises(AssertionError, match="already been applied") as twice:
-        fully_shard(model[0], mesh=topology.mesh)
-    with pytest.raises(ValueError, match="set up on it already") as cached:
-        fcdp.cache_parameters(model[0], topology)
-    return str(twice.value), str(cached.value)
-
-
-def test_a_cached_module_is_not_sharded_again(ranks: Pools) -> None:
-    ranks.run(2, sharded_again)

@@ -15,7 +15,7 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, cases, steps, train
+from tests.fcdp.upstream.running import Run, adam, cases, steps, train, train_on_tokens
 from tests.ranks import Pools
 
 LAYERS = 3
@@ -31,8 +31,8 @@ def loss_of(run: Run, model: nn.Module, step: int = 0) -> torch.Tensor:
     return model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
 
 
-def collectives(calls: Callable[[], Any]) -> tuple[int, int]:
-    """All-gathers and reductions of units that FSDP2 asks for in ``calls``."""
+def collectives(calls: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
+    """What a call returns, and the all-gathers and reductions of units that it asks for."""
     module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
@@ -40,18 +40,16 @@ def collectives(calls: Callable[[], Any]) -> tuple[int, int]:
         mock.patch(f"{module}.foreach_all_gather", wraps=groups.foreach_all_gather) as gathers,
         mock.patch(f"{module}.foreach_reduce", wraps=groups.foreach_reduce) as reductions,
     ):
-        calls()
-    return gathers.call_count, reductions.call_count
+        result = calls()
+    return result, (gathers.call_count, reductions.call_count)
 
 
 @cases((True,), (False,), (None,))
 def test_units_are_gathered_and_reduced_as_often(run: Run, reshard: bool | None) -> None:
     """Forward and backward, as built with ``reshard_after_forward``."""
-    model = transformer(run, reshard_after_forward=reshard)
-    run.cache(model)
-    losses: list[torch.Tensor] = []
-    forward = collectives(lambda: losses.append(loss_of(run, model)))
-    backward = collectives(lambda: losses[0].backward())
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=reshard)
+    loss, forward = collectives(lambda: loss_of(run, model))
+    _, backward = collectives(loss.backward)
     assert forward == (LAYERS + 1, 0)
     assert backward == ({True: LAYERS + 1, False: 0, None: LAYERS}[reshard], LAYERS + 1)
     run.see("counts", (forward, backward))
@@ -64,8 +62,7 @@ def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int, list[int]
     And how often each unit is gathered again per step, as FCDP planned it.
     """
     run = Run(topology_of(2, 1), cached=True)
-    model = transformer(run, reshard_after_forward=reshard)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=reshard)
     ledger = fcdp.ledger(model)
     loss = loss_of(run, model)
     forward = ledger.misses
@@ -88,8 +85,7 @@ def test_backward_gathers_nothing_across_nodes(
 @cases()
 def test_resharding_by_hand(run: Run) -> None:
     """Built to stay gathered, resharded by hand between forward and backward."""
-    model = transformer(run, reshard_after_forward=False)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS), reshard_after_forward=False)
     for step in steps(run, model):
         loss = loss_of(run, model, step)
         for module in model.modules():
@@ -115,24 +111,18 @@ def test_set_reshard_after_forward(
     model.set_reshard_after_forward(reshard, recurse=recurse)
     if not cached_first:
         run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
-        losses: list[torch.Tensor] = []
-        run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))  # noqa: B023
-        run.see("backward", collectives(losses[0].backward))
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:  # and back again in mid-run
+    for step in steps(run, model):
+        if step == 2:  # and back again in mid-run
             model.set_reshard_after_forward(not reshard, recurse=recurse)
-    run.see_params(model)
+        loss, forward = collectives(lambda: loss_of(run, model, step))  # noqa: B023
+        run.see("forward", forward)
+        run.see("backward", collectives(loss.backward))
 
 
 @cases()
 def test_set_reshard_after_backward(run: Run) -> None:
     """Gathered across micro-batches: the second gathers nothing."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     for step in steps(run, model):
         for micro in range(2):
             model.set_reshard_after_backward(micro == 1)
@@ -160,7 +150,7 @@ def test_set_gradient_divide_factor(
     model.set_gradient_divide_factor(factor)
     if not cached_first:
         run.cache(model)
-    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+    train_on_tokens(run, model, steps=3)
 
 
 @cases()
@@ -185,31 +175,23 @@ SETTINGS = [
 
 @cases(*(setting for setting in SETTINGS if hasattr(FSDPModule, setting[0])))
 def test_settings_that_change_no_number(run: Run, method: str, argument: Any) -> None:
-    """A setting of FSDP2's communication that must change no number."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             getattr(module, method)(argument)
-    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+    train_on_tokens(run, model, steps=3)
 
 
 @cases()
 def test_sums_are_no_longer_forced(run: Run) -> None:
     """FCDP asks for sums on the CPU; taking that back must be harmless or an error."""
-    model = transformer(run)
-    run.cache(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(False)
-    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=2)
+    test_settings_that_change_no_number.case(run, "set_force_sum_reduction_for_comms", False)  # type: ignore[attr-defined]
 
 
 @cases()
 def test_set_all_reduce_hook(run: Run) -> None:
     """A hook on what is reduced, once per unit and backward."""
-    model = transformer(run)
-    run.cache(model)
+    model = run.set_up(Transformer(LAYERS))
     seen: list[float] = []
 
     def halve(reduced: torch.Tensor) -> None:
@@ -218,6 +200,6 @@ def test_set_all_reduce_hook(run: Run) -> None:
 
     for unit in model.units():
         unit.set_all_reduce_hook(halve)  # type: ignore[operator]
-    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+    train_on_tokens(run, model, steps=3)
     run.see("hook", seen)
     assert len(seen) == 3 * (LAYERS + 1)

@@ -16,12 +16,6 @@ from tests.fcdp.upstream.running import Run, cases
 from tests.ranks import on_ranks
 
 
-def sharded(run: Run) -> nn.Sequential:
-    model = mlps(2, 4)
-    run.shard([*model, model])
-    return model
-
-
 def local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
@@ -61,7 +55,6 @@ def test_hooks_on_gradients(run: Run, when: str) -> None:
 
 @cases((True,), (False,))
 def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
-    """Each parameter is stepped in backward, as soon as its gradient is there."""
     model = run.set_up(mlps(3, 4), reshard_after_forward=reshard)
     optimizers = {
         param: torch.optim.AdamW([param], lr=0.05, eps=1e-3) for param in model.parameters()
@@ -85,8 +78,7 @@ def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
 def test_hooks_under_accumulate_are_refused(kind: str) -> None:
     """They would see no gradient, or the sum of one micro-batch alone."""
     run = Run(topology_of(2, 1), cached=True)
-    model = sharded(run)
-    run.cache(model)
+    model = run.set_up(mlps(2, 4))
     if kind == "all-reduce":
         model[0].set_all_reduce_hook(print)
     else:

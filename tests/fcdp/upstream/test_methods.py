@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tests.fcdp.training import update
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import Run, adam, cases, train
+from tests.fcdp.upstream.running import Run, adam, cases, train_on
 
 
 class Inner(nn.Module):
@@ -94,7 +95,7 @@ def test_a_forward_method_inside_the_model(run: Run, cached_first: bool) -> None
     register_fsdp_forward_method(model.vision, "features")
     if not cached_first:
         run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(2, 3, 8, 8, step=step)).sum())
+    train_on(run, model, 2, 3, 8, 8)
 
 
 @cases((False,), (True,))
@@ -108,9 +109,7 @@ def test_a_forward_method_of_the_root(run: Run, writes: bool) -> None:
         images = run.input(2, 3, 8, 8, step=step)
         loss = model.score(images)
         run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         if writes:
             with torch.no_grad():
                 for param in model.parameters():
@@ -129,7 +128,7 @@ def test_share_comm_ctx(run: Run) -> None:
         run.cache(stage)
         stage._get_fsdp_state()._lazy_init()
     fsdp.share_comm_ctx(list(model))
-    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+    train_on(run, model, 4, 6)
 
 
 @cases()
@@ -148,7 +147,7 @@ def test_shard_placement_fn(run: Run) -> None:
 
     for layer in (model.in_proj, model.out_proj):
         layer.register_forward_pre_hook(contiguous)
-    train(run, model, adam(model), lambda step: model(run.input(2, 4, step=step)).sum())
+    train_on(run, model, 2, 4)
     for param in model.parameters():
         assert param.to_local().is_contiguous()  # type: ignore[attr-defined]
 

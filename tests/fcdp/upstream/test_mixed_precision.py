@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import PAIR, Run, adam, cases, steps, train
+from tests.fcdp.upstream.running import PAIR, Run, cases, steps, train_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: Sums in bf16 depend on their order: on two ranks there is one.
@@ -25,14 +25,9 @@ ON_TWO = [PAIR]
     shapes=ON_TWO,
 )
 def test_compute_and_reduce_dtypes(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
-    model = mlps(3, 16)
-    run.shard(
-        [*model, model],
-        reshard_after_forward=reshard,
-        mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
-    )
-    run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(4, 16, step=step)).sum())
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    model = run.set_up(mlps(3, 16), reshard_after_forward=reshard, mp_policy=policy)
+    train_on(run, model, 4, 16)
 
 
 class Saving(nn.Module):
@@ -55,7 +50,6 @@ class Saving(nn.Module):
     (True, FP16, None), (False, FP32, None), (True, FP32, BF16), (True, FP16, FP32), shapes=ON_TWO
 )
 def test_each_module_casts_for_itself(run: Run, root_casts: bool, second: Any, output: Any) -> None:
-    """Each module casts its inputs to its own dtype, unless told not to."""
     model = Saving()
     run.shard([model.first], mp_policy=MixedPrecisionPolicy(BF16))
     run.shard([model.second], mp_policy=MixedPrecisionPolicy(second, output_dtype=output))

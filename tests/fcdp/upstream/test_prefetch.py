@@ -10,8 +10,17 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from tests.fcdp.training import update
 from tests.fcdp.upstream.models import Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train, train_on_tokens
+from tests.fcdp.upstream.running import (
+    Run,
+    adam,
+    all_sharded,
+    cases,
+    train,
+    train_on,
+    train_on_tokens,
+)
 
 
 @cases((2, True, False), (1, True, False), (4, True, False), (2, True, True), (2, False, False))
@@ -67,7 +76,7 @@ class Branches(nn.Module):
 def test_unshard_within_forward(run: Run, async_op: bool, reshard: bool) -> None:
     model = Branches(async_op=async_op)
     run.set_up(model, [*model.parts, model], reshard_after_forward=reshard)
-    train(run, model, adam(model), lambda step: model(run.input(3, 6, step=step)).sum())
+    train_on(run, model, 3, 6)
     assert all(isinstance(handle, UnshardHandle) == async_op for handle in model.handles)
 
 
@@ -86,7 +95,6 @@ def test_unshard_before_forward(run: Run, async_op: bool) -> None:
 
 @cases()
 def test_unshard_before_the_first_forward(run: Run) -> None:
-    """Before the root has ever run forward."""
     model = mlps(2, 6)
     reference = copy.deepcopy(model)
     run.set_up(model)
@@ -107,7 +115,7 @@ def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
     model[1].set_modules_to_backward_prefetch([model[2]])
     model[0].set_modules_to_forward_prefetch([model[2]])
     run.cache(model)
-    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+    train_on(run, model, 4, 6)
 
 
 @cases()
@@ -138,7 +146,6 @@ def test_set_unshard_in_backward(run: Run) -> None:
 )
 @cases()
 def test_reset_iter_state_after_an_exception(run: Run) -> None:
-    """After ``reset_iter_state`` training goes on where a forward raised."""
     model = run.set_up(mlps(3, 6))
     armed = [False]
 
@@ -157,7 +164,5 @@ def test_reset_iter_state_after_an_exception(run: Run) -> None:
             continue
         loss = model(run.input(4, 6, step=step)).sum()
         run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
     run.see_params(model)

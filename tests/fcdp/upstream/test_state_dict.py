@@ -35,12 +35,7 @@ def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool
     def place(param: nn.Parameter) -> Shard:
         return Shard(param.shape.index(max(param.shape)))
 
-    run.shard(
-        [*model, model],
-        reshard_after_forward=reshard,
-        shard_placement_fn=place if largest else None,
-    )
-    run.cache(model)
+    run.set_up(model, reshard_after_forward=reshard, shard_placement_fn=place if largest else None)
     x = run.input(2, dim)
     before = model.state_dict()
     for name, param in model.named_parameters():
@@ -65,7 +60,6 @@ def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool
 
 @cases()
 def test_a_state_dict_that_is_kept(run: Run) -> None:
-    """One state dict, taken before training, follows the parameters."""
     torch.manual_seed(42)
     model = nn.Linear(4, 4, bias=False)
     run.set_up(model, [model], reshard_after_forward=True)
@@ -177,19 +171,14 @@ def test_parts_of_a_state_dict(run: Run, assign: bool) -> None:
     run.see_params(model)
 
 
-def load_nothing(model: nn.Module) -> None:
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
-
-
 @cases()
 def test_a_load_that_is_refused(run: Run) -> None:
-    """A load that is refused leaves the model and its cache usable."""
     model = run.set_up(mlps(2, 6))
     x = run.input(4, 6)
     for step in range(2):
         output = model(x)
         run.see(f"output {step}", output)
-        load_nothing(model)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
         output.sum().backward()
     run.see_gradients(model)

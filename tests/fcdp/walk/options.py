@@ -81,13 +81,10 @@ class Options:
     @property
     def caching(self) -> dict[str, Any]:
         """Arguments of ``fcdp.shard`` and ``fcdp.cache_parameters`` alike."""
+        alike = ("look_ahead", "verify", "poison", "detect_writes", "exchanges")
         return {
-            "look_ahead": self.look_ahead,
+            **{name: getattr(self, name) for name in alike},
             "partial_gradients": self.partials,
-            "verify": self.verify,
-            "poison": self.poison,
-            "detect_writes": self.detect_writes,
-            "exchanges": self.exchanges,
             "gather_codec": fcdp.Delta(self.coding) if self.coding is not None else None,
             "reduce_codec": fcdp.Exact("always") if self.coding is not None else None,
         }

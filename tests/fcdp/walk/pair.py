@@ -108,9 +108,8 @@ class Side:
 
     def discard(self) -> None:
         """Drop the gradients that wait, as FCDP's users do."""
-        if not self.cached:
-            return
-        fcdp.discard(self.model)
+        if self.cached:
+            fcdp.discard(self.model)
 
     def reset(self) -> None:
         """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13): its gradients are lost.

@@ -19,27 +19,10 @@ def train(walk: Walk) -> None:
     walk.step()
 
 
-def backward(walk: Walk) -> None:
-    walk.backward("plain")
-
-
-def micro(walk: Walk) -> None:
-    walk.backward("waits")
-
-
-def last(walk: Walk) -> None:
-    walk.backward("last")
-
-
 def accumulate(walk: Walk) -> None:
-    """A whole step of several micro-batches."""
     for _ in range(walk.random.randint(1, 3)):
         walk.backward("waits")
     walk.backward("last")
-    walk.step()
-
-
-def step(walk: Walk) -> None:
     walk.step()
 
 
@@ -144,7 +127,6 @@ def forward_only(walk: Walk) -> None:
 
 
 def two_forwards(walk: Walk) -> None:
-    """Two forwards before one backward of both."""
     if walk.waiting:
         return
     first, second = walk.tokens(), walk.tokens()
@@ -236,14 +218,6 @@ def _set_trained(walk: Walk, trained: bool) -> None:
                 param.requires_grad_(trained)
     if walk.waiting:
         walk.uneven = "parameters frozen or thawed amid micro-batches"
-
-
-def freeze(walk: Walk) -> None:
-    _set_trained(walk, False)
-
-
-def thaw(walk: Walk) -> None:
-    _set_trained(walk, True)
 
 
 def boom(walk: Walk) -> None:

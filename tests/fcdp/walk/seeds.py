@@ -59,12 +59,24 @@ _UNSEEN = {
 }
 _ACCELERATOR_SHAPES = [(2, 2), (3, 2), (2, 1)]
 
-#: Events by kind: the public functions of the modules that have them.
+#: Events by kind: the public functions of the modules that have them, and variants of one.
 HANDLERS: dict[str, Handler] = {
-    name: function
-    for module in (passes, writes, storage)
-    for name, function in inspect.getmembers(module, inspect.isfunction)
-    if function.__module__ == module.__name__ and not name.startswith("_")
+    **{
+        name: function
+        for module in (passes, writes, storage)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    },
+    "backward": lambda walk: walk.backward("plain"),
+    "micro": lambda walk: walk.backward("waits"),
+    "last": lambda walk: walk.backward("last"),
+    "step": Walk.step,
+    "freeze": lambda walk: passes._set_trained(walk, False),
+    "thaw": lambda walk: passes._set_trained(walk, True),
+    "write": lambda walk: writes._write_between(walk, writes._VISIBLE),
+    "data_write": lambda walk: writes._write_between(walk, writes._UNSEEN),
+    "write_within": lambda walk: writes._write_within(walk, writes._VISIBLE),
+    "data_write_within": lambda walk: writes._write_within(walk, writes._UNSEEN),
 }
 
 #: An event that takes longer is a hang, and its stack is dumped.
@@ -139,7 +151,6 @@ def draw_on_an_accelerator(seed: int) -> Case:
 
 
 def run(ranks: Pools, case: Case, directory: Path) -> str | None:
-    """Walk; what went wrong, and where."""
     directory.mkdir(parents=True, exist_ok=True)
     world_size = case.options.world_size
     try:

@@ -78,7 +78,6 @@ def write_kept_state(walk: Walk) -> None:
 
 
 def save_by_dcp(walk: Walk) -> None:
-    """A checkpoint by ``torch.distributed.checkpoint``."""
     directory = walk.directory / f"dcp-{len(walk.dcp_checkpoints)}"
     cached, reference = walk.pair.sides
     state_dict_saver.save({"model": cached.model.state_dict()}, checkpoint_id=directory)

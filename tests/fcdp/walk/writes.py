@@ -81,15 +81,9 @@ def _shown(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} params"
 
 
-def write(walk: Walk) -> None:
+def _write_between(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.Tensor]]) -> None:
     walk.tidy()
-    _write(walk, _VISIBLE)
-
-
-def data_write(walk: Walk) -> None:
-    """Through ``.data`` and the like, which no counter shows."""
-    walk.tidy()
-    _write(walk, _UNSEEN)
+    _write(walk, places)
 
 
 def foreach_write(walk: Walk) -> None:
@@ -206,11 +200,3 @@ def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.T
     if not refused and not same:
         walk.expect_equal("what used a parameter written amid the pass", "nothing", "an error")
     walk.begin_anew()
-
-
-def write_within(walk: Walk) -> None:
-    _write_within(walk, _VISIBLE)
-
-
-def data_write_within(walk: Walk) -> None:
-    _write_within(walk, _UNSEEN)

@@ -170,8 +170,34 @@ def disk_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
     return DiskTier(units, PLACE, CPU, STREAMS, directory, buffers=buffers)
 
 
-def entries(count: int, numel: int = 2048) -> list[Any]:
-    return [StandInUnit(f"unit{index}", 4 * numel) for index in range(count)]
+def entries(count: int) -> list[Any]:
+    return [StandInUnit(f"unit{index}", 8192) for index in range(count)]
+
+
+def full_of(value: float) -> Slice:
+    return slice_of(torch.full((2, 2048), float(value)))
+
+
+def holds(tier: Any, unit: Any, value: float) -> bool:
+    """Whether the other node's row is there, and this value."""
+    loaded = torch.zeros(2, 2048)
+    assert tier.intact(unit)
+    tier.load(unit, slice_of(loaded))
+    return bool((loaded[1] == value).all())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds back all writing to disk until it is set."""
+    opened, write = threading.Event(), os.pwritev
+
+    def hold(descriptor: int, *arguments: Any) -> int:
+        assert opened.wait(60)
+        os.fstat(descriptor)  # open as long as somebody writes to it
+        return write(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "pwritev", hold)
+    return opened
 
 
 def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> None:
@@ -184,23 +210,12 @@ def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> 
         os.fstat(descriptor)
 
 
-def test_a_tier_goes_without_waiting_for_its_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_goes_without_waiting_for_its_threads(tmp_path: Path, gate: threading.Event) -> None:
     """The garbage collector may end it in the middle of a thread's start, whose locks it needs."""
     units = entries(1)
     tier = disk_tier(tmp_path, *units)
-    gate, write, written = threading.Event(), os.pwritev, threading.Event()
     descriptor = tier._file.descriptor
-
-    def hold(*arguments: Any) -> int:
-        assert gate.wait(60)
-        os.fstat(descriptor)  # open as long as somebody writes to it
-        written.set()
-        return write(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", hold)
-    tier.store(units[0], slice_of(torch.ones(2, 2048)))
+    tier.store(units[0], full_of(1.0))
     threads = set(tier._threads._threads)
     goes = threading.Thread(target=gc.collect, daemon=True)
     tier._in_a_cycle = tier  # type: ignore[attr-defined]
@@ -208,7 +223,7 @@ def test_a_tier_goes_without_waiting_for_its_threads(
     goes.start()
     goes.join(10)
     assert not goes.is_alive()
-    assert not written.is_set()
+    os.fstat(descriptor)
     gate.set()
     for thread in threads:
         thread.join(10)
@@ -257,67 +272,48 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     tier = disk_tier(tmp_path, *units)
     with full_disk(2 * 8192):
         for value, unit in enumerate(units):
-            tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
+            tier.store(unit, full_of(value))
         kept = [tier.intact(unit) for unit in units[:3]]
     assert kept == [True, True, False]
     assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
-    loaded = torch.zeros(2, 2048)
-    assert tier.intact(units[1])
-    tier.load(units[1], slice_of(loaded))
-    assert (loaded[1] == 1).all()
+    assert holds(tier, units[1], 1)
     # The disk has room again: the unit is stored as if nothing had been.
     tier.drop(units[2])
-    tier.store(units[2], slice_of(torch.full((2, 2048), 7.0)))
-    assert tier.intact(units[2])
+    tier.store(units[2], full_of(7.0))
+    assert holds(tier, units[2], 7)
 
 
 def test_a_failing_read_loses_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = entries(3)
     tier = disk_tier(tmp_path, *units, buffers=1)
     for unit in units:
-        tier.store(unit, slice_of(torch.ones(2, 2048)))
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "made up")
-
-    monkeypatch.setattr(os, "preadv", fail)
+        tier.store(unit, full_of(1.0))
+    monkeypatch.setattr(os, "preadv", mock.Mock(side_effect=OSError(errno.EIO, "made up")))
     tier.expect(units[0])
     assert not tier.intact(units[0])
     assert not tier.intact(units[1])
 
 
-def test_an_interrupted_wait_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_loses_nothing(tmp_path: Path) -> None:
     """Ctrl-C while the host waits for the disk, caught: the transfer is waited for later."""
     units = entries(2)
     tier = disk_tier(tmp_path, *units, buffers=1)
-    tier.store(units[0], slice_of(torch.full((2, 2048), 3.0)))
+    tier.store(units[0], full_of(3.0))
     transfer = tier._buffers[0].transfer
-    assert transfer is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(transfer, "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            tier.store(units[1], slice_of(torch.ones(2, 2048)))
-    tier.store(units[1], slice_of(torch.ones(2, 2048)))
-    loaded = torch.zeros(2, 2048)
-    assert tier.intact(units[0])
-    tier.load(units[0], slice_of(loaded))
-    assert (loaded[1] == 3).all()
+    interrupted = mock.patch.object(transfer, "result", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        tier.store(units[1], full_of(1.0))
+    tier.store(units[1], full_of(1.0))
+    assert holds(tier, units[0], 3)
 
 
-def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_flight_is_bounded(tmp_path: Path, gate: threading.Event) -> None:
     """With two buffers a third store waits for the first write, and does not take memory."""
     units = entries(3)
     tier = disk_tier(tmp_path, *units)
-    gate, write = threading.Event(), os.pwritev
-
-    def hold(*arguments: Any) -> int:
-        assert gate.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", hold)
     for unit in units[:2]:
-        tier.store(unit, slice_of(torch.ones(2, 2048)))
-    third = threading.Thread(target=tier.store, args=(units[2], slice_of(torch.ones(2, 2048))))
+        tier.store(unit, full_of(1.0))
+    third = threading.Thread(target=tier.store, args=(units[2], full_of(1.0)))
     third.start()
     third.join(0.2)
     assert third.is_alive()
@@ -335,7 +331,7 @@ def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
     units = entries(3)
     tier = disk_tier(tmp_path, *units, buffers=1)
     for value, unit in enumerate(units):
-        tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
+        tier.store(unit, full_of(value))
     assert tier.intact(units[0])
     offset = tier._offsets[units[1]]
     path = f"/proc/self/fd/{tier._file.descriptor}"
