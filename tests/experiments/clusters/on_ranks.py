@@ -38,7 +38,7 @@ class _Slow:
     """Takes its time when the interpreter takes its modules apart."""
 
     def __del__(self) -> None:
-        time.sleep(1)
+        time.sleep(0.5)
 
 
 _slow: list[_Slow] = []
