@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from analysis.claims import papers
-from docs import draw, draw_bound, draw_differences, draw_fuyou, draw_map
+from docs import draw, draw_ablation, draw_bound, draw_differences, draw_fuyou, draw_map
+from experiments.matrix import reader
+from experiments.records.record import read
 from simulation.traffic import MEASURED
+from tests.docs import ROOT
 
 #: Figures whose texts alone are those of the committed ones, up to the version of matplotlib.
 TEXTS = {"ablation", "overview", "schedule"}
@@ -40,6 +43,15 @@ def test_what_is_no_figure_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         draw.main(["plan"])
     assert "'plan' is no figure; allowed: ablation, bound, " in capsys.readouterr().err
+
+
+def test_ablations_have_the_records_of_the_matrix_and_both_policies_in_both_parts() -> None:
+    cells = [entry.cell for entry in reader.read("ablation").cells]
+    assert [record.cell_id for record in read(draw_ablation.RECORDS)] == [cell.id for cell in cells]
+    assert len({cell.subject for cell in cells}) == 7
+    assert {cell.accumulation for cell in cells} == {1, 4}
+    lines = (ROOT / "results/tables.md").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.startswith(("| none |", "| host |"))]) == 4
 
 
 #: Bits per parameter that a gather may take, of 16, at three learning rates of fine-tuning.
