@@ -69,24 +69,6 @@ def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) ->
     assert not output.exists()
 
 
-def test_the_parent_stays_light() -> None:
-    code = (
-        "import sys\n"
-        "from experiments import __main__\n"
-        "from experiments.matrix import reader\n"
-        "from experiments.records import provenance\n"
-        "from experiments.runner import directory, runner\n"
-        "from experiments.terminal import progress\n"
-        "from experiments import tracking\n"
-        "reader.read('quickstart')\n"
-        "provenance.gather()\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})\n"
-    )
-    imported = programs.printed(sys.executable, "-c", code).split()
-    heavy = {"torch", "deepspeed", "transformers", "peft", "pandas", "wandb", "matplotlib", "numpy"}
-    assert not heavy & {*imported}
-
-
 def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> None:
     rented = "kind: rented, nodes: 2, ranks_per_node: 1"
     words = ("--only", "fsdp2", "--cluster", "emulated")
