@@ -62,8 +62,6 @@ class Forks:
 
     def run(self, nodes: int, per_node: int, folder: Path, *words: str | Path) -> str:
         """Run a program on its ranks; what they print."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         before = self.log.stat().st_size
         program = {"nodes": nodes, "per_node": per_node, "folder": str(folder)}
         print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)

@@ -192,7 +192,6 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
         cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
     )
     rates = hardware.rates
-    assert rates is not None
     option = simulated(workload("fsdp2"), hardware)
     speed = option.speed
     request = Request(model="gpt-10b", hardware=hardware, kernels="flash", attention="flash-2")

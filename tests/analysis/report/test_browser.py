@@ -110,7 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def browse(page: Path, *options: str) -> list[dict[str, Any]]:
     """What the probe in each of the two frames found, the narrow one first."""
-    assert CHROMIUM is not None
     command = [
         CHROMIUM,
         "--headless=new",

@@ -25,7 +25,6 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
     Fragments are the model's two modules, or all of it is one.
     """
     settings = training.settings
-    assert isinstance(settings, DiLoCoSettings)
     count, overlap, kept, interval = 1, 0, 0.0, settings.interval
     if isinstance(settings, StreamingSettings):
         count, overlap, kept = settings.fragments, settings.overlap, settings.kept

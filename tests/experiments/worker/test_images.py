@@ -50,7 +50,6 @@ def of(strategy: str = "fcdp", **settings: Any) -> Cell:
 
 
 def workload(cell: Cell, rank: int = 0, ranks: int = 4) -> ImageWorkload:
-    assert isinstance(cell.data, Images)
     return ImageWorkload(cell, cell.data, rank, ranks)
 
 

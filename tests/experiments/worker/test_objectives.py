@@ -94,7 +94,6 @@ def trained(
         return objective.loss(model, batch)
 
     objective = objectives.of(of, model, blocks, topology.rank, shard)
-    assert objective is not None
     trainable = load(of.strategy)(model, replace(job, loss=loss))
     batches = workloads.micro_batches(
         workloads.corpus(),
@@ -220,7 +219,6 @@ def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
         return SimpleNamespace(model=frozen, without_gradients=nullcontext, casting=nullcontext)
 
     objective = objectives.of(of, model, blocks, 0, shard)
-    assert objective is not None
     batch = torch.arange(4 * 17).view(4, 17)
     with torch.no_grad():
         found = objective.prepare(model, [batch, batch], lambda phase: None)
