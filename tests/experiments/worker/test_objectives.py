@@ -18,13 +18,14 @@ import torch.nn as nn
 from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
-from baselines.strategy import Job, Trainable, load
+from baselines.strategy import Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
 from experiments.worker import models, objectives, workloads
 from experiments.worker.objectives import own
 from experiments.worker.objectives.objective import Ended
 from fcdp.failure import break_all, every_backend
+from tests.baselines.jobs import job
 from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -74,18 +75,11 @@ def trained(
     """Iterations of the cell on this rank."""
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
-    job = Job(
-        topology=topology,
-        blocks=blocks,
-        dtype=getattr(torch, of.dtype),
-        learning_rate=of.learning_rate,
-        micro_batch=of.micro_batch,
-        accumulation=of.accumulation,
-        settings=of.settings,
-    )
+    sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
+    given = job(topology, blocks, **{name: getattr(of, name) for name in sizes})
 
     def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
-        return load(of.strategy)(frozen, replace(job, blocks=its_blocks))
+        return load(of.strategy)(frozen, replace(given, blocks=its_blocks))
 
     prepared: list[torch.Tensor] = []
 
@@ -94,7 +88,7 @@ def trained(
         return objective.loss(model, batch)
 
     objective = objectives.of(of, model, blocks, topology.rank, shard)
-    trainable = load(of.strategy)(model, replace(job, loss=loss))
+    trainable = load(of.strategy)(model, replace(given, loss=loss))
     batches = workloads.micro_batches(
         workloads.corpus(),
         rank=topology.rank,

@@ -105,7 +105,9 @@ def problem(wanted: Cell, vocabulary: int = 256) -> str:
     return str(raised.value).removeprefix(WHERE)
 
 
-def test_files_that_are_not_on_this_node_name_the_key(folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_on_this_node_names_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
     (folder / "prose.txt").write_text("another text of another node", encoding="utf-8")
     (folder / "chat.jsonl").unlink()
@@ -116,11 +118,6 @@ def test_files_that_are_not_on_this_node_name_the_key(folder: Path, tmp_path: Pa
         f".jsonl: there is no {folder}/chat.jsonl on this node; each node needs it, at the same "
         "path"
     )
-
-
-def test_tokenizers_and_data_sets_that_are_not_on_this_node_name_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert problem(of(folder, Dataset(dataset="squad"))).startswith(
         ".dataset: needs the package datasets on each node: "
