@@ -13,7 +13,8 @@ from experiments.commands import COMMANDS
 from simulation import compute
 from simulation.hardware import LINK_EFFICIENCY
 from simulation.planner.search import SAME, tie
-from tests.docs import DOCS, ROOT, code_blocks
+from tests.docs import DOCS, ROOT
+from tests.docs.commands import fences
 
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_code_compiles_and_names_only_what_there_is() -> None:
     for page, text in PAGES.items():
-        for block in code_blocks(page):
+        for block in (text for language, text in fences(DOCS / page) if language == "python"):
             compile(block, page, "exec")
             if "from baselines.presets import fcdp" in block:  # the strategy of that name
                 text = text.replace(block, "")

@@ -71,12 +71,18 @@ def check_calls(tmp_path: Path) -> dict[str, str]:
     return dict(calls[0]["settings"])
 
 
-def test_ssh_runs_the_commands_for_its_hosts(tmp_path: Path, python: Path) -> None:
-    done = start(
-        [ROOT / "launch/ssh.sh", "node0 node1", *COMMANDS], VENV=str(python), NCCL_DEBUG="WARN"
-    )
+@pytest.mark.parametrize("script", ["ssh.sh", "slurm.sbatch"])
+def test_ssh_runs_the_commands_for_its_hosts_and_slurm_in_its_allocation(
+    tmp_path: Path, python: Path, script: str
+) -> None:
+    hosts, told = [], {"NCCL_DEBUG": "WARN"}
+    if script == "ssh.sh":
+        hosts, told = ["node0 node1"], {"FCDP_HOSTS": "node0 node1", **told}
+    submitted = {"SLURM_SUBMIT_DIR": str(ROOT), "NCCL_DEBUG": "WARN"}
+    words = ["bash", ROOT / "launch" / script, *hosts, *COMMANDS]
+    done = start(words, VENV=str(python), **submitted)
     assert done.returncode == 0, done.stderr
-    assert check_calls(tmp_path) == {"FCDP_HOSTS": "node0 node1", "NCCL_DEBUG": "WARN"}
+    assert check_calls(tmp_path) == told
 
 
 def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> None:
@@ -84,13 +90,6 @@ def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> Non
     assert start([ROOT / "launch/commands.sh", command], VENV=str(python)).returncode == 0
     (call,) = told(tmp_path / "python.jsonl")
     assert call["arguments"][3:6] == ["my m.yaml", "--set", "policy=[host, disk]"]
-
-
-def test_slurm_runs_the_commands_in_its_allocation(tmp_path: Path, python: Path) -> None:
-    submitted = {"VENV": str(python), "SLURM_SUBMIT_DIR": str(ROOT)}
-    done = start(["bash", ROOT / "launch/slurm.sbatch", *COMMANDS], **submitted)
-    assert done.returncode == 0, done.stderr
-    assert check_calls(tmp_path) == {}
 
 
 def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Path) -> None:
