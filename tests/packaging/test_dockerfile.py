@@ -14,7 +14,7 @@ from typer.main import get_group
 from analysis.__main__ import app
 from experiments.commands import COMMANDS
 from tests import programs
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
 

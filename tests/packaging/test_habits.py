@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from tests import programs, tiers
-from tests.packaging import ROOT
-from tests.programs import make
+from tests.programs import ROOT, make
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXTEND = (ROOT / "docs/extend.md").read_text(encoding="utf-8").replace("](../", "](")

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from tests import programs
-from tests.packaging import ROOT
-from tests.programs import make
+from tests.programs import ROOT, make
 
 TARGETS = (
     *("quickstart", "reproduce", "check", "test", "ci", "lint", "docs", "archive", "mutants"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 #: Everything that the script may find besides the stand-ins.
 TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from analysis.claims import papers
@@ -11,6 +9,7 @@ from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.runs import BoundStudy
 from tests.experiments.command_line import printed
+from tests.programs import RESULTS
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +52,7 @@ def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:
 
 
 def test_the_committed_points_are_what_the_command_finds(study: BoundStudy) -> None:
-    results = Path(__file__).parents[3] / "results"
-    committed = next(run for run in runs.load(results) if run.matrix == "bound")
+    committed = next(run for run in runs.load(RESULTS) if run.matrix == "bound")
     assert [row.settings for row in committed.rows] == [row.settings for row in study.rows]
     for ours, theirs in zip(study.rows, committed.rows, strict=True):
         assert ours.quantities == pytest.approx(dict(theirs.quantities))

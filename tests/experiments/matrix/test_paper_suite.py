@@ -17,9 +17,9 @@ from experiments.records.workload import NEEDED
 from simulation import models
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.test_reader import FILE, written
+from tests.programs import RESULTS
 from tests.simulation.workloads import paper_cluster
 
-RESULTS = Path(__file__).parents[3] / "results"
 SUITE = files.members("paper")
 SIMULATED = FILE.replace(
     "cluster: {nodes: 2, ranks_per_node: 2}",
