@@ -50,7 +50,6 @@ def test_the_readme_leads_to_the_five_pages_and_the_front_to_all() -> None:
 def test_the_pages_are_short() -> None:
     """As `wc -w` counts them, tables' rules included."""
     assert sum(len(text.split()) for text in PAGES.values()) <= 20_000
-    assert len((ROOT / "REPRODUCTION.md").read_text(encoding="utf-8").split()) <= 5_000
 
 
 def test_links_lead_to_a_file_and_its_heading() -> None:
