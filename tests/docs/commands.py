@@ -16,8 +16,6 @@ LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 
 @dataclass(frozen=True)
 class Shown:
-    """A command in a page."""
-
     page: str
     text: str
     #: What the page says that it prints, without line breaks, in parts between what is left out.
@@ -35,7 +33,6 @@ class Shown:
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
     found: list[tuple[str, str]] = []
     language: str | None = None
     held: list[str] = []

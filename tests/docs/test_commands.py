@@ -71,7 +71,6 @@ WHY = {
 
 
 def reason(command: Shown) -> str | None:
-    """Why the command is not run here."""
     start = max((start for start in WHY if command.called.startswith(start)), key=len, default=None)
     return None if start is None else WHY[start]
 

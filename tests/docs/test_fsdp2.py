@@ -173,15 +173,11 @@ def symmetric(topology: fcdp.Topology) -> None:
 
 
 class OwnAllGather(Buffers, AllGather):
-    """A gather of the user's own."""
-
     def __call__(self, *_: Any, **__: Any) -> None:
         raise AssertionError("FCDP must refuse it before it is called")
 
 
 class OwnReduceScatter(Buffers, ReduceScatter):
-    """A reduction of the user's own."""
-
     def __call__(self, *_: Any, **__: Any) -> None:
         raise AssertionError("FCDP must refuse it before it is called")
 

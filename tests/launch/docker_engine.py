@@ -36,13 +36,10 @@ OPTIONS = " ".join(
 
 
 class Engine:
-    """One node's Docker engine."""
-
     def __init__(self, folder: Path) -> None:
         self.variables = {"DOCKER_HOST": f"unix://{folder}/socket"}
 
     def containers(self) -> list[str]:
-        """Ids of those that run."""
         done = subprocess.run(
             ["docker", "ps", "--quiet"], env=self._environment(), capture_output=True, check=True
         )

@@ -32,7 +32,6 @@ def made(run: Run) -> Run:
 
 
 def ratio(run: Run, by: Fitted) -> float:
-    """Measured over predicted."""
     return run.row.tokens_per_s_per_gpu / calibration.tokens_per_gpu_s(run, by)
 
 

@@ -24,7 +24,6 @@ SHARE, MESSAGE_BYTES = 0.025, 250
 
 
 def compared(name: str) -> list[tuple[Record, Comparison]]:
-    """LuWu's cells of a matrix that ran."""
     return [pair for pair in committed.compared(f"luwu/{name}") if pair[0].cell.strategy == "luwu"]
 
 

@@ -54,7 +54,6 @@ def points(ax: Axes, colour: str) -> set[tuple[float, float]]:
 
 
 def widths(ax: Axes, colour: str | None = None) -> list[float]:
-    """The lengths of the bars of this colour."""
     bars: list[Any] = list(ax.patches)
     return [
         bar.get_width()

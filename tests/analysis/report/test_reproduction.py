@@ -39,7 +39,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def given() -> reproduction.Document:
-    """What the committed records and claims give."""
     return reproduction.document(papers.load(), runs.load(RESULTS))
 
 

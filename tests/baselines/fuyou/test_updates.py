@@ -318,7 +318,6 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
 
 
 def _pass(fifo: Fifo) -> None:
-    """Forward and backward."""
     order = [*range(BLOCKS), *reversed(range(BLOCKS))]
     fifo.expect(order)
     for block in order:

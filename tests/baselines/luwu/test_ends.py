@@ -74,8 +74,6 @@ def _telling(function: Callable[[], None], said: Pipe) -> None:
 
 
 class _Process:
-    """A role in a process of its own, and what it says."""
-
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         self.said, theirs = _context.Pipe(duplex=False)
         self.process: Any = _context.Process(target=function, args=(*args, theirs), daemon=True)

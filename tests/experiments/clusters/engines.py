@@ -114,7 +114,6 @@ def program(path: Path, script: str) -> None:
 
 
 def succeeds(command: Sequence[str], **variables: str) -> bool:
-    """Whether a command ends with status 0."""
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, check=False
     )
@@ -130,7 +129,6 @@ class Slurm:
         self.slurmd: list[subprocess.Popen[bytes]] = []
 
     def start(self, node: int) -> subprocess.Popen[bytes]:
-        """Start a node's daemon."""
         return self._daemons.inside(node, "slurmd", "-D", "-N", f"n{node}", **self.variables)
 
     def command(self, *words: str) -> list[str]:
@@ -141,7 +139,6 @@ class Slurm:
         return programs.printed(*self.command(*words), **self.variables)
 
     def wait_until_idle(self) -> None:
-        """Wait until all nodes wait for work."""
         wanted = ["idle"] * len(self._daemons.network.nodes)
         look = ("sinfo", "--noheader", "--Node", "--format=%T")
         wait_until(lambda: self.call(*look).split() == wanted, every_s=0.3)

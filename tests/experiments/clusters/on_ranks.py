@@ -23,7 +23,6 @@ FOREVER_S = 600
 
 
 def add_up() -> None:
-    """One all-reduce over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +77,6 @@ def describe(directory: str) -> None:
 
 
 def show_file(path: str) -> None:
-    """Print a file."""
     print(Path(path).read_text())
 
 

@@ -62,7 +62,6 @@ class Training:
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """The steps so far."""
         text = self._steps.read_text() if self._steps.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
@@ -126,7 +125,6 @@ def programs() -> list[psutil.Process]:
 
 
 def agents() -> list[psutil.Process]:
-    """The programs that are torchrun."""
     return [each for each in programs() if "torch.distributed.run" in each.cmdline()]
 
 

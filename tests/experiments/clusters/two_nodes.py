@@ -59,7 +59,6 @@ class Run:
         )
 
     def steps(self) -> int:
-        """The steps that the cell has trained so far."""
         files = self.output.glob(f"run/cells/*/{PROGRESS}")
         return sum(file.read_bytes().count(b"\n") for file in files)
 

@@ -190,7 +190,6 @@ def test_images_on_a_disk_come_from_torchvision(
 
 
 def beside(data: Path) -> Origin:
-    """A matrix file beside the data."""
     return ORIGIN.model_copy(update={"folder": str(data.parent)})
 
 
@@ -230,8 +229,6 @@ def test_processes_that_read_ahead_keep_the_order_and_the_changes(
 
 
 class Shifted:
-    """Each image a little brighter."""
-
     def __init__(self, images: Any) -> None:
         self._images = images
 

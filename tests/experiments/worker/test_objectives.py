@@ -58,8 +58,6 @@ def wanted(strategy: str, **settings: Any) -> Cell:
 
 @dataclass
 class Trained:
-    """What is left of a training on one rank."""
-
     losses: list[float]
     rewards: Sequence[float]
     prepared: list[torch.Tensor]
@@ -73,7 +71,6 @@ class Trained:
 def trained(
     of: Cell, nodes: int, ranks_per_node: int, iterations: int, ended: Ended = lambda phase: None
 ) -> Trained:
-    """Iterations of the cell on this rank."""
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
     sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
