@@ -70,12 +70,13 @@ def test_files_byte_by_byte(folder: Path) -> None:
     assert bytes(lines.tolist()).decode() == "the word\nwörd"
 
 
-def test_tokens_of_a_tokenizer(folder: Path) -> None:
+def test_tokens_of_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = workloads.tokens(of(folder, prose(folder, tokenizer="./words")), 5)
     assert words.tolist() == [0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 3, 0]
     # The end of text stands between documents.
     lines = workloads.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
     assert lines.tolist() == [1, 2, 4, 0]
+    monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**16)
     library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from rich.console import RenderableType
@@ -24,6 +25,7 @@ def screen(shown: RenderableType) -> str:
     return "\n".join(lines)
 
 
+@cache
 def made(nodes: int = 4, tokens: float = 1e12, gpu: str = "a100-80gb") -> Plan:
     hardware = rented(gpu, nodes, gbit_s=100)
     return plan(
