@@ -73,7 +73,7 @@ def test_every_file_that_has_mutants_has_tests() -> None:
     assert [test for test in tests if not (ROOT / test).exists()] == []
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_path: Path) -> None:
     (tmp_path / "fcdp").mkdir()
     (tmp_path / "tests").mkdir()

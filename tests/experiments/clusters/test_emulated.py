@@ -247,6 +247,7 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
+@pytest.mark.system
 def test_ranks_die_with_their_agent_and_ctrl_c_ends_everything(
     parent: subprocess.Popen[str], tmp_path: Path, temporary: Path
 ) -> None:
@@ -263,6 +264,7 @@ def test_ranks_die_with_their_agent_and_ctrl_c_ends_everything(
     assert "KeyboardInterrupt" in parent.stderr.read()
 
 
+@pytest.mark.system
 def test_everything_ends_by_itself_when_the_parent_is_killed(
     parent: subprocess.Popen[str], tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def logs() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.system
 def test_a_user_runs_a_cluster_in_a_user_namespace(as_user: list[str], logs: Path) -> None:
     before = netns.listnetns()
     command = [*as_user, "-m", "tests.experiments.clusters.unprivileged", str(logs), "a b", "$c"]

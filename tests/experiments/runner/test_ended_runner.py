@@ -22,8 +22,6 @@ from experiments.runner.directory import RunDirectory
 from tests.experiments.stand_in import cell, matrix_file, record
 from tests.experiments.waiting import wait_until
 
-pytestmark = pytest.mark.ranks
-
 
 def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -43,6 +41,7 @@ def wait_for_records(file: Path, count: int) -> None:
     wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
 
 
+@pytest.mark.ranks
 def test_a_directory_is_a_living_runners_alone(tmp_path: Path) -> None:
     """The lock of one that was killed does not count.
 
@@ -66,6 +65,7 @@ def test_a_directory_is_a_living_runners_alone(tmp_path: Path) -> None:
     assert [r.cell_id for r in read_records(directory.records)] == ids
 
 
+@pytest.mark.system
 def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -107,6 +107,7 @@ def _told(file: Path) -> list[dict[str, Any]]:
     return [record.model_dump(exclude=when) for record in read_records(file)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
