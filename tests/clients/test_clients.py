@@ -184,7 +184,7 @@ def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     (folder / "source").mkdir()
     wheel = wheels.built("build_wheel", wheels.source(folder / "source", "fcdp"), folder)
-    subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    programs.printed(python, "-m", "venv", "--without-pip", folder / "venv")
     (packages,) = folder.glob("venv/lib/*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)
     # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.

@@ -19,10 +19,10 @@ from tests.experiments.waiting import wait_until
 _SBIN = ("/usr/sbin", "/sbin")
 
 
-def require(package: str, *programs: str) -> None:
+def require(package: str, *names: str) -> None:
     """Skip the test where one of the package's programs is missing."""
     path = os.pathsep.join([os.environ["PATH"], *_SBIN])
-    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    missing = [name for name in names if shutil.which(name, path=path) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)}: apt-get install {package}")
 
@@ -70,9 +70,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
     """
     require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     for key in ("host", "user"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
-        )
+        programs.printed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
     Path("/run/sshd").mkdir(exist_ok=True)
     client = folder / "bin"
     client.mkdir()
@@ -114,10 +112,7 @@ def program(path: Path, script: str) -> None:
 
 
 def succeeds(command: Sequence[str], **variables: str) -> bool:
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, check=False
-    )
-    return done.returncode == 0
+    return programs.ended(*command, **variables).returncode == 0
 
 
 class Slurm:
