@@ -189,9 +189,7 @@ def in_shell(text: str, folder: Path) -> str:
     """The same by a shell, with this interpreter and the packages in the folder."""
     bin_ = folder / ".bin"
     bin_.mkdir(exist_ok=True)
-    if not (bin_ / "python").exists():
-        (bin_ / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-        (bin_ / "python").chmod(0o755)
+    programs.written(bin_ / "python", f'exec {shlex.quote(sys.executable)} "$@"')
     variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     done = programs.ended("bash", "-c", text, folder=folder, within_s=300, **variables)
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,8 @@ def python(tmp_path: Path) -> Path:
     (tmp_path / "venv/bin").mkdir(parents=True)
     file = str(tmp_path / "python.jsonl")
     tell = _TELL.format(python=sys.executable, name="python", file=file)
-    _program(tmp_path / "venv/bin/python", tell)
+    programs.written(tmp_path / "venv/bin/python", tell)
     return tmp_path / "venv"
-
-
-def _program(path: Path, text: str) -> None:
-    path.write_text(textwrap.dedent(text))
-    path.chmod(0o755)
 
 
 def start(
@@ -106,7 +100,9 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
 def test_skypilots_managed_job_starts_torchrun_on_each_node(tmp_path: Path) -> None:
     task = yaml.safe_load((ROOT / "launch/train-skypilot.yaml").read_text())
     file = str(tmp_path / "torchrun.jsonl")
-    _program(tmp_path / "torchrun", _TELL.format(python=sys.executable, name="torchrun", file=file))
+    programs.written(
+        tmp_path / "torchrun", _TELL.format(python=sys.executable, name="torchrun", file=file)
+    )
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
     ranks = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     done = start(["bash", "-c", task["run"]], tmp_path, **nodes, **ranks)
@@ -183,7 +179,9 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     file = tmp_path / "docker.jsonl"
     file.unlink(missing_ok=True)
-    _program(folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file)))
+    programs.written(
+        folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file))
+    )
     done = start([ROOT / "launch/docker.sh", "node0 node1", *COMMANDS], folder, **settings)
     assert done.returncode == 0, done.stderr
     (call,) = told(file)
@@ -193,7 +191,7 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
 def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     """A command that could not run (2) ends the script; a failed cell (1) does not."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         """\
         #!/usr/bin/env bash
@@ -214,7 +212,7 @@ def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
 def test_a_command_that_can_go_on_is_given_again(tmp_path: Path, status: int) -> None:
     """Where a node is lost or the command is killed, if it has ``--resume``."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         f"""\
         #!/usr/bin/env bash
@@ -222,7 +220,7 @@ def test_a_command_that_can_go_on_is_given_again(tmp_path: Path, status: int) ->
         [[ $(wc -l < {tmp_path}/calls) -gt 3 ]] || exit {status}
         """,
     )
-    _program(tmp_path / "bin/sleep", "#!/bin/sh\n")
+    programs.written(tmp_path / "bin/sleep", "#!/bin/sh\n")
     settings = {"VENV": str(tmp_path), "FCDP_HOSTS": "node0"}
     command = [ROOT / "launch/commands.sh", "run small --resume", "next"]
     done = start(command, tmp_path / "bin", **settings)
@@ -240,7 +238,7 @@ def test_a_signal_to_the_script_alone_ends_the_command(
 ) -> None:
     """The command tidies up, the script waits for it, and the next one does not start."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         """\
         #!/usr/bin/env bash

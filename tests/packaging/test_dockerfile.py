@@ -152,8 +152,6 @@ def test_the_entry_point_reaches_the_commands(
     script = ROOT / entrypoint.strip('[]"')
     assert os.access(script, os.X_OK)
     for program in ("python", "torchrun"):
-        path = tmp_path / program
-        path.write_text(f'#!/bin/sh\necho {program} "$@"\n')
-        path.chmod(0o755)
+        programs.written(tmp_path / program, f'echo {program} "$@"')
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     assert programs.printed(script, *command, environment=environment).strip() == expected

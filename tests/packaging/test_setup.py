@@ -58,9 +58,7 @@ class Machine:
         self.has("make", "")
 
     def has(self, name: str, script: str) -> None:
-        path = self.root / "bin" / name
-        path.write_text(script)
-        path.chmod(0o755)
+        programs.written(self.root / "bin" / name, script)
 
     def lacks(self, name: str) -> None:
         (self.root / "bin" / name).unlink()

@@ -82,7 +82,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
         "LogLevel=ERROR",
     )
     words = " ".join(f"-o {option}" for option in options)
-    program(client / "ssh", f'exec {shutil.which("ssh")} -F none {words} "$@"')
+    programs.written(client / "ssh", f'exec {shutil.which("ssh")} -F none {words} "$@"')
     daemons = Daemons(network, folder)
     with daemons.stack:
         for node, address in list(enumerate(network.addresses))[1:]:
@@ -104,11 +104,6 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
 
 def enter(network: Network, node: int) -> list[str]:
     return ["nsenter", f"--net=/run/netns/{network.nodes[node]}"]
-
-
-def program(path: Path, script: str) -> None:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 def succeeds(command: Sequence[str], **variables: str) -> bool:

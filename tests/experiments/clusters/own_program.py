@@ -17,8 +17,8 @@ import psutil
 
 from experiments.records.provenance import ROOT
 from tests.examples.test_train import make_model
-from tests.experiments.clusters.engines import program
 from tests.experiments.waiting import wait_until
+from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
 #: Trains as the program does, and is told to leave after so many steps.
@@ -47,7 +47,7 @@ class Training:
         (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
         self._folder = folder
         self.torchrun = folder / "torchrun"
-        program(
+        written(
             self.torchrun,
             f"export PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n"
             f'exec {sys.executable} -m torch.distributed.run "$@"',
