@@ -27,19 +27,21 @@ _TELL = """\
 #!{python}
 import json, os, sys
 settings = {{k: v for k, v in os.environ.items() if k.startswith(("FCDP_", "NCCL_"))}}
-line = json.dumps({{"name": {name!r}, "arguments": sys.argv[1:], "settings": settings}})
+line = json.dumps({{"arguments": sys.argv[1:], "settings": settings}})
 with open({file!r}, "a") as file:
     file.write(line + "\\n")
 """
+
+
+def telling(program: Path, calls: Path) -> None:
+    programs.written(program, _TELL.format(python=sys.executable, file=str(calls)))
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """A stand-in for the environment's Python, which only says how it was called."""
     (tmp_path / "venv/bin").mkdir(parents=True)
-    file = str(tmp_path / "python.jsonl")
-    tell = _TELL.format(python=sys.executable, name="python", file=file)
-    programs.written(tmp_path / "venv/bin/python", tell)
+    telling(tmp_path / "venv/bin/python", tmp_path / "python.jsonl")
     return tmp_path / "venv"
 
 
@@ -99,10 +101,7 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
 
 def test_skypilots_managed_job_starts_torchrun_on_each_node(tmp_path: Path) -> None:
     task = yaml.safe_load((ROOT / "launch/train-skypilot.yaml").read_text())
-    file = str(tmp_path / "torchrun.jsonl")
-    programs.written(
-        tmp_path / "torchrun", _TELL.format(python=sys.executable, name="torchrun", file=file)
-    )
+    telling(tmp_path / "torchrun", tmp_path / "torchrun.jsonl")
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
     ranks = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     done = start(["bash", "-c", task["run"]], tmp_path, **nodes, **ranks)
@@ -179,9 +178,7 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     file = tmp_path / "docker.jsonl"
     file.unlink(missing_ok=True)
-    programs.written(
-        folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file))
-    )
+    telling(folder / "docker", file)
     done = start([ROOT / "launch/docker.sh", "node0 node1", *COMMANDS], folder, **settings)
     assert done.returncode == 0, done.stderr
     (call,) = told(file)
