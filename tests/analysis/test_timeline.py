@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from analysis.timeline import load
 from simulation.prediction import chrome_trace
 from tests.programs import RESULTS
@@ -104,20 +102,6 @@ def test_what_is_no_trace_is_an_error_with_its_file(
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"rank0\.json\.gz.*{says}"):
         load(file)
-
-
-def test_mistakes_get_one_line(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text("{}")
-    for words, says in (
-        ([str(tmp_path / "trace.json")], "no list of traceEvents"),
-        ([str(tmp_path / "none.json")], "No such file"),
-        (["trace.json", "--output", "a.txt"], "ends in none of"),
-    ):
-        result = CliRunner().invoke(app, ["timeline", *words])
-        assert result.exit_code == 2
-        assert result.stderr.startswith("error: ")
-        assert says in result.stderr
-        assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_trace_of_a_gpu_is_refused(tmp_path: Path) -> None:

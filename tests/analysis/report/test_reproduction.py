@@ -164,19 +164,6 @@ def test_the_page_is_whole_with_a_row_for_each_claim_and_check(page: str) -> Non
     assert str(ROOT) not in page
 
 
-def test_without_records_there_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path)
-    for options, said in (
-        ([], "no records of any matrix"),
-        (["--output", "elsewhere"], "error: --output and --baseline need RECORDS\n"),
-    ):
-        result = CliRunner().invoke(app, ["report", *options])
-        assert result.exit_code == 2
-        assert said in result.stderr
-
-
 def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results"
     (results / "parity").mkdir(parents=True)
