@@ -134,17 +134,21 @@ def listing(training: Training) -> list[torch.Tensor]:
     return starts
 
 
-def starts(training: Training) -> list[torch.Tensor]:
-    """The starts of all rounds, as this rank has them after each."""
+def by_step(training: Training) -> list[torch.Tensor]:
+    """The parameters of this rank at first, and after each step."""
     trained, workers = made(training)
     own = batches(workers.job.topology.rank)
     found = [flat(trained)]
-    for step in range(training.steps):
+    for _ in range(training.steps):
         workers.step([next(own) for _ in range(training.accumulation)])
-        if (step + 1) % workers.interval == 0:
-            found.append(flat(trained))
+        found.append(flat(trained))
     workers.settle()
     return found
+
+
+def starts(training: Training) -> list[torch.Tensor]:
+    """The starts of all rounds, as this rank has them after each."""
+    return by_step(training)[:: training.settings.interval]
 
 
 #: A setting in which each part of CO2 does something.
