@@ -16,10 +16,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fcdp
-from fcdp.exchange import Buffers
 from tests.docs import ROOT, table
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -157,7 +157,7 @@ def extension(topology: fcdp.Topology) -> None:
     fcdp.cache_parameters(model, topology)
 
 
-class Own(Buffers):
+class Own(DefaultAllocMixin):
     def __call__(self, *_: Any, **__: Any) -> None:
         raise AssertionError("FCDP must refuse it before it is called")
 

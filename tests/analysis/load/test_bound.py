@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from analysis.claims import papers
@@ -9,7 +11,6 @@ from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.runs import BoundStudy
 from tests.experiments.command_line import printed
-from tests.programs import RESULTS
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> BoundStudy:
     (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
     printed("bound", "--output", results / "bound")
     (found,) = runs.load(results)
+    assert isinstance(found, BoundStudy)
     return found
 
 
@@ -52,7 +54,8 @@ def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:
 
 
 def test_the_committed_points_are_what_the_command_finds(study: BoundStudy) -> None:
-    committed = next(run for run in runs.load(RESULTS) if run.matrix == "bound")
+    results = Path(__file__).parents[3] / "results"
+    committed = next(run for run in runs.load(results) if run.matrix == "bound")
     assert [row.settings for row in committed.rows] == [row.settings for row in study.rows]
     for ours, theirs in zip(study.rows, committed.rows, strict=True):
         assert ours.quantities == pytest.approx(dict(theirs.quantities))

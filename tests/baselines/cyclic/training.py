@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from baselines.cyclic.interleaved import build as build_interleaved
-from baselines.cyclic.ring import Owned
+from baselines.cyclic.ring import Executor, Owned
 from baselines.cyclic.synchronous import Cyclic
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.settings import CyclicSettings
@@ -203,6 +203,7 @@ def _note_gradients(trainable: Any, names: dict[int, str], told: Told) -> Callab
 
         trainable.update = noted
         return lambda: None
+    assert isinstance(trainable, Executor)
     original = Owned.update
     stages = {id(owned): trainable._stages[i] for i, owned in trainable._owned.items()}
 

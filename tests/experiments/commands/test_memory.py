@@ -12,8 +12,9 @@ from experiments.commands.memory import settle
 from simulation.imitated import study
 from simulation.imitated.records import read
 
+pytestmark = pytest.mark.system
 
-@pytest.mark.system
+
 def test_finished_cases_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +33,6 @@ def test_finished_cases_are_kept_and_not_run_again(
     assert settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown) == first
 
 
-@pytest.mark.ranks
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "memory.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"memory\.jsonl:1: not a record"):
