@@ -76,7 +76,7 @@ def test_tokens_of_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     # The end of text stands between documents.
     lines = workloads.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
     assert lines.tolist() == [1, 2, 4, 0]
-    monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**16)
+    monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**18)
     library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
 
