@@ -134,7 +134,7 @@ def test_the_papers_traffic_is_judged_from_a_run_of_ones_own(checkout: Path) -> 
 
 def test_the_picture_of_a_step_is_what_its_pages_two_commands_draw(checkout: Path) -> None:
     page = "docs/simulator.md"
-    texts = [c.text for c in COMMANDS[page] if c.text.endswith(("trace.json", "timeline.svg"))]
+    texts = [c.text for c in COMMANDS[page] if c.text.endswith(("runs/trace.json", "timeline.svg"))]
     assert [text.split()[3] for text in texts] == ["trace", "timeline"]
     for text in texts:
         run(text, checkout)
