@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
 
 
 def ended(
@@ -35,6 +37,14 @@ def printed(*words: object, **options: Any) -> str:
     done = ended(*words, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def written(path: Path, text: str) -> Path:
+    """A program, of the shell unless it begins otherwise."""
+    text = textwrap.dedent(text)
+    path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,6 @@ def test_it_is_read_in_two_minutes() -> None:
 
 
 def example() -> str:
-    """The README's program in Python."""
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return str(block)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
 from packaging.requirements import Requirement
 
+from tests import programs
 from tests.programs import ROOT
 
 
@@ -28,9 +28,7 @@ def source(folder: Path, *packages: str) -> Path:
 def built(hook: str, source: Path, target: Path) -> Path:
     """What the build backend's ``hook`` makes, without pip and so without a network."""
     code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
-    command = [sys.executable, "-c", code, target]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    programs.printed(sys.executable, "-c", code, target, folder=source)
     (found,) = target.glob("*.whl")
     return found
 
@@ -41,10 +39,10 @@ def environment(wheel: Path, folder: Path, *packages: str) -> Path:
     All but the wheel is what is installed here.
     """
     made, shared = folder / "environment", folder / "shared"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
+    programs.printed(sys.executable, "-m", "venv", "--without-pip", made)
     python = made / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", wheel], check=True)
+    programs.printed(*pip, "--no-deps", "--disable-pip-version-check", wheel)
     shared.mkdir()
     (site,) = made.glob("lib/*/site-packages")
     (described,) = site.glob(f"{wheel.name.split('-')[0]}-*.dist-info")

@@ -33,8 +33,3 @@ def records() -> list[Record]:
 @pytest.fixture(scope="session")
 def compared(records: list[Record]) -> pd.DataFrame:
     return compare(records)
-
-
-@pytest.fixture
-def records_file(records: list[Record], tmp_path: Path) -> Path:
-    return write_records(records, tmp_path / "records.jsonl")

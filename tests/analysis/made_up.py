@@ -27,7 +27,6 @@ def cell(
     link: int | None = None,
     **changes: Any,
 ) -> Cell:
-    """One cell of the made-up matrix."""
     settings: dict[str, Any] = {
         "matrix": "made-up",
         "model": model,
@@ -88,8 +87,6 @@ def record(of: Cell, **changes: Any) -> Record:
 
 
 def altered(of: Record, **figures: Any) -> Record:
-    """The record with other figures in its measurement."""
-    assert of.measurement is not None
     return of.model_copy(update={"measurement": of.measurement.model_copy(update=figures)})
 
 

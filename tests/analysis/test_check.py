@@ -17,7 +17,6 @@ VOLUME = RESULTS / "paper/volume/records.jsonl"
 
 
 def twice(record: Record) -> Record:
-    """The record with twice the bytes between nodes."""
     sent = record.measurement.inter_node_bytes_per_step
     return altered(record, inter_node_bytes_per_step=2 * sent)
 

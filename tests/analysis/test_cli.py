@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from analysis.__main__ import app
 from experiments.records.record import Record
+from tests import programs
 from tests.analysis.conftest import write_records
 
 runner = CliRunner()
@@ -27,21 +28,13 @@ def test_report_writes_beside_the_records_and_says_where(
     assert len(list(directory.glob("*.png"))) == len(list(directory.glob("*.svg"))) == 2
 
 
-def test_table_prints_markdown(records_file: Path) -> None:
+def test_table_prints_markdown(records: list[Record], tmp_path: Path) -> None:
+    records_file = write_records(records, tmp_path / "records.jsonl")
     result = runner.invoke(app, ["table", str(records_file), "--markdown"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("| Model | Tuning | Link | Strategy |")
     assert "| gpt2-4x128 | full | 10 Mbit/s | FCDP |" in result.output
     assert "\n- speed-up" in result.output
-
-
-@pytest.mark.parametrize("command", ["report", "table"])
-def test_a_baseline_without_records_is_one_message(command: str, records_file: Path) -> None:
-    result = runner.invoke(app, [command, str(records_file), "--baseline", "nosuch"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --baseline nosuch: has no records here; allowed are ")
-    assert "fsdp2" in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_the_default_baseline_needs_no_records(records: list[Record], tmp_path: Path) -> None:
@@ -51,38 +44,44 @@ def test_the_default_baseline_needs_no_records(records: list[Record], tmp_path: 
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("command", ["report", "table"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        ("", "no records found"),
-        ("{}\n", ":1: not a record of this version"),
-        ("not json\n", ":1: not a record of this version"),
-        ("\udcff\n", ":1: not a record of this version"),
-    ],
-)
-def test_what_cannot_be_read_is_one_message_and_status_2(
-    command: str, content: str | None, message: str, tmp_path: Path
+#: Files that are no records, nor traces.
+FILES = {"empty": b"", "object": b"{}\n", "words": b"not json\n", "bytes": b"\xff\n"}
+_WITHOUT = "no records here; allowed are .*fsdp2"
+MISTAKES = {
+    "report": ".*none: no records of any matrix",
+    "report --output elsewhere": "--output and --baseline need RECORDS",
+    "report records.jsonl --output records.jsonl": "cannot write the report",
+    "audit simulated.jsonl": "simulated.jsonl: all records are simulated",
+    "timeline object.jsonl": "object.jsonl: not a trace: it has no list of traceEvents",
+    "timeline none.json": ".*No such file",
+    "timeline trace.json --output a.txt": "--output a.txt: ends in none of",
+}
+for command in ("report", "table"):
+    MISTAKES[f"{command} records.jsonl --baseline nosuch"] = f"--baseline nosuch: has {_WITHOUT}"
+    MISTAKES[f"{command} none.jsonl"] = "none.jsonl: no such file"
+    MISTAKES[f"{command} empty.jsonl"] = "empty.jsonl: no records found"
+    for name in ("object", "words", "bytes"):
+        MISTAKES[f"{command} {name}.jsonl"] = f"{name}.jsonl:1: not a record of this version"
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_message_and_status_2(
+    line: str, records: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "records.jsonl"
-    if content is not None:
-        path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    result = runner.invoke(app, [command, str(path)])
-    assert result.exit_code == 2
+    for name, content in FILES.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    write_records(records, tmp_path / "records.jsonl")
+    simulated = records[0].model_copy(update={"evidence": "simulated"})
+    write_records([simulated], tmp_path / "simulated.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path / "none")
+    result = runner.invoke(app, line.split())
+    assert (result.exit_code, result.stdout) == (2, "")
     assert isinstance(result.exception, SystemExit)
-    assert result.stderr.startswith(f"error: {path}")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_an_output_that_cannot_be_written_is_one_message(records_file: Path) -> None:
-    result = runner.invoke(app, ["report", str(records_file), "--output", str(records_file)])
-    assert result.exit_code == 2
-    assert "cannot write the report" in result.stderr
+    assert re.match(f"error: {MISTAKES[line]}.*\n$", result.stderr), result.stderr
 
 
 @pytest.mark.ranks
 def test_help_does_not_wait_for_pandas() -> None:
     code = "import sys, analysis.__main__; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    programs.printed(sys.executable, "-c", code)

@@ -11,11 +11,10 @@ import pytest
 
 from analysis.timeline import load
 from simulation.prediction import chrome_trace
+from tests.programs import RESULTS
 from tests.simulation.workloads import predicted
 
-COMMITTED = next(
-    (Path(__file__).parents[2] / "results" / "timeline").glob("*/profile/rank0.json.gz")
-)
+COMMITTED = next(RESULTS.glob("timeline/*/profile/rank0.json.gz"))
 
 
 def event(name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:

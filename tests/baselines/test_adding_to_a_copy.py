@@ -10,32 +10,9 @@ import pytest
 
 from tests import programs
 from tests.docs import ROOT, block
+from tests.experiments.stand_in import matrix_file
 
 PARTS = ("fcdp", "baselines", "simulation", "experiments", "analysis")
-MATRIX = """\
-name: added
-description: A strategy that somebody has added, beside what it is compared with.
-reference: fsdp2
-cluster: {kind: emulated, nodes: 2, ranks_per_node: 1}
-models:
-  - {name: tiny, family: gpt2, layers: 2, width: 32, heads: 2}
-axes:
-  strategy: [fsdp2, fcdp-disk]
-  patience: [1, 2]
-workload:
-  model: tiny
-  tuning: full
-  accumulation: 1
-  inter_bandwidth: 100 Mbit/s
-  sequence_length: 32
-  micro_batch: 1
-  dtype: float32
-  lora_rank: 8
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: 2
-  timeout_s: 120
-"""
 SETTINGS = """
 
 class PatienceSettings(Settings):
@@ -61,7 +38,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     registry.write_text(f"{imported}{start}    {entry},\n{after}")
     with (folder / "baselines" / "settings.py").open("a") as file:
         file.write(SETTINGS)
-    (folder / "added.yaml").write_text(MATRIX)
+    more = {"strategies": "fsdp2, fcdp-disk", "links": "100 Mbit/s", "timeout_s": 120}
+    matrix_file(folder, "reference: fsdp2\n", **more).rename(folder / "added.yaml")
     return folder
 
 
@@ -73,7 +51,8 @@ def run(copy: Path, *arguments: str) -> str:
 @pytest.mark.usefixtures("privileged")
 def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
     assert "fcdp-disk" in run(copy, "experiments", "strategies")
-    ran = run(copy, "experiments", "run", "added.yaml", "--output", "runs/added")
+    both = ("--set", "patience=[1, 2]", "--output", "runs/added")
+    ran = run(copy, "experiments", "run", "added.yaml", *both)
     assert "3/3 ok      fcdp-disk 2" in ran
     assert "losses   3 of 3 cells reach fsdp2's" in ran
     audited = run(copy, "analysis", "audit", "runs/added")

@@ -28,25 +28,21 @@ def test_anything_else_is_refused(text: str) -> None:
             read(text)
 
 
-def test_gathers_may_tell_differences_and_reductions_not() -> None:
+def test_gathers_may_tell_differences_and_reductions_may_be_coded_exactly() -> None:
     assert gather("delta") == fcdp.Delta()
-    assert gather("delta(always)") == fcdp.Delta("always")
-    assert gather("delta(smallest)") == fcdp.Delta("smallest")
-    assert gather("int4") == parse("int4")
-    with pytest.raises(ValueError, match="delta"):
-        gather("int2")
-    with pytest.raises(ValueError, match="codec = 'delta': allowed are none, int8"):
-        parse("delta")
-
-
-def test_reductions_may_be_coded_exactly_and_gathers_not() -> None:
     assert reduction("exact") == fcdp.Exact()
+    assert gather("int4") == reduction("int4") == parse("int4")
+    for when in ("always", "smallest"):
+        assert gather(f"delta({when})") == fcdp.Delta(when)
     assert reduction("exact(always)") == fcdp.Exact("always")
-    assert reduction("int4") == parse("int4")
-    with pytest.raises(ValueError, match="exact"):
-        reduction("int2")
-    with pytest.raises(ValueError, match="codec = 'exact': allowed are none, int8, int4.*delta"):
-        gather("exact")
+    for read, codec, allowed in (
+        (gather, "int2", "none, int8, int4.*delta"),
+        (gather, "exact", "none, int8, int4.*delta"),
+        (reduction, "int2", "none, int8, int4.*exact"),
+        (parse, "delta", "none, int8"),
+    ):
+        with pytest.raises(ValueError, match=f"codec = '{codec}': allowed are {allowed}"):
+            read(codec)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int8(128)", "int4(7)"])

@@ -82,15 +82,11 @@ def test_a_strategy_imports_no_other_engine() -> None:
     assert engines == []
 
 
-def test_zero3_bytes_of_a_model_counted_by_hand() -> None:
+def test_zero3_gathers_what_is_frozen_and_reduces_what_is_trained() -> None:
     model = Model()
     # 28 elements outside of the blocks, gathered once, and 48 inside, gathered twice; all 76
     # reduced; half of each leaves a node, at 4 bytes.
     assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 76) / 2 * 4
-
-
-def test_zero3_gathers_what_is_frozen_and_reduces_what_is_trained() -> None:
-    model = Model()
     model.requires_grad_(False)
     model.blocks[1].requires_grad_(True)
     assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 16) / 2 * 4

@@ -163,7 +163,6 @@ def trained(
 
 
 def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """How far FCDP is from FSDP2, and what crossed nodes."""
     theirs = trained(stock(), make, lambda *found: (tiny.parameters(found[0]), found[1]), **given)
     return trained(
         hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **given

@@ -117,7 +117,6 @@ def trainer(strategy: Any, nodes: int, per_node: int, adapters: bool, accumulati
 def compared(
     topology: fcdp.Topology, make: Callable[..., Any], adapters: bool = False, accumulation: int = 1
 ) -> dict[str, Any]:
-    """How far FCDP is from FSDP2, and what crossed nodes."""
     nodes, per_node = topology.nodes, topology.ranks_per_node
     given = (nodes, per_node, adapters, accumulation)
     if make is fabric:

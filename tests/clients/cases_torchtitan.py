@@ -65,7 +65,6 @@ def trained(
 def compared(
     topology: fcdp.Topology, accumulation: int = 1, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """How far FCDP is from FSDP2, and what crossed nodes."""
     theirs, expected = trained(topology, "fsdp2", accumulation, tensor_parallel)
     ours, losses = trained(topology, "fcdp", accumulation, tensor_parallel)
     (theirs_model,), (model,) = theirs.model_parts, ours.model_parts

@@ -43,8 +43,6 @@ def _owner() -> Any:
 
 
 class _Takeovers:
-    """A takeover for each thread."""
-
     def __getattr__(self, name: str) -> Any:
         if not hasattr(_own, "takeover"):
             _own.takeover = Takeover()

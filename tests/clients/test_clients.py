@@ -62,8 +62,6 @@ class Forks:
 
     def run(self, nodes: int, per_node: int, folder: Path, *words: str | Path) -> str:
         """Run a program on its ranks; what they print."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         before = self.log.stat().st_size
         program = {"nodes": nodes, "per_node": per_node, "folder": str(folder)}
         print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)
@@ -186,7 +184,7 @@ def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     (folder / "source").mkdir()
     wheel = wheels.built("build_wheel", wheels.source(folder / "source", "fcdp"), folder)
-    subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    programs.printed(python, "-m", "venv", "--without-pip", folder / "venv")
     (packages,) = folder.glob("venv/lib/*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)
     # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.

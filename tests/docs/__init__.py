@@ -25,9 +25,3 @@ def block(page: str, name: str) -> str:
     text = (DOCS / page).read_text(encoding="utf-8")
     (found,) = re.findall(rf"<!-- {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
     return str(found)
-
-
-def code_blocks(page: str) -> list[str]:
-    """The Python blocks of a page."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -16,8 +16,6 @@ LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 
 @dataclass(frozen=True)
 class Shown:
-    """A command in a page."""
-
     page: str
     text: str
     #: What the page says that it prints, without line breaks, in parts between what is left out.
@@ -35,19 +33,10 @@ class Shown:
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
-    found: list[tuple[str, str]] = []
-    language: str | None = None
-    held: list[str] = []
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if line.startswith("```") and language is None:
-            language, held = line[3:], []
-        elif line == "```" and language is not None:
-            found.append((language, "\n".join(held)))
-            language = None
-        else:
-            held.append(line)
-    assert language is None, f"{page}: a block has no end"
+    """Language and text of each block."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    assert text.count("\n```") == 2 * len(found), f"{page}: a block has no end"
     return found
 
 

@@ -71,7 +71,6 @@ WHY = {
 
 
 def reason(command: Shown) -> str | None:
-    """Why the command is not run here."""
     start = max((start for start in WHY if command.called.startswith(start)), key=len, default=None)
     return None if start is None else WHY[start]
 
@@ -133,6 +132,25 @@ def test_the_papers_traffic_is_judged_from_a_run_of_ones_own(checkout: Path) -> 
     assert "FAIL" not in printed
 
 
+def test_the_picture_of_a_step_is_what_its_pages_two_commands_draw(checkout: Path) -> None:
+    page = "docs/simulator.md"
+    texts = [c.text for c in COMMANDS[page] if c.text.endswith(("runs/trace.json", "timeline.svg"))]
+    assert [text.split()[3] for text in texts] == ["trace", "timeline"]
+    for text in texts:
+        run(text, checkout)
+    drawn, committed = (
+        (folder / "docs/figures/timeline.svg").read_text(encoding="utf-8")
+        for folder in (checkout, ROOT)
+    )
+    # Up to the version of matplotlib: their texts, and how many bars there are.
+    ours, theirs = (re.findall(r"<text.*?>(.*?)</text>", each) for each in (drawn, committed))
+    assert ours == theirs
+    for kind in ("simulated", "profiled"):
+        assert any(text.startswith(f"{kind}: fcdp-full") for text in ours)
+    assert drawn.count("<path") == committed.count("<path") > 50
+    assert "(figures/timeline.svg)" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
     """What docs/extend.md has, in a copy of the tree; simulated, so that it takes no namespaces."""
     for part in ("fcdp", "baselines", "simulation", "experiments", "analysis", "results/compute"):
@@ -171,9 +189,7 @@ def in_shell(text: str, folder: Path) -> str:
     """The same by a shell, with this interpreter and the packages in the folder."""
     bin_ = folder / ".bin"
     bin_.mkdir(exist_ok=True)
-    if not (bin_ / "python").exists():
-        (bin_ / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-        (bin_ / "python").chmod(0o755)
+    programs.written(bin_ / "python", f'exec {shlex.quote(sys.executable)} "$@"')
     variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     done = programs.ended("bash", "-c", text, folder=folder, within_s=300, **variables)
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"

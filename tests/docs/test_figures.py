@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from analysis.claims import papers
-from docs import draw, draw_bound, draw_differences, draw_fuyou, draw_map
+from docs import draw, draw_ablation, draw_bound, draw_differences, draw_fuyou, draw_map
+from experiments.matrix import reader
+from experiments.records.record import read
 from simulation.traffic import MEASURED
+from tests.docs import ROOT
 
 #: Figures whose texts alone are those of the committed ones, up to the version of matplotlib.
 TEXTS = {"ablation", "overview", "schedule"}
@@ -42,6 +45,15 @@ def test_what_is_no_figure_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "'plan' is no figure; allowed: ablation, bound, " in capsys.readouterr().err
 
 
+def test_ablations_have_the_records_of_the_matrix_and_both_policies_in_both_parts() -> None:
+    cells = [entry.cell for entry in reader.read("ablation").cells]
+    assert [record.cell_id for record in read(draw_ablation.RECORDS)] == [cell.id for cell in cells]
+    assert len({cell.subject for cell in cells}) == 7
+    assert {cell.accumulation for cell in cells} == {1, 4}
+    lines = (ROOT / "results/tables.md").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.startswith(("| none |", "| host |"))]) == 4
+
+
 #: Bits per parameter that a gather may take, of 16, at three learning rates of fine-tuning.
 MOST = {3e-5: 16 / 6, 1e-5: 16 / 8, 1e-6: 16 / 25}
 
@@ -56,7 +68,6 @@ def test_the_chosen_amount_is_within_a_twentieth_of_the_best_that_was_measured()
     """By the cell that was given that amount: two of the same amount differ by more than that."""
     given, chosen = {}, None
     for record in draw_fuyou.records("fuyou-swap"):
-        assert record.step_seconds_median is not None
         if draw_fuyou.swap(record) == "auto":
             chosen = draw_fuyou.chosen(record)
         else:

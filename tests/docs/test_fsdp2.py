@@ -14,12 +14,12 @@ import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fcdp
-from fcdp.exchange import Buffers
 from tests.docs import ROOT, table
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -157,55 +157,37 @@ def extension(topology: fcdp.Topology) -> None:
     fcdp.cache_parameters(model, topology)
 
 
-def cached(topology: fcdp.Topology) -> FSDPModule:
-    model = linears()
-    sharded = fully_shard(model, mesh=topology.mesh)
-    fcdp.cache_parameters(model, topology)
-    return sharded
-
-
-def allocate(topology: fcdp.Topology) -> None:
-    cached(topology).set_allocate_memory_from_process_group_for_comm(True)
-
-
-def symmetric(topology: fcdp.Topology) -> None:
-    cached(topology).set_symm_mem_for_comm()
-
-
-class OwnAllGather(Buffers, AllGather):
-    """A gather of the user's own."""
-
+class Own(DefaultAllocMixin):
     def __call__(self, *_: Any, **__: Any) -> None:
         raise AssertionError("FCDP must refuse it before it is called")
 
 
-class OwnReduceScatter(Buffers, ReduceScatter):
-    """A reduction of the user's own."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("FCDP must refuse it before it is called")
+class OwnAllGather(Own, AllGather):
+    pass
 
 
-def own_gather(topology: fcdp.Topology) -> None:
-    model = cached(topology)
-    model.set_custom_all_gather(OwnAllGather())
-    model(torch.ones(1, 4))
+class OwnReduceScatter(Own, ReduceScatter):
+    pass
 
 
-def own_reduction(topology: fcdp.Topology) -> None:
-    model = cached(topology)
-    model.set_custom_reduce_scatter(OwnReduceScatter())
-    model(torch.ones(1, 4))
-
-
-#: Calls that take FCDP's place when they come before it. (Symmetric memory needs a device.)
-BEFORE: dict[str, Callable[[FSDPModule], None]] = {
-    "set_custom_all_gather": lambda model: model.set_custom_all_gather(OwnAllGather()),
-    "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(OwnReduceScatter()),
-    "set_allocate_memory_from_process_group_for_comm": lambda model: (
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    ),
+#: Calls that take FCDP's place, and their arguments.
+REPLACING: dict[str, tuple[Any, ...]] = {
+    "set_custom_all_gather": (OwnAllGather(),),
+    "set_custom_reduce_scatter": (OwnReduceScatter(),),
+    "set_allocate_memory_from_process_group_for_comm": (True,),
+    "set_symm_mem_for_comm": (),
 }
+
+
+def replacing(call: str) -> Callable[[fcdp.Topology], None]:
+    def provoke(topology: fcdp.Topology) -> None:
+        model = linears()
+        sharded = fully_shard(model, mesh=topology.mesh)
+        fcdp.cache_parameters(model, topology)
+        getattr(sharded, call)(*REPLACING[call])
+        sharded(torch.ones(1, 4))
+
+    return provoke
 
 
 #: What the table says is refused, and a provocation of it on two nodes of one or two ranks.
@@ -215,10 +197,7 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`fully_shard(reshard_after_forward)` with an integer": (2, integer),
     "`fully_shard(shard_placement_fn)` with several meshes in one module": (2, several_meshes),
     "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`)": (1, extension),
-    "`FSDPModule.set_custom_all_gather`": (1, own_gather),
-    "`FSDPModule.set_custom_reduce_scatter`": (1, own_reduction),
-    "`FSDPModule.set_allocate_memory_from_process_group_for_comm`": (1, allocate),
-    "`FSDPModule.set_symm_mem_for_comm`": (1, symmetric),
+    **{f"`FSDPModule.{call}`": (1, replacing(call)) for call in REPLACING},
 }
 
 
@@ -242,13 +221,14 @@ def test_what_is_refused(ranks: Pools, row: dict[str, str]) -> None:
 def before_set_up(call: str) -> str:
     topology = topology_of(2, 1)
     sharded = fully_shard(linears(), mesh=topology.mesh)
-    BEFORE[call](sharded)
+    getattr(sharded, call)(*REPLACING[call])
     with pytest.raises(ValueError, match="has a custom collective") as error:
         fcdp.cache_parameters(sharded, topology)
     return str(error.value)
 
 
-@pytest.mark.parametrize("call", BEFORE)
+# Symmetric memory needs a device.
+@pytest.mark.parametrize("call", sorted({*REPLACING} - {"set_symm_mem_for_comm"}))
 def test_collectives_of_others_are_refused_at_set_up(ranks: Pools, call: str) -> None:
     (error,) = [row["Error"] for row in table("fsdp2.md", "refusals") if call in row["What"]]
     for message in ranks.run(2, before_set_up, call):

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
 from experiments.matrix import reader
 from experiments.matrix.reader import SETTINGS, MatrixFile
 from tests.docs import DOCS, block, table
-
-REST = """
-name: groups
-description: of the page
-models:
-  - {name: gpt2-a, family: gpt2, layers: 2, width: 16, heads: 2}
-"""
-CONSTANTS = """\
-  model: gpt2-a
-  tuning: full
-  sequence_length: 16
-  micro_batch: 1
-  accumulation: 1
-  dtype: float32
-  lora_rank: 4
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: 5
-  timeout_s: 60
-"""
+from tests.experiments.stand_in import matrix_file
 
 
 def test_the_keys_of_the_file_are_the_readers() -> None:
@@ -44,8 +27,12 @@ def test_every_setting_has_a_line_that_says_what_it_takes() -> None:
 
 
 def test_the_matrix_of_two_groups_expands(tmp_path: Path) -> None:
-    file = tmp_path / "groups.yaml"
-    file.write_text(REST + block("strategies.md", "groups") + CONSTANTS, encoding="utf-8")
+    file = matrix_file(tmp_path)
+    small, of_the_page = (
+        yaml.safe_load(text) for text in (file.read_text(), block("strategies.md", "groups"))
+    )
+    of_the_page["workload"] |= small["workload"]
+    file.write_text(yaml.safe_dump(small | of_the_page), encoding="utf-8")
     cells = [entry.cell for entry in reader.read(str(file)).cells]
     assert [(cell.strategy, cell.links) for cell in cells] == [
         (strategy, (10**9, link)) for link in (10**8, 10**7) for strategy in ("fcdp", "co2")

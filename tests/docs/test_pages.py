@@ -1,4 +1,7 @@
-"""Every page: its links lead somewhere, its code is Python, README and index name it."""
+"""Every page: its links lead somewhere, its code is Python, its numbers are those of the code.
+
+What was measured stands in blocks that a command writes: prose has no such number of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,18 @@ import re
 from pathlib import Path
 
 import fcdp
-from tests.docs import DOCS, ROOT, code_blocks
+from experiments.commands import COMMANDS
+from simulation import compute
+from simulation.hardware import LINK_EFFICIENCY
+from simulation.planner.search import SAME, tie
+from tests.docs import DOCS, ROOT
+from tests.docs.commands import fences
 
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+#: Speed-ups, bytes of a step, speeds; not dimensions, such as 2 × 2.
+MEASURED = re.compile(r"(\d[\d.,]*)(?:×(?! ?\d)| (?:tokens/s|MB (?:per|a) step|s/step))")
+BLOCK = re.compile(r"<!-- (\S+?)(?:: [^>]*)? -->.*?(?:<!-- end of \1 -->|\Z|(?=\n#))", re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -19,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_code_compiles_and_names_only_what_there_is() -> None:
     for page, text in PAGES.items():
-        for block in code_blocks(page):
+        for block in (text for language, text in fences(DOCS / page) if language == "python"):
             compile(block, page, "exec")
             if "from baselines.presets import fcdp" in block:  # the strategy of that name
                 text = text.replace(block, "")
@@ -28,9 +40,8 @@ def test_code_compiles_and_names_only_what_there_is() -> None:
 
 
 def test_the_readme_leads_to_the_five_pages_and_the_front_to_all() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     five = ("docs/use.md", "docs/extend.md", "docs/reference.md", "REPRODUCTION.md")
-    assert [page for page in five if f"]({page})" not in readme] == []
+    assert [page for page in five if f"]({page})" not in README] == []
     others = [page for page in PAGES if page != "README.md"]
     front = re.sub(r"\s+", " ", PAGES["README.md"])
     assert [page for page in others if f"]({page})" not in front] == []
@@ -39,7 +50,6 @@ def test_the_readme_leads_to_the_five_pages_and_the_front_to_all() -> None:
 def test_the_pages_are_short() -> None:
     """As `wc -w` counts them, tables' rules included."""
     assert sum(len(text.split()) for text in PAGES.values()) <= 20_000
-    assert len((ROOT / "REPRODUCTION.md").read_text(encoding="utf-8").split()) <= 5_000
 
 
 def test_links_lead_to_a_file_and_its_heading() -> None:
@@ -71,3 +81,55 @@ def test_the_glossary_has_each_term_once_on_one_page() -> None:
     assert sorted(set(terms)) == sorted(terms)
     assert {" ".join(term.split()) for term in TERMS.split(",")} <= set(terms)
     assert len(text.splitlines()) <= 60
+
+
+def blocks(page: str) -> str:
+    """What a command writes of a page, or a test compares with what it is of."""
+    return "\n".join(match[0] for match in BLOCK.finditer(page))
+
+
+def prose(page: str) -> str:
+    """The rest, without code."""
+    return re.sub(r"```.*?```", "", BLOCK.sub("", page), flags=re.DOTALL)
+
+
+def test_no_measured_number_stands_in_prose_alone() -> None:
+    made = [
+        ROOT / "REPRODUCTION.md",
+        ROOT / "results/tables.md",
+        *(ROOT / "results/paper").glob("*.md"),
+    ]
+    pages = {**PAGES, "the README": README}
+    written = [*map(blocks, pages.values()), *(page.read_text("utf-8") for page in made)]
+    known = set(re.findall(r"\d[\d.,]*", "\n".join(written)))
+    for name, page in pages.items():
+        assert {*MEASURED.findall(prose(page))} <= known, name
+    page = "It is 3.5× as fast.\n<!-- a: written by b -->\n7×\n<!-- end of a -->\n2 × 2\n"
+    assert (MEASURED.findall(prose(page)), MEASURED.findall(blocks(page))) == (["3.5"], ["7"])
+
+
+def test_the_reference_has_all_commands() -> None:
+    assert set(COMMANDS) <= set(re.findall(r"`([a-z][a-z-]+)", PAGES["reference.md"]))
+
+
+def test_the_figures_of_planning_are_those_of_the_code() -> None:
+    text = " ".join(PAGES["planning.md"].split())
+    for share, what in (
+        (LINK_EFFICIENCY, r"(\d+) % \(links\)"),
+        (SAME, r"within (\d+) % of what an earlier one reaches"),
+        (tie(), r"within (\d+) % of it: the simulator"),
+    ):
+        found = re.search(what, text)
+        assert found is not None, what
+        assert int(found[1]) == round(100 * share)
+    text, record = text.replace(" %", "%"), compute.read()
+    half, other = record.check(compute.SOURCES), record.check(compute.ARCHITECTURES)
+    for said in (
+        f"to {len(record.predictions)} published runs",
+        f"are predicted to {half.median:.1%} in the median",
+        f"nine of ten are within {half.nine_of_ten:.1%}",
+        f"the other to {other.median:.0%} in the median",
+        f"from −{1 - other.lowest:.0%} (",
+        f"to +{other.highest - 1:.0%}",
+    ):
+        assert said in text

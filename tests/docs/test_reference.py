@@ -34,7 +34,6 @@ _INTERNAL = {
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions, classes and their methods, by name."""
     for name in fcdp.__all__:
         found = getattr(fcdp, name)
         yield name, found

@@ -48,15 +48,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(built)
     folder = tmp_path_factory.mktemp("site")
     words = ("-m", "mkdocs", "build", "--strict", "--site-dir", folder)
-    variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": _path()}
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": path}
     done = programs.ended(sys.executable, *words, within_s=300, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
     return folder
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from examples import plain_loop
+from tests import programs
 from tests.examples.launch import printed
 from tests.programs import ROOT
 from tests.ranks import Pools
@@ -54,12 +53,11 @@ def test_torchrun_starts_it(request: pytest.FixtureRequest, tmp_path: Path) -> N
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples/plain_loop.py")]
     command += ["--nodes", "2", "--layers", "1", "--steps", "3", "--lr", "0.01"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    losses = losses_in(done.stdout.splitlines())
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = programs.printed(*command, folder=tmp_path, **variables)
+    losses = losses_in(said.splitlines())
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     # Two units: once a step each across nodes; each again in the second micro-batch, and the
     # block in both backwards.
-    assert "12 gathers from the cache, 6 across nodes" in done.stdout
+    assert "12 gathers from the cache, 6 across nodes" in said

@@ -93,7 +93,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_model(folder: Path) -> None:
-    """A small GPT-2, and a tokenizer of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -148,7 +147,6 @@ class Run:
         self.python, self.path = place / "environment/bin/python", ""
 
     def start(self, *launcher: str, script: str = "train.py") -> subprocess.Popen[bytes]:
-        """Have torchrun start ranks."""
         command = [self.python, "-m", "torch.distributed.run"]
         alone = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.printed.open("ab") as printed:
@@ -190,7 +188,6 @@ class Run:
 
 
 def workers(agent: subprocess.Popen[bytes]) -> list[int]:
-    """The ranks that an agent runs."""
     return [child.pid for child in psutil.Process(agent.pid).children()]
 
 
@@ -205,7 +202,6 @@ ON_ONE_NODE = ("--standalone", "--nproc-per-node", "2")
 
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Run:
-    """A run of two ranks to its end."""
     run = Run(place, "undisturbed", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
     run.ends(run.start(*ON_ONE_NODE))
     return run

@@ -57,8 +57,6 @@ def cell(strategy: str, **settings: Any) -> Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """How a cell ended."""
-
     cell: Cell
     directory: Path
     outcome: Outcome

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from functools import cache
 
@@ -11,6 +9,7 @@ import pytest
 
 from baselines import pins
 from baselines.pins import Pin
+from tests import programs
 
 
 @cache
@@ -18,7 +17,4 @@ def build(pin: Pin) -> None:
     """Compile what every strategy uses; skips the test where this DeepSpeed is not installed."""
     if pins.version(pin) is None:
         pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
-    environment = {**os.environ, **pins.variables(pin)}
-    subprocess.run(
-        [sys.executable, "-m", "baselines.deepspeed.engine"], env=environment, check=True
-    )
+    programs.printed(sys.executable, "-m", "baselines.deepspeed.engine", **pins.variables(pin))

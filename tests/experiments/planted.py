@@ -40,5 +40,4 @@ def plant(patch: pytest.MonkeyPatch) -> None:
 
 
 def markers(text: str) -> list[str]:
-    """The planted secrets that are in the text."""
     return re.findall(r"marker\d+", text)

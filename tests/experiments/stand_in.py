@@ -179,7 +179,6 @@ def matrix_file(
 
 
 def cell(**changes: Any) -> Cell:
-    """A cell with some of its settings changed."""
     usual: dict[str, Any] = {
         "matrix": "small",
         "strategy": "fcdp",

@@ -24,8 +24,6 @@ from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, mod
 
 @dataclass(frozen=True)
 class Runs:
-    """LoRA under one pin."""
-
     pin: Pin
     zero3: CellResult
     hpz: CellResult

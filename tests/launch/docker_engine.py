@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from experiments.clusters.emulated import Network
 from experiments.records.provenance import ROOT
+from tests import programs
 from tests.experiments.clusters.engines import Daemons, succeeds
 from tests.experiments.waiting import wait_until
 
@@ -36,30 +36,20 @@ OPTIONS = " ".join(
 
 
 class Engine:
-    """One node's Docker engine."""
-
     def __init__(self, folder: Path) -> None:
         self.variables = {"DOCKER_HOST": f"unix://{folder}/socket"}
 
     def containers(self) -> list[str]:
-        """Ids of those that run."""
-        done = subprocess.run(
-            ["docker", "ps", "--quiet"], env=self._environment(), capture_output=True, check=True
-        )
-        return done.stdout.decode().split()
+        return self._call("ps", "--quiet").split()
 
     def build(self, image: str, archive: Path) -> None:
         """Make an image of a file system that is in a tar archive."""
         changes = [word for change in _CHANGES for word in ("--change", change)]
-        subprocess.run(
-            ["docker", "import", *changes, archive, image],
-            env=self._environment(),
-            capture_output=True,
-            check=True,
-        )
+        self._call("import", *changes, archive, image)
 
-    def _environment(self) -> dict[str, str]:
-        return {"PATH": "/usr/bin:/bin", **self.variables}
+    def _call(self, *words: str | Path) -> str:
+        environment = {"PATH": "/usr/bin:/bin", **self.variables}
+        return programs.printed("docker", *words, environment=environment)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +27,22 @@ _TELL = """\
 #!{python}
 import json, os, sys
 settings = {{k: v for k, v in os.environ.items() if k.startswith(("FCDP_", "NCCL_"))}}
-line = json.dumps({{"name": {name!r}, "arguments": sys.argv[1:], "settings": settings}})
+line = json.dumps({{"arguments": sys.argv[1:], "settings": settings}})
 with open({file!r}, "a") as file:
     file.write(line + "\\n")
 """
+
+
+def telling(program: Path, calls: Path) -> None:
+    programs.written(program, _TELL.format(python=sys.executable, file=str(calls)))
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """A stand-in for the environment's Python, which only says how it was called."""
     (tmp_path / "venv/bin").mkdir(parents=True)
-    file = str(tmp_path / "python.jsonl")
-    tell = _TELL.format(python=sys.executable, name="python", file=file)
-    _program(tmp_path / "venv/bin/python", tell)
+    telling(tmp_path / "venv/bin/python", tmp_path / "python.jsonl")
     return tmp_path / "venv"
-
-
-def _program(path: Path, text: str) -> None:
-    path.write_text(textwrap.dedent(text))
-    path.chmod(0o755)
 
 
 def start(
@@ -71,12 +67,18 @@ def check_calls(tmp_path: Path) -> dict[str, str]:
     return dict(calls[0]["settings"])
 
 
-def test_ssh_runs_the_commands_for_its_hosts(tmp_path: Path, python: Path) -> None:
-    done = start(
-        [ROOT / "launch/ssh.sh", "node0 node1", *COMMANDS], VENV=str(python), NCCL_DEBUG="WARN"
-    )
+@pytest.mark.parametrize("script", ["ssh.sh", "slurm.sbatch"])
+def test_ssh_runs_the_commands_for_its_hosts_and_slurm_in_its_allocation(
+    tmp_path: Path, python: Path, script: str
+) -> None:
+    hosts, told = [], {"NCCL_DEBUG": "WARN"}
+    if script == "ssh.sh":
+        hosts, told = ["node0 node1"], {"FCDP_HOSTS": "node0 node1", **told}
+    submitted = {"SLURM_SUBMIT_DIR": str(ROOT), "NCCL_DEBUG": "WARN"}
+    words = ["bash", ROOT / "launch" / script, *hosts, *COMMANDS]
+    done = start(words, VENV=str(python), **submitted)
     assert done.returncode == 0, done.stderr
-    assert check_calls(tmp_path) == {"FCDP_HOSTS": "node0 node1", "NCCL_DEBUG": "WARN"}
+    assert check_calls(tmp_path) == told
 
 
 def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> None:
@@ -84,13 +86,6 @@ def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> Non
     assert start([ROOT / "launch/commands.sh", command], VENV=str(python)).returncode == 0
     (call,) = told(tmp_path / "python.jsonl")
     assert call["arguments"][3:6] == ["my m.yaml", "--set", "policy=[host, disk]"]
-
-
-def test_slurm_runs_the_commands_in_its_allocation(tmp_path: Path, python: Path) -> None:
-    submitted = {"VENV": str(python), "SLURM_SUBMIT_DIR": str(ROOT)}
-    done = start(["bash", ROOT / "launch/slurm.sbatch", *COMMANDS], **submitted)
-    assert done.returncode == 0, done.stderr
-    assert check_calls(tmp_path) == {}
 
 
 def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Path) -> None:
@@ -106,8 +101,7 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
 
 def test_skypilots_managed_job_starts_torchrun_on_each_node(tmp_path: Path) -> None:
     task = yaml.safe_load((ROOT / "launch/train-skypilot.yaml").read_text())
-    file = str(tmp_path / "torchrun.jsonl")
-    _program(tmp_path / "torchrun", _TELL.format(python=sys.executable, name="torchrun", file=file))
+    telling(tmp_path / "torchrun", tmp_path / "torchrun.jsonl")
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
     ranks = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     done = start(["bash", "-c", task["run"]], tmp_path, **nodes, **ranks)
@@ -184,7 +178,7 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     file = tmp_path / "docker.jsonl"
     file.unlink(missing_ok=True)
-    _program(folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file)))
+    telling(folder / "docker", file)
     done = start([ROOT / "launch/docker.sh", "node0 node1", *COMMANDS], folder, **settings)
     assert done.returncode == 0, done.stderr
     (call,) = told(file)
@@ -194,7 +188,7 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
 def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     """A command that could not run (2) ends the script; a failed cell (1) does not."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         """\
         #!/usr/bin/env bash
@@ -215,7 +209,7 @@ def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
 def test_a_command_that_can_go_on_is_given_again(tmp_path: Path, status: int) -> None:
     """Where a node is lost or the command is killed, if it has ``--resume``."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         f"""\
         #!/usr/bin/env bash
@@ -223,7 +217,7 @@ def test_a_command_that_can_go_on_is_given_again(tmp_path: Path, status: int) ->
         [[ $(wc -l < {tmp_path}/calls) -gt 3 ]] || exit {status}
         """,
     )
-    _program(tmp_path / "bin/sleep", "#!/bin/sh\n")
+    programs.written(tmp_path / "bin/sleep", "#!/bin/sh\n")
     settings = {"VENV": str(tmp_path), "FCDP_HOSTS": "node0"}
     command = [ROOT / "launch/commands.sh", "run small --resume", "next"]
     done = start(command, tmp_path / "bin", **settings)
@@ -241,7 +235,7 @@ def test_a_signal_to_the_script_alone_ends_the_command(
 ) -> None:
     """The command tidies up, the script waits for it, and the next one does not start."""
     (tmp_path / "bin").mkdir()
-    _program(
+    programs.written(
         tmp_path / "bin/python",
         """\
         #!/usr/bin/env bash

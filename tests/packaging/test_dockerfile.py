@@ -14,7 +14,7 @@ from typer.main import get_group
 from analysis.__main__ import app
 from experiments.commands import COMMANDS
 from tests import programs
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
 
@@ -152,8 +152,6 @@ def test_the_entry_point_reaches_the_commands(
     script = ROOT / entrypoint.strip('[]"')
     assert os.access(script, os.X_OK)
     for program in ("python", "torchrun"):
-        path = tmp_path / program
-        path.write_text(f'#!/bin/sh\necho {program} "$@"\n')
-        path.chmod(0o755)
+        programs.written(tmp_path / program, f'echo {program} "$@"')
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     assert programs.printed(script, *command, environment=environment).strip() == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baselines import pins
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
 from packaging.markers import default_environment

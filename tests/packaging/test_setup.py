@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 #: Everything that the script may find besides the stand-ins.
 TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"
@@ -58,9 +58,7 @@ class Machine:
         self.has("make", "")
 
     def has(self, name: str, script: str) -> None:
-        path = self.root / "bin" / name
-        path.write_text(script)
-        path.chmod(0o755)
+        programs.written(self.root / "bin" / name, script)
 
     def lacks(self, name: str) -> None:
         (self.root / "bin" / name).unlink()
@@ -110,29 +108,23 @@ def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     assert deepspeed == f"{pinned} --group baselines"
 
 
-def test_a_gpu_machine_takes_torch_from_pypi(machine: Machine) -> None:
-    machine.has("nvidia-smi", "#!/bin/bash\n")
-    assert machine.setup(TORCH="auto").returncode == 0
-    assert machine.installs[1] == f"--no-deps {pin('torch')}"
-
-
 def test_without_a_cpu_build_the_other_is_taken_and_said_to_be(machine: Machine) -> None:
     done = machine.setup(FAIL="+cpu")
     assert done.returncode == 0
     assert "taking the CUDA build from PyPI" in done.stdout
     assert machine.installs[2] == f"--no-deps {pin('torch')}"
-
-
-def test_a_second_call_does_nothing(machine: Machine) -> None:
-    assert machine.setup().returncode == 0
-    done = machine.setup()
-    assert done.stdout == "setup: .venv is up to date\n"
-    assert machine.installs == []
+    machine.has("nvidia-smi", "#!/bin/bash\n")
+    assert machine.setup(TORCH="auto").returncode == 0
+    assert machine.installs[1] == f"--no-deps {pin('torch')}"
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "scripts/setup.sh"])
-def test_a_change_of_what_it_depends_on_sets_up_anew(machine: Machine, name: str) -> None:
+def test_a_change_of_what_it_depends_on_sets_up_anew_and_nothing_else(
+    machine: Machine, name: str
+) -> None:
     assert machine.setup().returncode == 0
+    assert machine.setup().stdout == "setup: .venv is up to date\n"
+    assert machine.installs == []
     with (machine.root / name).open("a") as file:
         file.write("\n# changed\n")
     assert machine.setup().returncode == 0
@@ -240,10 +232,14 @@ def test_root_gets_them_installed(machine: Machine) -> None:
     ]
 
 
-def test_an_old_python_is_refused(machine: Machine) -> None:
-    done = machine.setup(FAIL="version_info")
-    assert done.returncode == 1
-    assert "Python 3.10 or newer is needed" in done.stderr
+def test_an_old_python_and_an_unknown_build_of_torch_are_refused(machine: Machine) -> None:
+    for given, said in (
+        ({"FAIL": "version_info"}, "Python 3.10 or newer is needed"),
+        ({"TORCH": "rocm"}, "auto, cpu or cuda"),
+    ):
+        done = machine.setup(**given)
+        assert done.returncode == 1
+        assert said in done.stderr
 
 
 def test_a_directory_that_is_no_virtual_environment_is_left_alone(machine: Machine) -> None:
@@ -263,9 +259,3 @@ def test_check_changes_nothing(machine: Machine) -> None:
     assert "would make .venv" in done.stdout
     assert sorted({*os.listdir(machine.root)} - {"calls"}) == before
     assert machine.installs == []
-
-
-def test_an_unknown_build_of_torch_is_refused(machine: Machine) -> None:
-    done = machine.setup(TORCH="rocm")
-    assert done.returncode == 1
-    assert "auto, cpu or cuda" in done.stderr

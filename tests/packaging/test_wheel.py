@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import wheels
-from tests.packaging import ROOT
+from tests.programs import ROOT
 
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
 from packaging.requirements import Requirement

@@ -61,7 +61,6 @@ def test_the_required_bandwidth_gives_the_target(one: Point, target: float) -> N
 def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: float) -> None:
     found = one.estimate(gamma)
     assume(found is not None)
-    assert found is not None
     for name in ("memory_bytes", "bandwidth_bits_per_s"):
         better = one.model_copy(update={name: factor * getattr(one, name)})
         other = better.estimate(gamma)

@@ -31,7 +31,6 @@ def made(run: Run) -> Run:
 
 
 def ratio(run: Run, by: Fitted) -> float:
-    """Measured over predicted."""
     return run.row.tokens_per_s_per_gpu / calibration.tokens_per_gpu_s(run, by)
 
 
@@ -191,7 +190,6 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
         cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
     )
     rates = hardware.rates
-    assert rates is not None
     option = simulated(workload("fsdp2"), hardware)
     request = Request(model="gpt-10b", hardware=hardware, kernels="flash", attention="flash-2")
     low, high = tokens_range(option, request)

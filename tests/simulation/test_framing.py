@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from experiments.records.modelled import framed, why_not_simulated
@@ -12,8 +10,8 @@ from experiments.records.select import FILE
 from simulation import files, framing
 from simulation.framing import MESSAGE_BYTES, SHARE, framing_bytes
 from tests.experiments.cells import cell
+from tests.programs import RESULTS
 
-RESULTS = Path(__file__).parents[2] / "results"
 #: On 5 Mbit/s up to a quarter more beside the payload than framing has: what waits long in the
 #: link's queue TCP takes for lost, and sends it twice. Of the frames of such a run 0.9 % were sent
 #: again, and their receivers had had each of them (RetransSegs and D-SACKs, as many of both).

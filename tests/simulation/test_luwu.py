@@ -24,7 +24,6 @@ SHARE, MESSAGE_BYTES = 0.025, 250
 
 
 def compared(name: str) -> list[tuple[Record, Comparison]]:
-    """LuWu's cells of a matrix that ran."""
     return [pair for pair in committed.compared(f"luwu/{name}") if pair[0].cell.strategy == "luwu"]
 
 
@@ -61,8 +60,6 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
     for record, comparison in compared(name):
         measured, step = record.measurement, comparison.measured
         predicted = predict(step.workload, step.hardware)
-        assert measured.link_bytes_per_step is not None
-        assert predicted.link_bytes is not None
         if measured.server_messages_per_step is not None:
             assert measured.server_messages_per_step == predicted.server_messages
         step = comparison.measured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -23,14 +22,13 @@ from simulation.prediction import largest_micro_batch, needed
 from simulation.units import layout
 from simulation.workload import Workload, block_bytes
 from tests.experiments.cells import cell, model_spec
+from tests.programs import RESULTS
 from tests.simulation.workloads import paper_cluster
 
 HARDWARE = paper_cluster()
 #: Peaks of real training steps.
 STUDY = [
-    record
-    for record in read(Path(__file__).parents[2] / "results" / "memory" / "memory.jsonl")
-    if record.finding is not None
+    record for record in read(RESULTS / "memory" / "memory.jsonl") if record.finding is not None
 ]
 
 

@@ -24,6 +24,5 @@ def claim(*checks: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def content(*claims: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Content of a file that holds these claims."""
     papers = {"fcdp": {"title": "FCDP", "arxiv": "2602.06499"}}
     return {"papers": papers, "matrices": {"parity": {}}, "claims": [*claims], **changes}

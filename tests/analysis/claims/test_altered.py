@@ -33,7 +33,6 @@ def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:
 def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
     """The rows with what the comparison is of multiplied, nothing of it being something."""
     compute = check.compute
-    assert isinstance(compute, Ratio | Value)
     found = []
     for row in rows:
         value = row.quantities.get(compute.quantity)
@@ -50,8 +49,6 @@ def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
 def _away(claim: Claim, check: Check, rows: Sequence[Row]) -> float:
     """By what the records must be multiplied so that ours is the paper's number."""
     compute = check.compute
-    assert isinstance(compute, Ratio | Value)
-    assert claim.unit is not None
     ours, paper = taken(compute.samples(rows), compute.take), claim.number / SCALES[claim.unit]
     if isinstance(compute, Value) or compute.kind == "ratio":
         if check.tolerance.at_least is not None:

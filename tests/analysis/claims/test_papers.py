@@ -30,6 +30,11 @@ CHECK: dict[str, Any] = {
 CLAIM = made_up.claim(CHECK)
 
 
+def comparing(**sides: Any) -> dict[str, Any]:
+    """The check, of other cells."""
+    return {**CHECK, "compute": {**CHECK["compute"], **sides}}
+
+
 def written(values: dict[str, Any], folder: Path) -> Path:
     path = folder / "claims.yaml"
     path.write_text(yaml.safe_dump(values, allow_unicode=True, sort_keys=False), "utf-8")
@@ -50,7 +55,7 @@ def test_every_paper_has_claims_and_every_claim_is_checked_or_says_why_not() -> 
         ({"label": "heard"}, [":12: claims.0.label (faster)", "'text', 'code', '2nd'"]),
         ({"unit": "furlongs"}, ["claims.0.unit (faster)", "'×', '%', 'GB'"]),
         ({"unit": None}, ["claims.0 (faster)", "unit is missing", "allowed are ×"]),
-        ({"unit": "%", "checks": [{**CHECK, "compute": {**CHECK["compute"], "kind": "value"}}]},
+        ({"unit": "%", "checks": [comparing(kind="value")]},
          ["claims.0.checks.0.compute.value.over (faster)", "Extra inputs"]),
         ({"unit": "GB"}, ["'GB' does not fit a check of kind ratio; allowed: ×, %"]),
         ({"paper": "other"}, [":9: claims.0.paper (faster)", "allowed are fcdp"]),
@@ -64,6 +69,10 @@ def test_every_paper_has_claims_and_every_claim_is_checked_or_says_why_not() -> 
         ({"number": None, "checks": [{**CHECK, "tolerance": {"at_most": 11}}]},
          ["11×", "up to 10 × 1"]),
         ({"typo": 1}, ["claims.0.typo (faster)", "Extra inputs"]),
+        ({"checks": [comparing(of={"link": "10 Mbps"})]},
+         ["'10 Mbps' is not a link; allowed: unshaped, or a number"]),
+        ({"checks": [comparing(of={})]}, ["is empty; allowed are strategy, tuning"]),
+        ({"checks": [comparing(of={"accumulation": 0})]}, ["greater than or equal to 1"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_line_and_claim(
@@ -76,23 +85,6 @@ def test_a_mistake_is_named_with_its_line_and_claim(
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("selection", "message"),
-    [
-        ({"link": "10 Mbps"}, "'10 Mbps' is not a link; allowed: unshaped, or a number"),
-        ({}, "is empty; allowed are strategy, tuning"),
-        ({"accumulation": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_a_selection_that_cannot_match_is_an_error(
-    selection: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    check = {**CHECK, "compute": {**CHECK["compute"], "of": selection}}
-    path = written(made_up.content(made_up.claim(check)), tmp_path)
-    with pytest.raises(ValueError, match=message):
-        papers.load(path)
-
-
 def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
     path = written(made_up.content(CLAIM, matrices={"parity": {}, "soon": {}}), tmp_path)
     with pytest.raises(ValueError, match=r"claims.yaml:\d+: matrices.soon: no such matrix"):
@@ -101,13 +93,10 @@ def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
     papers.load(written(made_up.content(CLAIM, matrices=use), tmp_path))
 
 
-def test_ids_are_unique(tmp_path: Path) -> None:
+def test_ids_are_unique_and_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    path = written(made_up.content(CLAIM, CLAIM), tmp_path)
     with pytest.raises(ValueError, match="'faster' is there already"):
-        papers.load(written(made_up.content(CLAIM, CLAIM), tmp_path))
-
-
-def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "claims.yaml"
+        papers.load(path)
     path.write_text("papers: {}\nclaims: [\n", "utf-8")
     with pytest.raises(ValueError, match=r"claims.yaml:\d: not valid YAML"):
         papers.load(path)
@@ -125,8 +114,7 @@ def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
     part: str, selection: dict[str, str], allowed: str, tmp_path: Path
 ) -> None:
-    check = {**CHECK, "compute": {**CHECK["compute"], part: selection}}
-    path = written(made_up.content(made_up.claim(check)), tmp_path)
+    path = written(made_up.content(made_up.claim(comparing(**{part: selection}))), tmp_path)
     ((setting, name),) = selection.items()
     line = path.read_text("utf-8").splitlines().index(f"        {setting}: {name}") + 1
     with pytest.raises(ValueError, match="is not in the matrix parity") as error:
@@ -138,8 +126,8 @@ def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
 
 def test_strategies_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
     def load(strategy: str) -> None:
-        compute = {**CHECK["compute"], "of": {"strategy": strategy, "model": "gpt-30b"}}
-        of_study = made_up.claim({**CHECK, "matrix": "study", "compute": compute})
+        check = comparing(of={"strategy": strategy, "model": "gpt-30b"})
+        of_study = made_up.claim({**check, "matrix": "study"})
         use = {"study": {"command": "run"}}
         papers.load(written(made_up.content(of_study, matrices=use), tmp_path))
 

@@ -37,8 +37,6 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
         ledger_bytes_per_step={"inter_node": {"forward": ledger}},
     )
     of = baseline.measurement
-    assert baseline.step_seconds_median is not None
-    assert of.inter_node_bytes_closed_form is not None
     found = row(compare([baseline, subject]), "fcdp")
     assert found["baseline"] == "deepspeed-zero3"
     assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)

@@ -193,14 +193,10 @@ def test_cells_that_recompute_another_share_are_not_compared() -> None:
 
 
 class Longer(Cell):
-    """A cell with an axis more."""
-
     momentum: Annotated[float, Setting("Momentum", in_id="later")] = 0.0
 
 
 class Silent(Cell):
-    """A cell with a field that says nothing."""
-
     momentum: float = 0.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 
@@ -42,18 +41,13 @@ def records() -> list[Record]:
     ]
 
 
-@pytest.fixture(scope="module")
-def compared(records: list[Record]) -> pd.DataFrame:
-    return compare(records)
-
-
 def lines(ax: Axes, strategy: str, among: list[str]) -> list[Any]:
     colour = strategies.styles(among)[strategy].colour
     return [drawn for drawn in ax.lines if drawn.get_color() == colour]
 
 
-def test_points_are_the_records_and_lines_their_medians(compared: pd.DataFrame) -> None:
-    found = [drawn for drawn in matrix.draw(compared) if drawn.name.endswith("intervals")]
+def test_points_are_the_records_and_lines_their_medians(records: list[Record]) -> None:
+    found = [drawn for drawn in matrix.draw(compare(records)) if drawn.name.endswith("intervals")]
     assert len(found) == 1
     (ax,) = found[0].figure.axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["3", "12", "48"]

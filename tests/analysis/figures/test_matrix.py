@@ -54,7 +54,6 @@ def points(ax: Axes, colour: str) -> set[tuple[float, float]]:
 
 
 def widths(ax: Axes, colour: str | None = None) -> list[float]:
-    """The lengths of the bars of this colour."""
     bars: list[Any] = list(ax.patches)
     return [
         bar.get_width()
@@ -131,7 +130,6 @@ def test_phases_drawn_are_the_records(records: list[Record], drawings: list[Draw
     """A bar per strategy, its phases one after the other; rewards by the time that has passed."""
     assert not [one for one in drawings if one.name.endswith("phases")]
     found = next(one for one in records if one.measurement and one.cell.strategy == "fcdp")
-    assert found.measurement is not None
     seconds = {"generation_seconds": 3.0, "scoring_seconds": 1.0, "update_seconds": 2.0}
     sent = {"generation_bytes": 5e6, "scoring_bytes": 0.0, "update_bytes": 4e6}
     rewards = [0.1, *(0.2 for _ in found.measurement.step_seconds)]

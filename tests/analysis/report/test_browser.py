@@ -7,13 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from analysis.report import reproduction, run
+from tests import programs
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
 
@@ -110,7 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def browse(page: Path, *options: str) -> list[dict[str, Any]]:
     """What the probe in each of the two frames found, the narrow one first."""
-    assert CHROMIUM is not None
     command = [
         CHROMIUM,
         "--headless=new",
@@ -122,10 +121,9 @@ def browse(page: Path, *options: str) -> list[dict[str, Any]]:
         "--dump-dom",
         page.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert match is not None, done.stdout[:2000]
+    shown = programs.printed(*command, within_s=120)
+    match = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
+    assert match is not None, shown[:2000]
     return sorted(json.loads(html.unescape(match[1])), key=lambda item: int(item["width"]))
 
 

@@ -31,9 +31,7 @@ def records(seconds: dict[str, float], spread: float = SPREAD, **changes: object
 def order(
     predicted: dict[str, float], spread: float = SPREAD, readable: bool = True
 ) -> simulator.Order:
-    found = simulator.order("made-up", records(TIMED, spread), records(predicted, 0.0), readable)
-    assert found is not None
-    return found
+    return simulator.order("made-up", records(TIMED, spread), records(predicted, 0.0), readable)
 
 
 def test_a_wrong_choice_costs_what_it_is_slower() -> None:

@@ -39,19 +39,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def given() -> reproduction.Document:
-    """What the committed records and claims give."""
     return reproduction.document(papers.load(), runs.load(RESULTS))
 
 
 @pytest.fixture
 def document(given: reproduction.Document) -> str:
     return given.markdown[reproduction.DOCUMENT]
-
-
-@pytest.fixture
-def every(given: reproduction.Document) -> str:
-    """The page of every claim."""
-    return given.markdown[f"{reproduction.PAGES}/claims.md"]
 
 
 def test_the_committed_pages_are_up_to_date(given: reproduction.Document) -> None:
@@ -66,7 +59,8 @@ def findings(claim: Claim) -> int:
     return len(claim.checks) + (not claim.checks or bool(claim.shown_by))
 
 
-def test_every_claim_is_in_its_papers_table_with_its_verdict(every: str) -> None:
+def test_every_claim_is_in_its_papers_table_with_its_verdict(given: reproduction.Document) -> None:
+    every = given.markdown[f"{reproduction.PAGES}/claims.md"]
     tables = every.split("\n## FCDP: ")[1]
     for claim in papers.load().claims:
         lines = [line for line in tables.splitlines() if line.startswith(f"| {claim.claim} |")]
@@ -76,6 +70,10 @@ def test_every_claim_is_in_its_papers_table_with_its_verdict(every: str) -> None
     known += [f"| {verdict} |" for verdict in get_args(Verdict) if " " in verdict]
     known += ["| **not reproduced** |", "| not run |", "| undecided |"]
     assert all(any(verdict in row for verdict in known) for row in rows if row.startswith("|"))
+    # The finding about hpZ is noted where the 51 times are.
+    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", every)
+    up_to = [line for line in every.splitlines() if line.startswith("| Up to 51 times")]
+    assert any(f"(#note-{note})" in row for row in up_to)
 
 
 def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: str) -> None:
@@ -128,12 +126,6 @@ def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
         assert "Why:" in chapter
 
 
-def test_the_finding_about_hpz_is_noted_where_the_51_times_are(every: str) -> None:
-    rows = [line for line in every.splitlines() if line.startswith("| Up to 51 times")]
-    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", every)
-    assert any(f"(#note-{note})" in row for row in rows)
-
-
 def test_no_contradiction_is_claimed_and_the_best_point_is_said(document: str) -> None:
     opening = document.split("\n## ")[0]
     known = region.region(papers.load())
@@ -159,30 +151,17 @@ def test_committed_tables_are_those_of_the_chapters(given: reproduction.Document
             assert (folder / f"{table.name}.{end}").read_text("utf-8") == write(table)
 
 
-def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
+def test_the_page_is_whole_with_a_row_for_each_claim_and_check(page: str) -> None:
     # The losses stand in the chapter, too, and ranges above it.
     check_page(page, pictures=6)
-
-
-def test_the_page_has_a_row_for_each_claim_and_check(page: str) -> None:
+    opening = page.split("<main>")[1].split("<h2", 2)[1]
+    assert "emulated" in opening
+    assert "Does the idea hold?" in opening
     expected = sum(map(findings, papers.load().claims))
     assert len(re.findall('class="claim"', page)) == expected
     assert html.escape("No committed record tests it; it takes") in page
     assert "made-up CPU" in page
     assert str(ROOT) not in page
-
-
-def test_without_records_there_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path)
-    for options, said in (
-        ([], "no records of any matrix"),
-        (["--output", "elsewhere"], "error: --output and --baseline need RECORDS\n"),
-    ):
-        result = CliRunner().invoke(app, ["report", *options])
-        assert result.exit_code == 2
-        assert said in result.stderr
 
 
 def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +173,6 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     assert (tmp_path / "REPRODUCTION.md").exists()
     assert str(results / "report.html") in result.output
-
-
-def test_the_page_opens_with_what_the_records_say(page: str) -> None:
-    opening = page.split("<main>")[1].split("<h2", 2)[1]
-    assert "emulated" in opening
-    assert "Does the idea hold?" in opening
 
 
 def test_each_figure_is_small_and_has_its_records(page: str) -> None:

@@ -50,7 +50,6 @@ def test_every_cell_that_ran_has_a_row_and_where_it_comes_from_is_there(
     ran = [record for record in records if record.state != "skipped"]
     assert len(re.findall("<tr class=", page)) == len(ran)
     record = records[0]
-    assert record.commit is not None
     for part in (record.commit, "made-up CPU", "rate bits per s: 10000000", "transformers 4.57.0"):
         assert part in page
     assert "1 older record of cells that were run again left out" in page

@@ -22,8 +22,6 @@ PLAIN: dict[str, Any] = {"outer_momentum": 0.0, "clip": None, "penalty": "none"}
 
 @dataclass(frozen=True)
 class Training:
-    """One run of steps apart."""
-
     settings: LocalSGDSettings
     nodes: int = 1
     ranks_per_node: int = 1
@@ -44,7 +42,6 @@ class Training:
 
 
 def model() -> nn.Sequential:
-    """Return two blocks, the same on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -64,7 +61,6 @@ def batches(rank: int) -> Iterator[torch.Tensor]:
 
 
 def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
-    """This rank's part of a worker."""
     trained = model()
     given = job(
         topology_of(training.nodes, training.ranks_per_node),
@@ -138,17 +134,21 @@ def listing(training: Training) -> list[torch.Tensor]:
     return starts
 
 
-def starts(training: Training) -> list[torch.Tensor]:
-    """The starts of all rounds, as this rank has them after each."""
+def by_step(training: Training) -> list[torch.Tensor]:
+    """The parameters of this rank at first, and after each step."""
     trained, workers = made(training)
     own = batches(workers.job.topology.rank)
     found = [flat(trained)]
-    for step in range(training.steps):
+    for _ in range(training.steps):
         workers.step([next(own) for _ in range(training.accumulation)])
-        if (step + 1) % workers.interval == 0:
-            found.append(flat(trained))
+        found.append(flat(trained))
     workers.settle()
     return found
+
+
+def starts(training: Training) -> list[torch.Tensor]:
+    """The starts of all rounds, as this rank has them after each."""
+    return by_step(training)[:: training.settings.interval]
 
 
 #: A setting in which each part of CO2 does something.

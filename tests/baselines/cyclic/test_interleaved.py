@@ -89,7 +89,6 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
 
 
 def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """A loss that keeps nothing."""
     return model(rows).mean()
 
 

@@ -73,7 +73,6 @@ def by_the_rule(
 def check(
     pools: Pools, settings: CyclicSettings, ranks: int, k: int, optimizer: optimizers.AnyOptimizer
 ) -> None:
-    """Compare what each rank computed with, step by step."""
     told = pools.run(ranks, trained, "cyclic", ranks, settings, STEPS, False, (), k, optimizer)
     wanted = by_the_rule(settings.rule, ranks, settings.stages or ranks, k, optimizer)
     for rank, (mine, other) in enumerate(zip(told, wanted, strict=True)):

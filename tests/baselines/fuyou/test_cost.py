@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,13 +55,6 @@ def test_what_is_chosen_is_the_best_of_all_amounts(work: Work, rates: Rates, kee
     chosen = cost.chosen(work, rates)
     assert times[chosen] == pytest.approx(min(times))
     assert all(step > times[chosen] for step in times[:chosen])
-
-
-@given(works(), RATES)
-def test_the_first_increase_ends_the_search_where_it_is_convex(work: Work, rates: Rates) -> None:
-    times = [step for _, step in cost.curve(work, rates)]
-    rises = [at for at, (step, after) in enumerate(pairwise(times)) if after > step * (1 + 1e-9)]
-    assert times[rises[0] if rises else -1] == pytest.approx(min(times))
 
 
 def test_the_second_matrix_of_the_mlp_spares_four_times_the_operations_for_a_byte() -> None:

@@ -183,9 +183,9 @@ def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -
 @pytest.fixture
 def small_disk(privileged: None, tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 kB."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path], check=True)
+    programs.printed("mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path)
     yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
+    programs.printed("umount", "-l", tmp_path)
 
 
 @on_ranks(1)

@@ -92,19 +92,11 @@ class _Fakes:
         taken.set_result(0)
         return taken
 
-    def adam(self, group: Group, buffer: torch.Tensor) -> None:
+    def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
         assert self._users[buffer.data_ptr()] == group.index
         self.note("step", group)
         self.hold(group.index)
         self.note("stepped", group)
-
-
-class _Adam:
-    def __init__(self, fakes: _Fakes) -> None:
-        self._fakes = fakes
-
-    def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
-        self._fakes.adam(group, buffer)
 
 
 def _groups() -> list[Group]:
@@ -118,10 +110,10 @@ def _updates(
     form: Update, fakes: _Fakes, groups: list[Group], buffers: int | None = None
 ) -> Iterator[Updates]:
     """With as many buffers as the form has where there is room, unless so many are given."""
-    store, adam = cast(Any, fakes), cast(Any, _Adam(fakes))
+    both = cast(Any, fakes)
     dram = Dram(2**20, torch.device("cpu"))
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
-    updates = Updates(form, store, adam, groups, dram, renewed, sums=False)
+    updates = Updates(form, both, both, groups, dram, renewed, sums=False)
     wanted = BUFFERS[form] if buffers is None else buffers
     assert updates.ring.deepen(wanted, 0) == wanted
     yield updates
@@ -325,7 +317,6 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
 
 
 def _pass(fifo: Fifo) -> None:
-    """Forward and backward."""
     order = [*range(BLOCKS), *reversed(range(BLOCKS))]
     fifo.expect(order)
     for block in order:

@@ -25,7 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def settings(**chosen: Any) -> FuyouSettings:
-    """Settings that are small, but for what is chosen."""
     return FuyouSettings(**({"dram_budget": "16 MiB"} | chosen))
 
 

@@ -74,8 +74,6 @@ def _telling(function: Callable[[], None], said: Pipe) -> None:
 
 
 class _Process:
-    """A role in a process of its own, and what it says."""
-
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         self.said, theirs = _context.Pipe(duplex=False)
         self.process: Any = _context.Process(target=function, args=(*args, theirs), daemon=True)
@@ -152,6 +150,5 @@ def test_the_run_ends_in_all_roles_and_goes_on_from_the_files(
         for name, role in roles.items():
             if name != who:
                 error = role.last_words(WITHIN_S)
-                assert isinstance(error, Lost)
                 assert who in str(error), (name, error)
     _goes_on(tmp_path)

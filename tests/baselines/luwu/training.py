@@ -34,8 +34,6 @@ SMALL = LuWuSettings(chunk_bytes=4096)
 
 @dataclass
 class Roles:
-    """A switch and a server, and how they ended."""
-
     address: str
     threads: list[threading.Thread]
     errors: dict[str, BaseException] = field(default_factory=dict)
@@ -50,7 +48,6 @@ class Roles:
 
 @contextmanager
 def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Roles]:
-    """A server and a switch, in threads."""
     to_server, to_workers = Listener(KEYS, "127.0.0.1:0"), Listener(KEYS, "127.0.0.1:0")
     connection = Connection(KEYS, to_server.address, SWITCH)
     made = Roles(to_workers.address, [])
@@ -75,7 +72,6 @@ def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Role
 
 
 def connect(address: str, plan: Plan, rank: int, land: Any, patience_s: float = 30.0) -> Port:
-    """A worker's end."""
     return Port(plan, rank, KEYS, address, land, patience_s)
 
 
@@ -94,7 +90,6 @@ def model_of(frozen: bool) -> Tied:
 
 
 def job_of(model: Tied, rank: int, workers: int, settings: LuWuSettings, dtype: torch.dtype) -> Job:
-    """A worker's training."""
     topology = alone(workers, 1, rank, type("Mesh", (), {"device_type": "cpu"}))
     return job(topology, model.blocks, dtype=dtype, settings=settings, loss=loss)
 

@@ -20,7 +20,7 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
     settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=ACCUMULATION, chosen=chosen)
     trainable, batches = made(strategy, settings)
     total = 0.0
-    for _ in range(3):
+    for _ in range(2):
         trainable.take_ledger()
         total += trainable.step([next(batches) for _ in range(ACCUMULATION)]).item()
     ledger = trainable.take_ledger()

@@ -19,10 +19,10 @@ from tests.experiments.waiting import wait_until
 _SBIN = ("/usr/sbin", "/sbin")
 
 
-def require(package: str, *programs: str) -> None:
+def require(package: str, *names: str) -> None:
     """Skip the test where one of the package's programs is missing."""
     path = os.pathsep.join([os.environ["PATH"], *_SBIN])
-    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    missing = [name for name in names if shutil.which(name, path=path) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)}: apt-get install {package}")
 
@@ -70,9 +70,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
     """
     require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     for key in ("host", "user"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
-        )
+        programs.printed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
     Path("/run/sshd").mkdir(exist_ok=True)
     client = folder / "bin"
     client.mkdir()
@@ -84,7 +82,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
         "LogLevel=ERROR",
     )
     words = " ".join(f"-o {option}" for option in options)
-    program(client / "ssh", f'exec {shutil.which("ssh")} -F none {words} "$@"')
+    programs.written(client / "ssh", f'exec {shutil.which("ssh")} -F none {words} "$@"')
     daemons = Daemons(network, folder)
     with daemons.stack:
         for node, address in list(enumerate(network.addresses))[1:]:
@@ -108,17 +106,8 @@ def enter(network: Network, node: int) -> list[str]:
     return ["nsenter", f"--net=/run/netns/{network.nodes[node]}"]
 
 
-def program(path: Path, script: str) -> None:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
 def succeeds(command: Sequence[str], **variables: str) -> bool:
-    """Whether a command ends with status 0."""
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, check=False
-    )
-    return done.returncode == 0
+    return programs.ended(*command, **variables).returncode == 0
 
 
 class Slurm:
@@ -130,7 +119,6 @@ class Slurm:
         self.slurmd: list[subprocess.Popen[bytes]] = []
 
     def start(self, node: int) -> subprocess.Popen[bytes]:
-        """Start a node's daemon."""
         return self._daemons.inside(node, "slurmd", "-D", "-N", f"n{node}", **self.variables)
 
     def command(self, *words: str) -> list[str]:
@@ -141,7 +129,6 @@ class Slurm:
         return programs.printed(*self.command(*words), **self.variables)
 
     def wait_until_idle(self) -> None:
-        """Wait until all nodes wait for work."""
         wanted = ["idle"] * len(self._daemons.network.nodes)
         look = ("sinfo", "--noheader", "--Node", "--format=%T")
         wait_until(lambda: self.call(*look).split() == wanted, every_s=0.3)

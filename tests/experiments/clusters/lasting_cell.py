@@ -59,7 +59,6 @@ class LastingCell:
         ]
 
     def wait_for(self, step: int) -> None:
-        """Wait until this step is done."""
         wait_until(lambda: bool((done := self.lines()) and done[-1]["step"] >= step), 300)
 
     def check_ends(self, kinds: list[str], acts: Mapping[str, Callable[[], object]]) -> None:
@@ -99,7 +98,6 @@ class LastingCell:
             psutil.Process(pid).kill()
 
     def runner(self) -> psutil.Process:
-        """The command on the first node."""
         words = self.command.split()
         (found,) = [
             each

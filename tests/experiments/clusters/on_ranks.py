@@ -23,7 +23,6 @@ FOREVER_S = 600
 
 
 def add_up() -> None:
-    """One all-reduce over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -38,7 +37,7 @@ class _Slow:
     """Takes its time when the interpreter takes its modules apart."""
 
     def __del__(self) -> None:
-        time.sleep(1)
+        time.sleep(0.5)
 
 
 _slow: list[_Slow] = []
@@ -78,7 +77,6 @@ def describe(directory: str) -> None:
 
 
 def show_file(path: str) -> None:
-    """Print a file."""
     print(Path(path).read_text())
 
 

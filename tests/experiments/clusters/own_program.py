@@ -17,8 +17,8 @@ import psutil
 
 from experiments.records.provenance import ROOT
 from tests.examples.test_train import make_model
-from tests.experiments.clusters.engines import program
 from tests.experiments.waiting import wait_until
+from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
 #: Trains as the program does, and is told to leave after so many steps.
@@ -47,7 +47,7 @@ class Training:
         (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
         self._folder = folder
         self.torchrun = folder / "torchrun"
-        program(
+        written(
             self.torchrun,
             f"export PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n"
             f'exec {sys.executable} -m torch.distributed.run "$@"',
@@ -62,7 +62,6 @@ class Training:
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """The steps so far."""
         text = self._steps.read_text() if self._steps.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
@@ -126,7 +125,6 @@ def programs() -> list[psutil.Process]:
 
 
 def agents() -> list[psutil.Process]:
-    """The programs that are torchrun."""
     return [each for each in programs() if "torch.distributed.run" in each.cmdline()]
 
 

@@ -13,7 +13,7 @@ from experiments.clusters.allocation import Allocation, Srun, Ssh, port, visible
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.engines import program
+from tests.programs import written
 
 GOOD = {"FCDP_HOSTS": "10.0.0.1, me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
 
@@ -44,7 +44,7 @@ def test_a_slurm_allocation_makes_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = '[ "$2" = hostnames ] && printf "a\\nb\\n" || echo "NodeName=a NodeAddr=10.0.0.7 X=1"'
-    program(tmp_path / "scontrol", answers)
+    written(tmp_path / "scontrol", answers)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "FCDP_RANKS_PER_NODE": "1"}
     allocation = Allocation.from_env(slurm)

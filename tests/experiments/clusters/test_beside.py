@@ -51,12 +51,10 @@ def as_switch() -> None:
 
 
 def as_broken() -> None:
-    """End with an error."""
     raise ValueError("no file to be had")
 
 
 def wait_for_ever(_: str) -> None:
-    """Be a rank that ends when its cluster ends it."""
     time.sleep(600)
 
 

@@ -48,10 +48,10 @@ def test_ranks_meet_and_a_further_run_has_no_cold_start(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    for _ in range(3):
+    for _ in range(2):
         assert run(cluster, tmp_path, "add_up") == Outcome("ok")
     # On a quiet machine it is 0.3 s a run; importing torch alone would take more than this.
-    assert (time.monotonic() - started) / 3 < 4
+    assert (time.monotonic() - started) / 2 < 4
 
 
 def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_module_that_was_preloaded_from_elsewhere_is_an_error(
 def test_bytes_between_nodes_are_counted_and_limited(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
-    megabytes, rate = 5, 20_000_000
+    megabytes, rate = 5, 50_000_000
     cluster.shape(rate)
     started = time.monotonic()
     assert run(cluster, tmp_path, "send", str(megabytes), str(tmp_path)) == Outcome("ok")
@@ -175,11 +175,11 @@ def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
 
 @pytest.mark.system
 def test_a_launch_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
-    assert outcome == Outcome("timeout", None, "did not end within 5 s")
+    outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=3)
+    assert outcome == Outcome("timeout", None, "did not end within 3 s")
     pids = pids_below(tmp_path)
     assert pids
-    assert not any(is_running(pid) for pid in pids)
+    assert not any(map(is_running, pids))
 
 
 def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(

@@ -20,7 +20,7 @@ from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 pytestmark = pytest.mark.usefixtures("privileged")
 
 
-def goodput(network: Network, sender: int, receiver: int, seconds: float = 1.0) -> float:
+def goodput(network: Network, sender: int, receiver: int) -> float:
     """Bits a second of payload of one TCP stream, once it runs."""
     address = network.addresses[receiver]
     server = namespaces.call_in(network.nodes[receiver], lambda: socket.create_server((address, 0)))
@@ -33,7 +33,7 @@ def goodput(network: Network, sender: int, receiver: int, seconds: float = 1.0) 
             sending = executor.submit(_send_until_closed, client)
             _receive_for(accepted, 0.3)  # the free burst, and TCP's start
             started = time.monotonic()
-            received = _receive_for(accepted, seconds)
+            received = _receive_for(accepted, 0.5)
             elapsed = time.monotonic() - started
         sending.result()
     return 8 * received / elapsed
@@ -89,7 +89,7 @@ def test_links_between_groups_have_a_limit_and_counters_of_their_own() -> None:
                 lambda each, rate=rate: each == pytest.approx(rate, rel=0.07),
             )
             sent = {name: count - before[name] for name, count in _sent(network, way[0]).items()}
-            assert sent.pop(link) > rate / 8
+            assert sent.pop(link) > rate / 8 / 2
             assert max(sent.values()) < 1000, "who has which address is asked, and no more"
         lifted = network.shape(None)
         assert lifted["qdisc"] is lifted["to_groups"]["qdisc"] is None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,8 +36,7 @@ def as_user() -> list[str]:
     path = os.pathsep.join(each for each in sys.path if each)
     for python in filter(None, (sys.executable, system)):
         command = [*AS_USER, "env", f"PYTHONPATH={path}", python]
-        tried = subprocess.run([*command, "-c", "import torch, pyroute2"], capture_output=True)
-        if tried.returncode == 0:
+        if programs.ended(*command, "-c", "import torch, pyroute2").returncode == 0:
             return command
     pytest.skip(f"user {USER} cannot run this Python with its packages")
 
@@ -51,6 +49,7 @@ def logs() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.system
 def test_a_user_runs_a_cluster_in_a_user_namespace(as_user: list[str], logs: Path) -> None:
     before = netns.listnetns()
     command = [*as_user, "-m", "tests.experiments.clusters.unprivileged", str(logs), "a b", "$c"]

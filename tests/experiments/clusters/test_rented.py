@@ -23,10 +23,10 @@ from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.engines import program
 from tests.experiments.clusters.launches import numbers, pids_below, run
 from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
+from tests.programs import written
 
 
 def free_port() -> int:
@@ -44,7 +44,7 @@ def cluster_of(*hosts: str) -> RentedCluster:
 def stand_in(folder: Path) -> Path:
     """A folder for the PATH: an ssh that runs its last argument here."""
     folder.mkdir()
-    program(folder / "ssh", 'for last; do :; done\nexec sh -c "$last"')
+    written(folder / "ssh", 'for last; do :; done\nexec sh -c "$last"')
     return folder
 
 
@@ -218,7 +218,7 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
     hide = f"mount -t tmpfs none {run_folder}"
     folder = tmp_path / "bin"
     folder.mkdir()
-    program(folder / "ssh", f'for last; do :; done\nexec unshare --mount sh -c "{hide}; $last"')
+    written(folder / "ssh", f'for last; do :; done\nexec unshare --mount sh -c "{hide}; $last"')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     cell = run_folder / "cell.json"
     cell.write_text("a cell")
@@ -238,7 +238,7 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
 def test_a_node_that_cannot_be_reached_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
-    program(tmp_path / "ssh", script)
+    written(tmp_path / "ssh", script)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(LostNodeError, match=message), cluster_of("localhost", "other"):
         pass
@@ -246,7 +246,7 @@ def test_a_node_that_cannot_be_reached_is_named(
 
 def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = messages.Description(address="127.0.0.1", interface="lo", commit="another", network={})
-    program(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
+    written(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ClusterError, match="other has commit another, the runner "):
         cluster_of("localhost", "other").__enter__()

@@ -43,7 +43,6 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     assert (record.state, record.evidence, record.error) == ("ok", "simulated", None)
     assert read_records(tmp_path / "records.jsonl") == [record]
     measurement = record.measurement
-    assert measurement.simulation is not None
     assert len(measurement.step_seconds) == 1
     assert measurement.losses == []
     assert record.tokens_per_s == given.tokens_per_step / measurement.step_seconds[0]

@@ -22,8 +22,7 @@ from simulation.prediction import predict
 from tests.experiments.command_line import command, flat, printed, refused
 from tests.experiments.preflight.made_up import preflight
 from tests.experiments.stand_in import cell, record
-
-RESULTS = Path(__file__).parents[3] / "results"
+from tests.programs import RESULTS
 
 
 @pytest.fixture

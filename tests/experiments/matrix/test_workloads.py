@@ -44,7 +44,6 @@ def test_built_in_workloads_have_no_origin(tmp_path: Path) -> None:
 def test_data_are_known_by_their_content(folder: Path) -> None:
     file, new = folder / "prose.txt", TUNING + "\n  data: {text: prose.txt}"
     first = read(folder, (TUNING, new)).cells[0].cell
-    assert isinstance(first.data, TextFile)
     assert first.data.name == "prose.txt"
     assert first.origin.key("data") == "example.yaml:17: workload.data"
     (moved := folder / "elsewhere").mkdir()

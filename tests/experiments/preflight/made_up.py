@@ -18,13 +18,12 @@ def preflight(
     nodes: int = 2,
     across: float = 1e9,
     inside: float = 10e9,
-    copy: float = 10e9,
-    flops: float = 100e12,
     free: int = 10**12,
     **changes: Any,
 ) -> Preflight:
     """Nodes of 8 ranks with a GPU each; rates in bytes and operations a second."""
     inter = None if nodes == 1 else link(across)
+    copy, flops = 10e9, {"float32": 50e12, "bfloat16": 100e12}
     fields: dict[str, Any] = {
         "backend": "nccl",
         "links": Links(
@@ -41,8 +40,8 @@ def preflight(
         ),
         "compute": Compute(
             device="a GPU",
-            matmul_flops_per_s={"float32": flops / 2, "bfloat16": flops},
-            alone_matmul_flops_per_s={"float32": flops / 2, "bfloat16": flops},
+            matmul_flops_per_s=flops,
+            alone_matmul_flops_per_s=flops,
             memory_bytes=48 * 10**9,
         ),
         "evidence": "measured",

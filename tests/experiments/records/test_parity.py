@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from experiments.records.parity import Parity, compare
 from experiments.records.record import Record, State
 from experiments.records.record import read as read_records
 from tests.experiments.stand_in import cell, record
+from tests.programs import RESULTS
 
-RESULTS = Path(__file__).parents[3] / "results"
 #: One step of warm-up and three that are measured.
 LOSSES = [5.6, 5.5, 5.4, 5.3]
 #: The next number that a loss can be in fp32, relative to it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from experiments.records import provenance
 from experiments.records.provenance import ROOT, gather, scrub
+from tests import programs
 
 
 def test_it_names_versions_and_machine() -> None:
@@ -48,7 +48,7 @@ def test_gpus_are_named_by_the_drivers_files(
 def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True)
+        programs.printed("git", "-C", tmp_path, *identity, *arguments)
 
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert gather().commit is None

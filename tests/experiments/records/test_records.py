@@ -21,8 +21,7 @@ from experiments.records.select import FILE
 from simulation import files
 from tests.disks import full_disk
 from tests.experiments.stand_in import cell, record
-
-RESULTS = Path(__file__).parents[3] / "results"
+from tests.programs import RESULTS
 
 
 @pytest.fixture

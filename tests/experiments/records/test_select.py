@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ from experiments.records.select import FILE, chosen
 from experiments.records.settings import described
 from simulation import files
 from tests.experiments.stand_in import cell
+from tests.programs import RESULTS
 
-RESULTS = Path(__file__).parents[3] / "results"
 CELLS = [
     cell(policy="none"),
     cell(policy="disk"),

@@ -90,7 +90,6 @@ def test_a_row_says_what_the_cache_did() -> None:
 
 def test_the_table_fits_a_log_and_is_not_shown_of_older_records() -> None:
     shown = variants_table.table(comparison())
-    assert shown is not None
     text = rendered(shown, width=120)
     assert not any("…" in line for line in text)
     assert any(line.startswith("budget(device=1") for line in text)

@@ -19,8 +19,6 @@ _WHOLE, _LAST = 1, 4
 
 @dataclass
 class Run:
-    """One run, as its file says."""
-
     folder: Path
     id: str = ""
     name: str = ""

@@ -27,7 +27,6 @@ def run(
     cluster: EmulatedCluster,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Runner:
-    """Run a cell on the file's cluster."""
     return Runner(cluster, _spec(request), tmp_path_factory.mktemp("cells"))
 
 

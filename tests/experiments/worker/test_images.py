@@ -50,7 +50,6 @@ def of(strategy: str = "fcdp", **settings: Any) -> Cell:
 
 
 def workload(cell: Cell, rank: int = 0, ranks: int = 4) -> ImageWorkload:
-    assert isinstance(cell.data, Images)
     return ImageWorkload(cell, cell.data, rank, ranks)
 
 
@@ -191,7 +190,6 @@ def test_images_on_a_disk_come_from_torchvision(
 
 
 def beside(data: Path) -> Origin:
-    """A matrix file beside the data."""
     return ORIGIN.model_copy(update={"folder": str(data.parent)})
 
 
@@ -231,8 +229,6 @@ def test_processes_that_read_ahead_keep_the_order_and_the_changes(
 
 
 class Shifted:
-    """Each image a little brighter."""
-
     def __init__(self, images: Any) -> None:
         self._images = images
 

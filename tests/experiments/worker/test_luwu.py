@@ -18,7 +18,6 @@ def test_each_link_carries_what_the_table_says_and_losses_are_fsdp2s(run: Runner
     assert mine.losses == pytest.approx(fsdp2.losses, rel=1e-4)
     parameters = 4 * mine.parameters
     links = mine.link_bytes_per_step
-    assert links is not None
     expected = {
         "node received": 2 * parameters,
         "node sent": parameters,

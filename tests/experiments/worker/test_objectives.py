@@ -18,13 +18,14 @@ import torch.nn as nn
 from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
-from baselines.strategy import Job, Trainable, load
+from baselines.strategy import Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
 from experiments.worker import models, objectives, workloads
 from experiments.worker.objectives import own
 from experiments.worker.objectives.objective import Ended
 from fcdp.failure import break_all, every_backend
+from tests.baselines.jobs import job
 from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -58,11 +59,10 @@ def wanted(strategy: str, **settings: Any) -> Cell:
 
 @dataclass
 class Trained:
-    """What is left of a training on one rank."""
-
     losses: list[float]
     rewards: Sequence[float]
     prepared: list[torch.Tensor]
+    #: After the iterations that are compared.
     parameters: list[torch.Tensor]
     #: Bytes between nodes of each iteration by phase of the ledger, where there is one.
     sent: list[dict[str, float]]
@@ -72,21 +72,13 @@ class Trained:
 def trained(
     of: Cell, nodes: int, ranks_per_node: int, iterations: int, ended: Ended = lambda phase: None
 ) -> Trained:
-    """Iterations of the cell on this rank."""
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
-    job = Job(
-        topology=topology,
-        blocks=blocks,
-        dtype=getattr(torch, of.dtype),
-        learning_rate=of.learning_rate,
-        micro_batch=of.micro_batch,
-        accumulation=of.accumulation,
-        settings=of.settings,
-    )
+    sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
+    given = job(topology, blocks, **{name: getattr(of, name) for name in sizes})
 
     def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
-        return load(of.strategy)(frozen, replace(job, blocks=its_blocks))
+        return load(of.strategy)(frozen, replace(given, blocks=its_blocks))
 
     prepared: list[torch.Tensor] = []
 
@@ -95,8 +87,7 @@ def trained(
         return objective.loss(model, batch)
 
     objective = objectives.of(of, model, blocks, topology.rank, shard)
-    assert objective is not None
-    trainable = load(of.strategy)(model, replace(job, loss=loss))
+    trainable = load(of.strategy)(model, replace(given, loss=loss))
     batches = workloads.micro_batches(
         workloads.corpus(),
         rank=topology.rank,
@@ -105,49 +96,49 @@ def trained(
         sequence_length=of.sequence_length,
     )
     losses, sent = [], []
-    for _ in range(iterations):
+    for iteration in range(iterations):
         step = list(islice(batches, of.accumulation))
         losses.append(objectives.iterate(objective, trainable, step, ended).item())
         sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return Trained(
-        losses,
-        objective.rewards,
-        prepared,
-        [each.detach() for each in whole],
-        sent,
-        trainable.closed_form_bytes,
-    )
+        if iteration + 1 == min(iterations, COMPARED):
+            whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+            parameters = [each.detach().clone() for each in whole]
+    found = losses, objective.rewards, prepared, parameters, sent
+    return Trained(*found, trainable.closed_form_bytes)
 
 
-#: Objectives that are seen to learn, which takes iterations; of all others a few are compared.
+#: Objectives that are seen to learn, which takes iterations; a few are compared with FSDP2's.
 LEARNING = ("dpo", "distillation", "grpo")
+COMPARED = 5
 
 
 def beside_fsdp2(name: str, iterations: int) -> list[Trained]:
     """By FCDP and FSDP2 on this rank, once also by FSDP2 with what it gathers once to generate."""
-    strategies: list[tuple[str, dict[str, Any]]] = [("fcdp", {}), ("fsdp2", {})]
+    strategies: list[tuple[str, int, dict[str, Any]]] = [("fcdp", iterations, {})]
+    strategies.append(("fsdp2", COMPARED, {}))
     if name == "grpo-epochs":
-        strategies.append(("fsdp2", {"forwards": "unsharded"}))
+        strategies.append(("fsdp2", COMPARED, {"forwards": "unsharded"}))
     return [
-        trained(wanted(strategy, **OBJECTIVES[name], **own), 2, 1, iterations)
-        for strategy, own in strategies
+        trained(wanted(strategy, **OBJECTIVES[name], **own), 2, 1, count)
+        for strategy, count, own in strategies
     ]
 
 
 @pytest.mark.parametrize("name", [in_ci(name) if name in LEARNING else name for name in OBJECTIVES])
 def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
     """Bit for bit, but for the order in which several micro-batches' gradients are added."""
-    iterations, settings = 20 if name in LEARNING else 5, OBJECTIVES[name]
+    iterations, settings = 20 if name in LEARNING else COMPARED, OBJECTIVES[name]
     own, *others = ranks.run(2, beside_fsdp2, name, iterations)[0]
     start, _ = models.build(wanted("fcdp", **settings))
     near = {"rtol": 1e-3, "atol": 1e-4} if "accumulation" in settings else {"rtol": 0, "atol": 0}
     for other in others:
-        assert own.rewards == other.rewards
-        tokens = [[part[:, :17] for part in each.prepared] for each in (own, other)]
+        assert list(own.rewards[:COMPARED]) == list(other.rewards)
+        ours = own.prepared[: len(other.prepared)]
+        tokens = [[part[:, :17] for part in each] for each in (ours, other.prepared)]
         torch.testing.assert_close(*tokens, rtol=0, atol=0)
-        for found in ("losses", "prepared", "parameters"):
-            torch.testing.assert_close(getattr(own, found), getattr(other, found), **near)
+        torch.testing.assert_close(ours, other.prepared, **near)
+        torch.testing.assert_close(own.losses[:COMPARED], other.losses, **near)
+        torch.testing.assert_close(own.parameters, other.parameters, **near)
     moved = zip(own.parameters, start.parameters(), strict=True)
     assert not all(torch.equal(*pair) for pair in moved)
     if name.startswith("grpo"):
@@ -221,7 +212,6 @@ def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
         return SimpleNamespace(model=frozen, without_gradients=nullcontext, casting=nullcontext)
 
     objective = objectives.of(of, model, blocks, 0, shard)
-    assert objective is not None
     batch = torch.arange(4 * 17).view(4, 17)
     with torch.no_grad():
         found = objective.prepare(model, [batch, batch], lambda phase: None)

@@ -70,12 +70,13 @@ def test_files_byte_by_byte(folder: Path) -> None:
     assert bytes(lines.tolist()).decode() == "the word\nwörd"
 
 
-def test_tokens_of_a_tokenizer(folder: Path) -> None:
+def test_tokens_of_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = workloads.tokens(of(folder, prose(folder, tokenizer="./words")), 5)
     assert words.tolist() == [0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 3, 0]
     # The end of text stands between documents.
     lines = workloads.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
     assert lines.tolist() == [1, 2, 4, 0]
+    monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**18)
     library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
 
@@ -105,7 +106,9 @@ def problem(wanted: Cell, vocabulary: int = 256) -> str:
     return str(raised.value).removeprefix(WHERE)
 
 
-def test_files_that_are_not_on_this_node_name_the_key(folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_on_this_node_names_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
     (folder / "prose.txt").write_text("another text of another node", encoding="utf-8")
     (folder / "chat.jsonl").unlink()
@@ -116,11 +119,6 @@ def test_files_that_are_not_on_this_node_name_the_key(folder: Path, tmp_path: Pa
         f".jsonl: there is no {folder}/chat.jsonl on this node; each node needs it, at the same "
         "path"
     )
-
-
-def test_tokenizers_and_data_sets_that_are_not_on_this_node_name_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert problem(of(folder, Dataset(dataset="squad"))).startswith(
         ".dataset: needs the package datasets on each node: "

@@ -206,7 +206,6 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert measured.peak_device_bytes is None
     assert (measured.ledger_bytes_per_step is None) == (strategy != "fcdp")
     assert (measured.host_cache_bytes is None) == (strategy != "fcdp")
-    assert measured.phase_seconds is not None
     assert set(measured.phase_seconds) == {"forward", "backward", "optimizer"}
     mean = fmean(measured.step_seconds)
     assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean

@@ -12,62 +12,45 @@ from tests.ranks import Pools
 from tests.simulation.imitated.small import leave_group
 
 
-def life_of_tensors() -> dict[str, int]:
-    """Device bytes after each of some events, by their names; and the host's."""
+def life_of_tensors() -> None:
+    """Device bytes after each of some events; and the host's."""
     leave_group()
-    seen: dict[str, int] = {}
     with imitated(10**9) as allocations:
         device = torch.device(NAME)
 
-        def note(event: str) -> None:
-            seen[event] = allocations.current[NAME]
+        def check(nbytes: int) -> None:
+            assert allocations.current[NAME] == nbytes
 
         first = torch.empty(1024, device=device)
-        note("4096 bytes")
+        check(4096)
         view = first.view(32, 32)[1]
-        note("a view")
+        check(4096)
         second = first + 1
-        note("a second")
+        check(8192)
         second.add_(first)
-        note("in place")
+        check(8192)
         second.untyped_storage().resize_(0)
-        note("freed by resize")
+        check(4096)
         second.untyped_storage().resize_(4096)
-        note("back")
+        check(8192)
         del first
-        note("still viewed")
+        check(8192)  # it is still viewed
         del view
-        note("no more")
+        check(4096)
         small = torch.empty(1, dtype=torch.uint8, device=device)
-        note("a byte")
+        check(4096 + 512)  # a block of the allocator
         host = small.cpu()
-        note("copied to the host")
-        seen["host"] = allocations.current["cpu"]
+        check(4096 + 512)
+        assert allocations.current["cpu"] == 512
         del host, small, second
-        note("nothing")
-        seen["peak"] = allocations.peak[NAME]
+        check(0)
+        assert allocations.peak[NAME] == 8192
         allocations.reset_peak()
-        seen["peak after"] = allocations.peak[NAME]
-    return seen
+        assert allocations.peak[NAME] == 0
 
 
 def test_bytes_follow_the_life_of_storages(apart: Pools) -> None:
-    assert apart.run(1, life_of_tensors)[0] == {
-        "4096 bytes": 4096,
-        "a view": 4096,
-        "a second": 8192,
-        "in place": 8192,
-        "freed by resize": 4096,
-        "back": 8192,
-        "still viewed": 8192,
-        "no more": 4096,
-        "a byte": 4096 + 512,  # a block of the allocator
-        "copied to the host": 4096 + 512,
-        "host": 512,
-        "nothing": 0,
-        "peak": 8192,
-        "peak after": 0,
-    }
+    apart.run(1, life_of_tensors)
 
 
 def attention() -> tuple[int, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from simulation import files, models
+from simulation import models
 from simulation.imitated import study
-from simulation.imitated.records import MemoryRecord, read
+from simulation.imitated.records import MemoryRecord
 from tests.simulation.imitated.small import settled
 
 
@@ -39,10 +37,3 @@ def test_each_length_has_a_table() -> None:
         "512 tokens per sequence",
         "2,048 tokens per sequence",
     ]
-
-
-def test_records_are_read_back(tmp_path: Path) -> None:
-    written = [record("fcdp", 5), record("ddp", None)]
-    for each in written:
-        files.append(each, tmp_path / "memory.jsonl")
-    assert read(tmp_path / "memory.jsonl") == written

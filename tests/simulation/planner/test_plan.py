@@ -19,9 +19,7 @@ SMALL_HOSTS = hardware(1e9, nodes=4, host_memory_bytes=20e9)
 
 
 def found(**settings: object) -> Plan:
-    made = plan(request(**settings))  # type: ignore[arg-type]
-    assert made is not None
-    return made
+    return plan(request(**settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nodes", [2, 4])

@@ -60,7 +60,6 @@ def recorded() -> list[Record]:
 @pytest.mark.parametrize("record", recorded(), ids=lambda record: record.cell_id)
 def test_bytes_are_the_records_within_framing(record: Record) -> None:
     step = committed.step_of(record)
-    assert step is not None
     found = Comparison.of(step, predict(step.workload, step.hardware))
     assert found.bytes_agree, found.counted_share
     assert found.counted_share == pytest.approx(1, abs=0.01)
