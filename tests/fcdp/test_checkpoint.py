@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fcdp
-from tests.fcdp.checkpoints import Run, assert_equal, contents
-from tests.fcdp.training import Settings, batches
+from tests.fcdp import training
+from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, contents
+from tests.fcdp.training import Settings, batches, loss_of, take_step
 from tests.ranks import Pools, on_ranks
 
 
@@ -137,3 +141,46 @@ def test_extra_is_that_of_rank_0(tmp_path: Path) -> None:
     loaded = fcdp.load(run.model, run.optimizer, tmp_path)
     assert torch.equal(loaded.pop("rng"), extra["rng"])
     assert loaded == {"names": ["a", None], "rank": 0}
+
+
+def steps_beside_saving(engine: str, path: Path, helpers: bool) -> list[float]:
+    """Two steps, a save by PyTorch beside two more, then the saved state and those two again.
+
+    The state is got by PyTorch's helpers, or by hand, as small scripts do.
+    """
+    run = training.Run(PLAIN if helpers else replace(PLAIN, optimizer="sgd"), engine)
+    model, optimizer = run.model, run.optimizer
+    first, second = next(run.data), next(run.data)
+
+    def steps() -> list[float]:
+        return [take_step(loss_of(model, batch), optimizer) for batch in (first, second)]
+
+    def state() -> Any:
+        if helpers:
+            return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        return {"model": model.state_dict()}
+
+    steps()
+    group = dist.new_group(backend="gloo")  # the saving thread must not meet FSDP2's collectives
+    saving = dcp.async_save(state(), checkpoint_id=path, process_group=group)
+    losses = steps()
+    saving.result()
+    saved = state()
+    dcp.load(saved, checkpoint_id=path)
+    if helpers:
+        given = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+        set_state_dict(model, optimizer, **given)
+    else:
+        model.load_state_dict(saved["model"])
+    assert steps() == losses
+    return losses
+
+
+@pytest.mark.parametrize("helpers", [True, False], ids=["helpers", "by hand"])
+@on_ranks(2)
+def test_steps_beside_an_asynchronous_save_by_pytorch(tmp_path: Path, helpers: bool) -> None:
+    plain, cached = (
+        steps_beside_saving(engine, tmp_path / engine, helpers) for engine in ("fsdp2", "fcdp")
+    )
+    assert cached == plain
+    assert len({*plain}) == 2
