@@ -213,9 +213,13 @@ class Exchanges:
     def _codecs(self) -> Mapping[str, str]:
         """The codecs that the strategy fixes, or the workload's, if the strategy has the choice."""
         usual = {"gather_codec": "none", "reduce_codec": "none"}
-        settings = registry.find(self.workload.strategy).settings.model_fields
-        chosen = {name: getattr(self.workload, name) for name in usual if name in settings}
-        return usual | chosen | self.schedule.fixes
+        strategy = registry.find(self.workload.strategy)
+        chosen = {
+            name: getattr(self.workload, name)
+            for name in usual
+            if name in strategy.settings.model_fields
+        }
+        return usual | chosen | strategy.fixes
 
     def _across(self, trained: int, codec: str) -> Traffic:
         """The inter-node half of a reduction."""
