@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ class CachedAllGather(AllGather):
         self._staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor, phase)
         if self._streams.on_host:
-            return Gathering(parts, self._topology.failures, self._forget)
+            forget = partial(forget_gather, self._unit.group)
+            return Gathering(parts, self._topology.failures, forget)
         if not async_op:
             run(parts)
             return None
@@ -127,9 +129,6 @@ class CachedAllGather(AllGather):
         with self._streams.on(stream):
             run(parts)
             return Queued(self._streams, stream.record_event())
-
-    def _forget(self) -> None:
-        forget_gather(self._unit.group)
 
     def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
         own = self._in_place(output, shard)
@@ -173,22 +172,26 @@ class CachedAllGather(AllGather):
     ) -> Parts:
         self._ledger.misses += 1
         self._cache.drain()
-        received = self._slice(output)
-        told = self._told
+        received = self._slices.take_for(output, self._topology, self._copy_in, own=True)
+        # The shard that differences lead from, while ranks tell any; alike on every rank.
+        sent = self._sent
+        told = sent if sent is not None and sent.telling and self._unit.trainable else None
         if told is not None and self._cache.has_base(self._entry):
             if isinstance(told, Sent):
                 yield from self._differences(told, received, own, phase)
             else:
                 self._queue_differences(told, received, own, phase)
         else:
-            if self._sent is not None:
-                self._sent.forget()
+            if sent is not None:
+                sent.forget()
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
                 yield from self._whole(works, own)
                 self._decode(arriving, received)
-        if self._worth_keeping(own, told):
+        # Alike on every rank. The next gather tells what has changed since what was ``told``.
+        resized = own.nbytes != self._unit.shard_bytes
+        if not resized and (told is not None or self._cache.worth_keeping(self._entry)):
             with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
             if told is not None:
@@ -203,22 +206,6 @@ class CachedAllGather(AllGather):
         else:
             self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
-
-    @property
-    def _told(self) -> Kept | None:
-        """The shard that differences lead from, while ranks tell any; alike on every rank."""
-        sent = self._sent
-        return sent if sent is not None and sent.telling and self._unit.trainable else None
-
-    def _worth_keeping(self, own: torch.Tensor, told: Kept | None) -> bool:
-        """Whether the cache takes what was gathered; alike on every rank.
-
-        The next gather tells what has changed as a difference from it, where there is ``told``.
-        """
-        resized = own.nbytes != self._unit.shard_bytes
-        if told is not None and not resized:
-            return True
-        return self._cache.worth_keeping(self._entry, own.nbytes)
 
     def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
         """Wait for shards as they are, and see how long that takes where it could take less."""
@@ -287,24 +274,13 @@ class CachedAllGather(AllGather):
                 self._sizes.note(told.read(arriving[peer], received.memory[peer], peer))
         self._cache.outdate(self._entry)
 
-    def _slice(self, output: torch.Tensor) -> Slice:
-        """Where shards of the other nodes go: on an accelerator a slice of its own.
-
-        With one rank per node the slice is the whole unit, and FSDP2's output serves as it is.
-        """
-        nodes, node = self._topology.nodes, self._topology.node
-        if self._streams.on_host or self._topology.ranks_per_node == 1:
-            return Slice(self._by_node(output)[:, self._topology.local_rank], node, self._copy_in)
-        numel = output.numel() // self._topology.world_size
-        return self._slices.take(nodes, numel, output.dtype, output.device, own=node)
-
     def _inter_node(
         self, output: torch.Tensor, received: Slice, own: torch.Tensor, phase: Phase
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Pending]]:
+    ) -> tuple[torch.Tensor, Sequence[Pending]]:
         """Gather this ``local_rank``'s shards from all nodes into a slice; flat, the output too.
 
-        Returns what arrives, a row per node, and what to wait for before it is decoded: neither on
-        an accelerator, where both are queued.
+        Returns what arrives, a row per node, and what to wait for before it is decoded: on an
+        accelerator nothing, as both are queued.
         """
         stream = self._streams.inter_node
         stream.wait_stream(self._copy_in)
@@ -316,22 +292,25 @@ class CachedAllGather(AllGather):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
             if self._world is not None:
-                return (), self._flat(self._world, output, received, own, phase)
+                return received.memory, self._flat(self._world, output, received, own, phase)
             sent = self._encode(own)
             self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            arriving, numel = received.memory, sent.numel()
+            if self._codec is not None:
+                # Each has to begin at a multiple of four bytes.
+                arriving = sent.new_empty((self._topology.nodes, numel + -numel % 4))
             with self._topology.failures.waiting():
                 if self._streams.on_host:
-                    rows = self._rows(received, sent)
-                    return rows, swap(
-                        [(peer, rows[peer]) for peer in self._peers],
+                    return arriving, swap(
+                        [(peer, arriving[peer, :numel]) for peer in self._peers],
                         [(peer, sent) for peer in self._peers],
                         self._topology.inter,
                     )
-                arriving, sent = self._table(received, sent)
+                if self._codec is not None:
+                    sent = F.pad(sent, (0, -numel % 4))
                 all_gather([arriving.view(-1)], self._topology.inter, [sent])  # queued
-            if self._codec is not None:
-                self._decode(arriving.unbind(), received)
-            return (), []
+            self._decode(arriving, received)
+            return received.memory, []
 
     def _flat(
         self,
@@ -349,23 +328,7 @@ class CachedAllGather(AllGather):
             received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
         return works
 
-    def _rows(self, received: Slice, sent: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Where shards arrive on the CPU, one message each: in the slice, without a codec."""
-        if self._codec is None:
-            return received.memory.unbind()
-        return [torch.empty_like(sent) for _ in range(self._topology.nodes)]
-
-    def _table(self, received: Slice, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where shards arrive by one collective, and what is sent for it.
-
-        Encoded ones are filled up to a multiple of four bytes, as each has to begin at one.
-        """
-        if self._codec is None:
-            return received.memory, sent
-        sent = F.pad(sent, (0, -sent.numel() % 4))
-        return sent.new_empty((self._topology.nodes, sent.numel())), sent
-
-    def _decode(self, arriving: Sequence[torch.Tensor], received: Slice) -> None:
+    def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
         """Fill the slice with what the other nodes' shards decode to."""
         if self._codec is None:
             return

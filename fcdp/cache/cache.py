@@ -152,16 +152,13 @@ class Cache:
         entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
         return not lost
 
-    def worth_keeping(self, entry: Entry, given_bytes: int) -> bool:
+    def worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.
 
         What stays gathered through a step is read again by the next forward only if no optimizer
         step comes first: without gradients, or before the last of several micro-batches. Where this
-        guess was wrong once, the entry is kept from then on. Nothing is kept of a shard of other
-        ``given_bytes`` than was planned for.
+        guess was wrong once, the entry is kept from then on.
         """
-        if given_bytes != entry.unit.shard_bytes:
-            return False
         if entry.unit.reuses:
             return True
         entry.missed |= entry.passed_over == entry.generation
@@ -187,7 +184,7 @@ class Cache:
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
         wanted = self._take_staged(entry)
         if wanted is None:
-            wanted = self._room(output, home)
+            wanted = self._staging.take_for(output, self._topology, home, own=False)
             self._tiers[entry.tier].load(entry.unit, wanted)
         self._count(entry.unit, entry.tier, phase, inward=False)
         if entry.checksums is not None:
@@ -272,16 +269,6 @@ class Cache:
 
     def _on_disk(self, unit: Unit) -> bool:
         return "disk" in self.placement.preferences[unit]
-
-    def _room(self, output: torch.Tensor, home: Any) -> Slice:
-        """Where a hit's rows go. With one rank per node, and on the CPU: where FSDP2 wants them."""
-        topology = self._topology
-        nodes, ranks = topology.nodes, topology.ranks_per_node
-        if self._streams.on_host or ranks == 1:
-            rows = output.view(nodes, ranks, -1)[:, topology.local_rank]
-            return Slice(rows, topology.node, home)
-        numel = output.numel() // topology.world_size
-        return self._staging.take(nodes - 1, numel, output.dtype, self._device, own=None)
 
     def _stage(self, entry: Entry) -> None:
         """Copy an entry to the device ahead of the gather that will read it from there.

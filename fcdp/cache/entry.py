@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fcdp.streams import Streams
+from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 #: Where an entry's bytes are: in the accelerator's memory, in the arena of page-locked host memory,
@@ -165,6 +166,19 @@ class Slices:
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)
         return Slice(memory, own, self._stream)
+
+    def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
+        """Where a gather's rows go: of all nodes if ``own``, or of the other ones.
+
+        On an accelerator to memory apart. With one rank per node the slice is the whole unit, and
+        the ``output`` (n·L·s) serves as it is, of the stream ``home``; as on the CPU.
+        """
+        nodes, node, ranks = topology.nodes, topology.node, topology.ranks_per_node
+        if self._streams.on_host or ranks == 1:
+            return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
+        numel = output.numel() // topology.world_size
+        rows, place = (nodes, node) if own else (nodes - 1, None)
+        return self.take(rows, numel, output.dtype, output.device, place)
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""
