@@ -73,15 +73,6 @@ class Then:
         self._work()
 
 
-class Buffers:
-    """Where FSDP2's collectives exchange: buffers of the default allocator."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
 #: A rank of the group, and the tensor that goes to it or comes from it.
 Part = tuple[int, torch.Tensor]
 
@@ -122,19 +113,13 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     not at the same, and every later exchange would carry what another rank means otherwise.
     """
     place = topology.failures.place
+    here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
     # Whatever bit differs is set in one of the two on some rank and in the other on another.
-    here, elsewhere = [False] * _PLACE_BITS, [False] * _PLACE_BITS
-    if place is not None:
-        here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
-        elsewhere = [not bit for bit in here]
+    elsewhere = [not bit for bit in here]
     known = torch.tensor([*flags, *here, *elsewhere], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
-        # A group that sends nothing (torch's "fake") leaves this rank's own flags.
-        received = [(peer, known.clone()) for peer in _others(group)]
-        with topology.failures.waiting():
-            wait_all(swap(received, [(peer, known) for peer, _ in received], group))
-        for _, other in received:
-            known |= other
+        for given in _given_by_all(known, group, topology):
+            known = known | given
     *found, there = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
     if bool((found[1] & there).any()):
         topology.failures.raise_out_of_step()
@@ -145,13 +130,23 @@ def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Gather ``values`` (k), in host memory, of all ranks: (W, k) in rank order."""
     known = values[None]
     for group in (topology.control_intra, topology.control_inter):
-        parts = [known.clone() for _ in range(group.size())]
-        others = _others(group)
-        received = [(peer, parts[peer]) for peer in others]
-        with topology.failures.waiting():
-            wait_all(swap(received, [(peer, known) for peer in others], group))
-        known = torch.cat(parts)
+        known = torch.cat(_given_by_all(known, group, topology))
     return known
+
+
+def _given_by_all(
+    own: torch.Tensor, group: dist.ProcessGroup, topology: Topology
+) -> list[torch.Tensor]:
+    """Give ``own`` to a group's ranks; list what each gives, in rank order.
+
+    Of a group that sends nothing (torch's "fake") all are this rank's own.
+    """
+    parts = [own.clone() for _ in range(group.size())]
+    others = _others(group)
+    with topology.failures.waiting():
+        received = [(peer, parts[peer]) for peer in others]
+        wait_all(swap(received, [(peer, own) for peer in others], group))
+    return parts
 
 
 def all_gather(

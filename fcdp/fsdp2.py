@@ -32,6 +32,9 @@ try:
         DefaultAllGather,
         DefaultReduceScatter,
     )
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllocMixin as DefaultAllocMixin,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -32,7 +32,7 @@ class MiCS(hybrid.HybridShard):
     engine = "fcdp"
 
 
-class _NodeGather(exchange.Buffers, AllGather):
+class _NodeGather(fsdp2.DefaultAllocMixin, AllGather):
     """The intra-node all-gather of one FSDP module."""
 
     def __init__(self, topology: Topology, module: FSDPModule) -> None:
@@ -58,7 +58,7 @@ class _NodeGather(exchange.Buffers, AllGather):
             fsdp2.forget_gather(group)
 
 
-class _NodeReduce(exchange.Buffers, ReduceScatter):
+class _NodeReduce(fsdp2.DefaultAllocMixin, ReduceScatter):
     """The intra-node reduce-scatter, whose result FSDP2 all-reduces across nodes."""
 
     def __call__(

@@ -16,10 +16,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fcdp
-from fcdp.exchange import Buffers
 from tests.docs import ROOT, table
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -172,14 +172,14 @@ def symmetric(topology: fcdp.Topology) -> None:
     cached(topology).set_symm_mem_for_comm()
 
 
-class OwnAllGather(Buffers, AllGather):
+class OwnAllGather(DefaultAllocMixin, AllGather):
     """A gather of the user's own."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         raise AssertionError("FCDP must refuse it before it is called")
 
 
-class OwnReduceScatter(Buffers, ReduceScatter):
+class OwnReduceScatter(DefaultAllocMixin, ReduceScatter):
     """A reduction of the user's own."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
