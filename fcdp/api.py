@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 
 from fcdp.agreement import on_all_ranks
 from fcdp.arguments import (
+    Options,
+    Setup,
     blocks_of,
     check_fsdp2_policies,
     check_kinds,
@@ -30,7 +32,6 @@ from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
-from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
-from fcdp.arguments import warn_of_sizes
+from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
@@ -34,7 +34,6 @@ from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.setup import Setup
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
