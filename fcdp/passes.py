@@ -138,6 +138,6 @@ def reshard(units: Iterable[Unit]) -> None:
 def drop_prefetched(units: Iterable[Unit]) -> None:
     """Forget what a pass prefetched and then skipped: by the next it may be stale."""
     for unit in units:
-        if unit.prefetched:
+        if fsdp2.prefetched(unit.group) is not None:
             unit.module.unshard()
             unit.module.reshard()
