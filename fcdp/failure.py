@@ -33,7 +33,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -153,9 +152,7 @@ class Failures:
 
         After a failure of this rank, it begins once all ranks have left the one that failed.
         """
-        if self._over is not None:
-            raise RankFailed(self._over)
-        self._notice_dead_backward()
+        self._check()
         if self._failing:
             self._call_roll()
         self._handled = id(sys.exc_info()[1])
@@ -229,12 +226,7 @@ class Failures:
             self._exchanges += 1
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._depth -= 1
         if error is not None:
             if not self._failing:
@@ -420,9 +412,7 @@ def _stop_looking() -> None:
         _thread.join(timeout=POLL_S)
 
 
-def _announce_final(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _announce_final(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce an error that nobody caught, wherever in this process's main thread."""
     watched = list(_watched) if os.getpid() == _process else []  # not in a fork
     for failures in watched:
