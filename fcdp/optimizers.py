@@ -73,11 +73,12 @@ class Strays:
         All of them, or of the trained ones: the optimizer of another model is none of this one's
         business.
         """
-        if any(param.grad is not None or isinstance(param, DTensor) for param in params):
-            return False
         ours = [*model.parameters()]
         here = set(map(id, ours))
-        if any(id(param) in here for param in params):
+        if any(
+            param.grad is not None or isinstance(param, DTensor) or id(param) in here
+            for param in params
+        ):
             return False
         trained = [param for param in ours if param.requires_grad]
         shapes = Counter(param.shape for param in params)

@@ -18,6 +18,7 @@ from fcdp.api import accumulate, shard
 from fcdp.arguments import check_kinds, policy_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
+from fcdp.partition import own_modules
 from fcdp.topology import Topology
 
 #: Arguments of ``fcdp.shard`` that a client's call of ``fully_shard`` has of its own.
@@ -165,9 +166,13 @@ class Takeover:
         around = {module for module in asked if not inside.isdisjoint(blocks)}
         if not around:
             asked += blocks
-        units = [*dict.fromkeys(asked)]
+        units = dict.fromkeys(asked)
         # An activation checkpoint's wrapper holds nothing that its layer does not.
-        return [unit for unit in units if [*_own_params(unit, {*units})]] or None
+        return [
+            unit
+            for unit in units
+            if any([*part.parameters(recurse=False)] for part in own_modules(unit, units.keys()))
+        ] or None
 
     def _over(self, mesh: DeviceMesh | None) -> Topology:
         """The topology, which lies over the client's mesh."""
@@ -186,11 +191,3 @@ class Takeover:
                 f"{mesh.mesh.tolist()}: leave it out, or pass fcdp.Topology.of_mesh(mesh)"
             )
         return self._topology
-
-
-def _own_params(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of a module that are not inside ``others``."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in others:
-            yield from _own_params(child, others)
