@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -50,17 +50,6 @@ class Background:
                 kind = ValueError if report[0] else RuntimeError
                 raise kind(f"rank {rank}: {report[1]}")
         return built[0]
-
-    def from_rank_0(self, build: Callable[[], _T]) -> _T:
-        """Build on rank 0 alone, and return the same everywhere. Collective; fails alike."""
-
-        def build_there() -> _T | None:
-            return build() if self.group.rank() == 0 else None
-
-        box: list[Any] = [self.agree(build_there)]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        built: _T = box[0]
-        return built
 
 
 _backgrounds: WeakKeyDictionary[Topology, Background] = WeakKeyDictionary()

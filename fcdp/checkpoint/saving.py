@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.background import background_of
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
-from fcdp.checkpoint.contents import check_layout, groups_of, kind_of, names_of, split
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.engine import engine_of
 
@@ -199,9 +200,65 @@ def _snapshot(
         for entry, value in optimizer.state.get(params[name], {}).items():
             states[name][entry] = value
             if isinstance(value, torch.Tensor):
-                check_layout(entry, value, name, params[name])
+                _check_layout(entry, value, name, params[name])
                 tensors[f"optimizer.{name}.{entry}"] = value.detach()
                 states[name][entry] = None
     saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
     copy = copied({"model": rest, "optimizer": saved, "extra": extra})
     return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}
+
+
+def split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The model's parameters and buffers by their first name, and state that is no tensor.
+
+    In between FSDP2 puts the sharded parameters back in place, which the optimizer knows.
+    """
+    state = model.state_dict(keep_vars=True)
+    firsts = {id(value): name for name, value in reversed(state.items())}
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and firsts[id(value)] == name
+    }
+    return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+
+
+def groups_of(optimizer: Optimizer, params: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with names for parameters."""
+    names = {id(param): name for name, param in params.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"optimizer.param_groups[{index}]: holds a parameter of shape "
+                    f"{tuple(param.shape)} that is not the model's; make the optimizer after "
+                    "fcdp.shard, of model.parameters()"
+                )
+    return [
+        {**group, "params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group["params"]]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Module and name of the optimizer's class, below wrappers such as Accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tensor) -> None:
+    """Only what is laid out like the parameter, or the same everywhere, can be sharded anew."""
+    like_param = value.shape == param.shape and isinstance(value, DTensor) == isinstance(
+        param, DTensor
+    )
+    if not like_param and (value.ndim > 0 or isinstance(value, DTensor)):
+        raise ValueError(
+            f"optimizer: its state {entry!r} of {name}, a {type(value).__name__} of shape "
+            f"{tuple(value.shape)}, cannot be saved; must be a scalar or sharded like the "
+            f"parameter, of shape {tuple(param.shape)}"
+        )
