@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fcdp.codec import Codec, Codecs, Delta
+from fcdp.codec import Codec, Delta
 from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch
@@ -34,12 +34,6 @@ class EncodedReduce:
         self._error_feedback = error_feedback
         #: By the group's rank: what its parts have lost so far.
         self._residuals: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def of(cls, codecs: Codecs, group: dist.ProcessGroup, ledger: Ledger) -> EncodedReduce | None:
-        if codecs.rounding_reduce is None:
-            return None
-        return cls(codecs.rounding_reduce, group, ledger, error_feedback=codecs.error_feedback)
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
         """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.

@@ -100,7 +100,7 @@ class Engine:
             self._begins_pass,
             lambda: self._passes.without_gradients,
             verify=options.safety.verify,
-            lacks_base=self._lacks_base if delta is not None else None,
+            lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
             wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
             agreed=self._agreed,
         )
@@ -169,8 +169,11 @@ class Engine:
 
     def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
         topology = self.topology
-        encoded = EncodedReduce.of(codecs, topology.reduce_inter, self.ledger)
-        if encoded is not None:
+        encoded = None
+        if (codec := codecs.rounding_reduce) is not None:
+            encoded = EncodedReduce(
+                codec, topology.reduce_inter, self.ledger, error_feedback=codecs.error_feedback
+            )
             self._encoded.append(encoded)
         reduction = HierarchicalReduceScatter(
             unit,
@@ -268,9 +271,6 @@ class Engine:
             sent.telling = told
         if self._sizes is not None:
             self._sizes.learn()
-
-    def _lacks_base(self, unit: Unit) -> bool:
-        return not self._sent[unit].usable
 
     def _count_pass(self) -> None:
         # A backward that raised has left reductions in flight: they belong to the pass before.

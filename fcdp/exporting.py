@@ -122,7 +122,9 @@ def _write(
     instead_of: str | None = None,
 ) -> None:
     """Gather ``state``, and have rank 0 ``write`` it into a folder."""
-    first = _is_first(model)
+    # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0.
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    first = all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
     gathered = _gather(state, first)
 
     def build() -> None:
@@ -131,15 +133,6 @@ def _write(
                 write(folder, gathered)
 
     on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
-
-
-def _is_first(model: nn.Module) -> bool:
-    """Whether this is rank 0 of all that hold parts of the model.
-
-    With tensor parallelism several topologies have a rank 0, and one of these is first.
-    """
-    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
-    return all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
 
 
 def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:

@@ -52,7 +52,8 @@ class Strays:
         # Cyclic's ranks without a parameter of their own step an optimizer of none.
         if model is None or not params or self._known.get(optimizer) == len(params):
             return
-        lost = sum(map(self._is_replaced, params))
+        replaced = ((self._replaced.get(id(param)), param) for param in params)
+        lost = sum(there is not None and there() is param for there, param in replaced)
         if lost or self._may_be_older(params, model):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: {lost or len(params)} of its {len(params)} "
@@ -62,10 +63,6 @@ class Strays:
             )
         if any(param.grad is not None for param in params):
             self._known[optimizer] = len(params)
-
-    def _is_replaced(self, param: Any) -> bool:
-        replaced = self._replaced.get(id(param))
-        return replaced is not None and replaced() is param
 
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.

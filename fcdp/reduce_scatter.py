@@ -95,7 +95,13 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if not is_output:
             self.drop_abandoned()
-            self._check_layout(numel // self._topology.ranks_per_node)
+            partial_numel = numel // self._topology.ranks_per_node
+            if self.pending and self._partials.numel != partial_numel:
+                raise RuntimeError(
+                    f"{self._unit.name}: other parameters received gradients in this micro-batch "
+                    "than in the ones before it; run such micro-batches without fcdp.accumulate, "
+                    "or call set_reduce_scatter_unused_params(True) on the module"
+                )
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
@@ -278,12 +284,3 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         alone = self._topology.nodes == 1 or self._world is not None
         return device.type == "cpu" and not alone and not self._unit.hooked
-
-    def _check_layout(self, numel: int) -> None:
-        """Raise ``RuntimeError`` if what waits is not as long as a partial gradient of now."""
-        if self.pending and self._partials.numel != numel:
-            raise RuntimeError(
-                f"{self._unit.name}: other parameters received gradients in this micro-batch than "
-                "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
-                "set_reduce_scatter_unused_params(True) on the module"
-            )
