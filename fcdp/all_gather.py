@@ -14,7 +14,7 @@ from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
-from fcdp.counts import Ledger, Phase, gather_phase
+from fcdp.counts import Ledger, Phase, in_backward
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
@@ -112,7 +112,7 @@ class CachedAllGather(AllGather):
         """
         if input_tensor.nbytes != self._unit.shard_bytes:
             self._cache.drop_resized(self._entry)
-        phase = gather_phase()
+        phase: Phase = "backward" if in_backward() else "forward"
         if phase == "backward":
             self._topology.failures.backward_runs()
         self._staleness.settle(self._unit)

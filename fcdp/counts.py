@@ -164,11 +164,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
 
 
-def gather_phase() -> Phase:
-    """The phase a gather belongs to: inside autograd's backward, or before it."""
-    return "backward" if in_backward() else "forward"
-
-
 def in_backward() -> bool:
     # The same test that torch.utils.checkpoint uses to tell a recomputation from a forward.
     return torch._C._current_graph_task_id() != -1

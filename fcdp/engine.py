@@ -204,8 +204,13 @@ class Engine:
         Flat exchanges reduce each micro-batch's.
         """
         sync = last or self._world is not None
-        if not sync:
-            self._check_gradient_hooks()
+        for unit in self.units if not sync else ():
+            if unit.hooked:
+                raise RuntimeError(
+                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
+                    "or an all-reduce hook, which would be called before the gradient has crossed "
+                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
+                )
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -238,16 +243,6 @@ class Engine:
         """
         for unit in self.units:
             fsdp2.drop_gradients(unit.group)
-
-    def _check_gradient_hooks(self) -> None:
-        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
-        for unit in self.units:
-            if unit.hooked:
-                raise RuntimeError(
-                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
-                    "or an all-reduce hook, which would be called before the gradient has crossed "
-                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
-                )
 
     def _begins_pass(self, unit: Unit) -> bool:
         begins = self._passes.begins_with(unit)

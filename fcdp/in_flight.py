@@ -49,16 +49,6 @@ class Crossing:
                 "error ended the exchange; drop them with optimizer.zero_grad()"
             )
 
-    def complete(self) -> None:
-        """Wait for the exchange, and let the unit's ``.grad`` be plain tensors again."""
-        assert self.exchange is not None
-        wait_all(self.exchange)
-        self.exchange = None
-        for param in self.unit.params:
-            grad: Any = param.grad
-            if isinstance(local := getattr(grad, "_local_tensor", None), Arriving):
-                grad._local_tensor = local.plain
-
 
 class InFlight:
     """The reductions of one engine that cross nodes while backward goes on, oldest first.
@@ -109,7 +99,12 @@ class InFlight:
                 ranges.named("reduce_wait", crossing.unit.name),
                 self._failures.completing(),
             ):
-                crossing.complete()
+                wait_all(exchange)
+                crossing.exchange = None
+                for param in crossing.unit.params:  # plain tensors again
+                    grad: Any = param.grad
+                    if isinstance(local := getattr(grad, "_local_tensor", None), Arriving):
+                        grad._local_tensor = local.plain
         except BaseException:
             crossing.exchange, crossing.broken = None, True
             self._interrupted.append(exchange)

@@ -117,7 +117,7 @@ def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
     entries: Counter[str] = Counter()
     entry_bytes: Counter[str] = Counter()
     for unit in engine.units:
-        tier = engine.cache.tier_of(unit)
+        tier = engine.entries[unit].tier
         if tier is not None:
             entries[tier] += 1
             entry_bytes[tier] += (topology.nodes - 1) * unit.shard_bytes

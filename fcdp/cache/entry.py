@@ -44,11 +44,8 @@ class Access:
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
-        if self._written is not None:
-            stream.wait_event(self._written)
-        for event in self._reads.values():
-            if event is not None:
-                stream.wait_event(event)
+        for event in self.events():
+            stream.wait_event(event)
 
     def events(self) -> list[Any]:
         """Events that the CPU has to wait for before it touches the memory itself."""
@@ -115,11 +112,6 @@ class Slice:
     #: Its rows, in the dtype that was asked for last.
     _rows: Sequence[torch.Tensor] = ()
 
-    @property
-    def form(self) -> tuple[int, int, torch.dtype]:
-        """Rows, elements of each, and what they are."""
-        return *self.memory.shape, self.memory.dtype
-
     def others(self) -> list[torch.Tensor]:
         """List the other nodes' rows, as at most two contiguous runs in node order."""
         if self.own is None:
@@ -159,9 +151,11 @@ class Slices:
     ) -> Slice:
         """Give out ``rows`` rows of ``numel`` elements: what was let go if it has that form."""
         free = self.drain(self._kept)
-        if free is not None and free.home is self._stream and free.form == (rows, numel, dtype):
-            free.access, free.own = Access(), own
-            return free
+        if free is not None and free.home is self._stream:
+            form = *free.memory.shape, free.memory.dtype
+            if form == (rows, numel, dtype):
+                free.access, free.own = Access(), own
+                return free
         del free  # or there would be memory for one more
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)

@@ -97,15 +97,12 @@ def _replace() -> None:
             return micro_batch(self, **given)
 
     if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
-        torchtitan.distributed.utils.set_pg_timeouts = _keep_timeouts
+        # Process groups keep the timeouts that they were made with.
+        torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None
     replace_in("torchtitan", apply, apply_here)
     Trainer.__init__, Trainer.train_step = init_here, train_step_here
     Trainer.forward_backward_step = micro_batch_here
     Trainer._fcdp_micro_batches = 0  # of the step
-
-
-def _keep_timeouts(**_: Any) -> None:
-    """Leave process groups the timeouts that they were made with."""
 
 
 def _check_configuration(config: Any) -> None:
