@@ -72,16 +72,8 @@ class EncodedReduce:
 
     def forget(self) -> None:
         """Drop what was lost: it belongs to parameters that are no more."""
-        for peer in [*self._residuals]:
-            self._keep(peer, None)
-
-    def _keep(self, peer: int, lost: torch.Tensor | None) -> None:
-        before = self._residuals.pop(peer, None)
-        if before is not None:
-            self._ledger.residual_bytes -= before.nbytes
-        if lost is not None:
-            self._ledger.residual_bytes += lost.nbytes
-            self._residuals[peer] = lost
+        self._ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
+        self._residuals.clear()
 
     def _encode(self, peer: int, values: torch.Tensor) -> torch.Tensor:
         if not self._error_feedback:
@@ -94,7 +86,9 @@ class EncodedReduce:
         decoded = torch.empty_like(values)
         self._codec.decode(encoded, decoded)
         # Values that overflowed are skipped by the gradient scaler; they must not stay here.
-        self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
+        lost = (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0)
+        self._ledger.residual_bytes += lost.nbytes - (0 if residual is None else residual.nbytes)
+        self._residuals[peer] = lost
         return encoded
 
 

@@ -200,7 +200,7 @@ def reduce_scatter(
             raise ValueError(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
-        return [_SwapAndAdd(outputs, buffers, group, wire, average=op == dist.ReduceOp.AVG)]
+        return [_swap_and_add(outputs, buffers, op, group, wire)]
     assert wire is None, "messages of unknown size, between accelerators"
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
@@ -336,46 +336,40 @@ def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
 
 
-class _SwapAndAdd:
+def _swap_and_add(
+    outputs: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    op: Op,
+    group: dist.ProcessGroup,
+    wire: Wire | None,
+) -> Then:
     """Reduce-scatter over gloo, whose own is an all-reduce that sends twice the minimum."""
+    size, rank, others = group.size(), group.rank(), _others(group)
+    parts = [list(buffer.view(size, -1).unbind()) for buffer in buffers]
+    # For each output, the summands in rank order, whatever the order of arrival.
+    summands = [
+        [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(row)]
+        for row in parts
+    ]
+    received = [(peer, row[peer]) for row in summands for peer in others]
+    sent = [(peer, row[peer]) for row in parts for peer in others]
+    arriving = [(part, part) for _, part in received]
+    if wire is not None:
+        sent = [(peer, wire.write(part)) for peer, part in sent]
+        arriving = [(wire.room(part), part) for _, part in received]
+        received = [(peer, room) for (peer, _), (room, _) in zip(received, arriving, strict=True)]
+    works = swap(received, sent, group)
 
-    def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        wire: Wire | None,
-        *,
-        average: bool,
-    ) -> None:
-        self._outputs = outputs
-        self._divisor = group.size() if average else 1
-        parts = [list(buffer.view(group.size(), -1).unbind()) for buffer in buffers]
-        #: For each output, the summands in rank order, whatever the order of arrival.
-        self._summands = [
-            [own if peer == group.rank() else torch.empty_like(own) for peer, own in enumerate(row)]
-            for row in parts
-        ]
-        others = _others(group)
-        received = [(peer, row[peer]) for row in self._summands for peer in others]
-        sent = [(peer, row[peer]) for row in parts for peer in others]
-        self._wire, self._arriving = wire, [(part, part) for _, part in received]
-        if wire is not None:
-            sent = [(peer, wire.write(part)) for peer, part in sent]
-            self._arriving = [(wire.room(part), part) for _, part in received]
-            received = [
-                (peer, room) for (peer, _), (room, _) in zip(received, self._arriving, strict=True)
-            ]
-        self._works = swap(received, sent, group)
-
-    def wait(self) -> None:
-        if self._wire is None:
-            wait_all(self._works)
+    def add_up() -> None:
+        if wire is None:
+            wait_all(works)
         else:
-            self._wire.read(self._works, self._arriving)
-        for output, (first, second, *more) in zip(self._outputs, self._summands, strict=True):
+            wire.read(works, arriving)
+        for output, (first, second, *more) in zip(outputs, summands, strict=True):
             torch.add(first, second, out=output)
             for summand in more:
                 output.add_(summand)
-            if self._divisor > 1:
-                output.div_(self._divisor)
+            if op == dist.ReduceOp.AVG:
+                output.div_(size)
+
+    return Then(add_up)

@@ -105,13 +105,9 @@ class Board:
             return None
         return Announcement(*json.loads(self._store.get(key)))
 
-    def sign(self, key: str) -> None:
-        """Count this rank under ``key``; once per rank."""
-        self._store.add(f"{key}/signed", 1)
-
-    def signed(self, key: str) -> int:
-        """Number of ranks that have signed ``key``."""
-        return int(self._store.add(f"{key}/signed", 0))
+    def signed(self, key: str, more: int = 0) -> int:
+        """Number of ranks that have signed ``key``; this one does with ``more=1``, once."""
+        return int(self._store.add(f"{key}/signed", more))
 
 
 class Failures:
@@ -298,8 +294,8 @@ class Failures:
         until = time.monotonic() + ROLL_CALL_S
         assert self._board is not None
         try:
-            self._board.sign(here := f"{key}/{self._exchanges}")
-            self._board.sign(key)
+            self._board.signed(here := f"{key}/{self._exchanges}", 1)
+            self._board.signed(key, 1)
             while self._board.signed(key) < self._ranks and self._over is None:
                 if final := self._board.read(_FINAL):
                     self._end(final.text)
@@ -342,7 +338,7 @@ class Failures:
         """Tell the others that this rank exchanges no more; returns the first such reason."""
         assert self._board is not None
         reason = self._board.put(_FINAL, Announcement(reason, -1))
-        self._board.sign(_FINAL)
+        self._board.signed(_FINAL, 1)
         return reason
 
     def _end(self, reason: str) -> str:

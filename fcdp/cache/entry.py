@@ -52,11 +52,6 @@ class Access:
         events = (self._written, *self._reads.values())
         return [event for event in events if event is not None]
 
-    def settle(self) -> None:
-        """Block the calling thread until no stream touches the memory."""
-        for event in self.events():
-            event.synchronize()
-
     @property
     def busy(self) -> bool:
         """Whether a reader was queued since the last write."""

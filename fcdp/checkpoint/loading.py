@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from fcdp.checkpoint.background import background_of
 from fcdp.checkpoint.commit import Commit, SavedOptimizer, read_commit
 from fcdp.checkpoint.files import check_files
-from fcdp.checkpoint.saving import groups_of, kind_of, names_of, split, why
+from fcdp.checkpoint.saving import background_of, groups_of, kind_of, names_of, split, why
 from fcdp.durable import COMMIT
 from fcdp.engine import engine_of
 

@@ -6,11 +6,12 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
-from fcdp.checkpoint.background import background_of
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.engine import engine_of
+from fcdp.topology import Topology
 
 _SHARDS = "shards-"
 _METADATA = ".metadata"
 #: Longer than another program writes a commit; NFS may keep a lost node's lock for ever.
 _LOCK_S = 30.0
+
+_T = TypeVar("_T")
 
 
 def save(
@@ -262,3 +265,50 @@ def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tenso
             f"{tuple(value.shape)}, cannot be saved; must be a scalar or sharded like the "
             f"parameter, of shape {tuple(param.shape)}"
         )
+
+
+class Background:
+    """A group of their own, because training goes on in the others, and an order for its use.
+
+    What is done in it is done in one order on every rank, because that group is one.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
+
+    def settle(self) -> None:
+        """Wait for the saves under way, whose futures tell how they went."""
+        self.thread.submit(lambda: None).result()
+
+    def agree(self, build: Callable[[], _T]) -> _T:
+        """Build on all ranks or on none. Collective.
+
+        Raises what ``build`` raised, and where it went well the same of the first rank where it
+        did not: ``ValueError`` as such, anything else as ``RuntimeError``.
+        """
+        built: list[_T] = []
+        error: Exception | None = None
+        try:
+            built.append(build())
+        except Exception as caught:
+            error = caught
+        reports: list[tuple[bool, str] | None] = [None] * self.group.size()
+        mine = None if error is None else (isinstance(error, ValueError), str(error))
+        dist.all_gather_object(reports, mine, group=self.group)
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind = ValueError if report[0] else RuntimeError
+                raise kind(f"rank {rank}: {report[1]}")
+        return built[0]
+
+
+_backgrounds: WeakKeyDictionary[Topology, Background] = WeakKeyDictionary()
+
+
+def background_of(topology: Topology) -> Background:
+    if topology not in _backgrounds:
+        _backgrounds[topology] = Background()
+    return _backgrounds[topology]

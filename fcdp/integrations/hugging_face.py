@@ -98,7 +98,7 @@ def _replace_accelerate() -> None:
     @functools.wraps(no_sync)
     @contextlib.contextmanager
     def no_sync_here(self: Accelerator, model: nn.Module) -> Iterator[None]:
-        if not _takeover.has(model):
+        if model not in _takeover.models:
             with no_sync(self, model):
                 yield
             return
@@ -139,7 +139,7 @@ def _replace_trl() -> None:
     @functools.wraps(sync)
     def sync_here(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
         sync(model, target_model, alpha)
-        if _takeover.has(target_model):
+        if target_model in _takeover.models:
             invalidate(target_model)  # it writes through ``.data``
 
     replace_in("trl", prepare, prepare_here)
@@ -175,7 +175,9 @@ def _check_plain(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model that somebody else has wrapped."""
     for name, module in model.named_modules():
         wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
-        if (wrapped or isinstance(module, DistributedDataParallel)) and not _takeover.has(model):
+        if (
+            wrapped or isinstance(module, DistributedDataParallel)
+        ) and model not in _takeover.models:
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "

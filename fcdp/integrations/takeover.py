@@ -60,7 +60,8 @@ class Takeover:
     def __init__(self) -> None:
         self._end: contextlib.ExitStack | None = None
         self._calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]] = []
-        self._models: WeakSet[nn.Module] = WeakSet()
+        #: Models that were sharded here.
+        self.models: WeakSet[nn.Module] = WeakSet()
 
     def use(
         self, topology: Topology | None, policy: CachePolicy | str, options: dict[str, Any]
@@ -117,11 +118,7 @@ class Takeover:
         self, model: nn.Module, *, last: bool
     ) -> contextlib.AbstractContextManager[None]:
         """``fcdp.accumulate`` for a model that was sharded here; nothing for another."""
-        return accumulate(model, last=last) if model in self._models else contextlib.nullcontext()
-
-    def has(self, model: nn.Module) -> bool:
-        """Whether the model was sharded here."""
-        return model in self._models
+        return accumulate(model, last=last) if model in self.models else contextlib.nullcontext()
 
     def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
         single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
@@ -145,7 +142,7 @@ class Takeover:
             ignored_params=given.get("ignored_params") or (),
             **self._options,
         )
-        self._models.add(root)
+        self.models.add(root)
 
     def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
         """Modules that the client shards by itself, and the model's blocks if it left them whole.

@@ -72,7 +72,7 @@ def _replace() -> None:
             _check_configuration(config)
             _allow_cpus()
         init(self, config)
-        if _takeover.in_use and not all(map(_takeover.has, self.model_parts)):
+        if _takeover.in_use and not _takeover.models.issuperset(self.model_parts):
             raise ValueError(
                 f"model_spec = {config.model_spec.name}: its parallelize_fn shards by itself; must "
                 "be of a model whose parallelize_fn calls apply_fsdp_to_decoder"
@@ -86,7 +86,7 @@ def _replace() -> None:
     @functools.wraps(micro_batch)
     def micro_batch_here(self: Trainer, **given: Any) -> Any:
         model: nn.Module = self.model_parts[0]
-        if not _takeover.has(model):
+        if model not in _takeover.models:
             return micro_batch(self, **given)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps

@@ -58,7 +58,8 @@ class HostTier(Tier):
     def drop(self, unit: Unit) -> None:
         """Memory of the arena stays for the unit."""
         if self._poison and unit in self._areas:
-            self._areas[unit].access.settle()
+            for event in self._areas[unit].access.events():
+                event.synchronize()
             self._areas[unit].rows.fill_(POISON)
 
     def _take_more(self, unit: Unit) -> _Area:
