@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,24 @@ from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
-from fcdp.exchange import PARTS_MOST, Pending, all_gather, ring_all_gather, ring_bytes, swap
+from fcdp.exchange import (
+    PARTS_MOST,
+    Pending,
+    all_gather,
+    ring_all_gather,
+    ring_bytes,
+    swap,
+    wait_all,
+)
+from fcdp.failure import Failures
 from fcdp.fsdp2 import AllGather, forget_gather
-from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
+
+#: The exchanges that have to end before a gather goes on to its next part.
+Parts = Iterator[Sequence[Pending]]
 
 
 class CachedAllGather(AllGather):
@@ -121,14 +133,19 @@ class CachedAllGather(AllGather):
             forget = partial(forget_gather, self._unit.group)
             return Gathering(parts, self._topology.failures, forget)
         if not async_op:
-            run(parts)
+            self._queue(parts)
             return None
         # FSDP2 called on the computing stream, which must not wait before the work is waited for.
         stream = self._streams.intra_node
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            run(parts)
+            self._queue(parts)
             return Queued(self._streams, stream.record_event())
+
+    def _queue(self, parts: Parts) -> None:
+        """Queue all parts of a gather, whose exchanges an accelerator orders by itself."""
+        for works in parts:
+            assert not works, "what is queued has nothing to wait for"
 
     def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
         own = self._in_place(output, shard)
@@ -409,3 +426,50 @@ class CachedAllGather(AllGather):
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]
+
+
+class Gathering(dist.Work):
+    """A gather under way on the CPU, and what follows its first exchange."""
+
+    def __init__(self, parts: Parts, failures: Failures, forget: Callable[[], None]) -> None:
+        """``forget`` has FSDP2 gather anew what this gather did not bring."""
+        super().__init__()
+        self._parts = parts
+        self._failures = failures
+        self._forget = forget
+        self._works: Sequence[Pending] | None = next(parts)
+        #: Exchanges that somebody interrupted: their memory must outlive them.
+        self._abandoned: Sequence[Pending] = []
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the whole gather has ended, or was given up by an error in an earlier wait.
+
+        FSDP2 waits again for what an error has interrupted, and a message that has arrived never
+        arrives again.
+        """
+        while self._works is not None:
+            works, self._works = self._works, None
+            self._abandoned = works
+            try:
+                with self._failures.waiting():
+                    wait_all(works)
+                self._works = next(self._parts, None)
+            except BaseException:
+                self._forget()
+                raise
+        self._abandoned = []
+        return True
+
+
+class Queued(dist.Work):
+    """A gather queued on a stream of its own."""
+
+    def __init__(self, streams: Streams, done: Any) -> None:
+        super().__init__()
+        self._streams = streams
+        self._done = done
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order the current stream after the whole gather."""
+        self._streams.current().wait_event(self._done)
+        return True

@@ -10,6 +10,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import torch
@@ -63,14 +64,11 @@ class Wire(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Then:
     """Action that follows the exchanges before it, as one more to wait for."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        self._work()
+    wait: Callable[[], object]
 
 
 #: A rank of the group, and the tensor that goes to it or comes from it.

@@ -140,21 +140,15 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
 
     Every rank sees each tensor whole, one at a time.
     """
-    gathered: _Tensors = {}
-    firsts: dict[int, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        first = firsts.setdefault(id(value), name)
-        if first == name:
+    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    wholes: dict[int, torch.Tensor] = {}
+    for value in found.values():
+        if id(value) not in wholes:
             whole = value.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
-            if keep:
-                gathered[name] = whole.cpu()
-        elif keep:
-            gathered[name] = gathered[first]
-    return gathered
+            wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+    return {name: wholes[id(value)] for name, value in found.items()} if keep else {}
 
 
 @contextmanager

@@ -108,9 +108,20 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
     params = fsdp2.sharded_params(group)
-    _check_mesh(name, group, topology)
-    mesh, backward_mesh = fsdp2.meshes(group)
-    if backward_mesh is not None and backward_mesh is not mesh:
+    info, backward_info = fsdp2.meshes(group)
+    # Parameters may be distributed over other dimensions too, as by tensor parallelism.
+    if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
+        raise ValueError(
+            f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
+            "that replicates; hybrid sharding is not supported, shard over Topology.mesh"
+        )
+    ranks = dist.get_process_group_ranks(info.shard_process_group)
+    expected = dist.get_process_group_ranks(topology.mesh.get_group())
+    if ranks != expected:
+        raise ValueError(
+            f"{name}: sharded over ranks {ranks}; must be those of the topology, {expected}"
+        )
+    if backward_info is not None and backward_info is not info:
         raise ValueError(
             f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
             "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
@@ -135,25 +146,6 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
         gather_dtypes=frozenset(dtype for _, dtype in parts),
         reuses=in_backward + frozen,
     )
-
-
-def _check_mesh(name: str, group: Any, topology: Topology) -> None:
-    """Raise ``ValueError`` for a group that is sharded over other ranks than the topology's.
-
-    Parameters may be distributed over other dimensions too, as by tensor parallelism.
-    """
-    info, _ = fsdp2.meshes(group)
-    if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
-        raise ValueError(
-            f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
-            "that replicates; hybrid sharding is not supported, shard over Topology.mesh"
-        )
-    ranks = dist.get_process_group_ranks(info.shard_process_group)
-    expected = dist.get_process_group_ranks(topology.mesh.get_group())
-    if ranks != expected:
-        raise ValueError(
-            f"{name}: sharded over ranks {ranks}; must be those of the topology, {expected}"
-        )
 
 
 def _gather_dtype(data: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:

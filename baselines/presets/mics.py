@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from baselines.pytorch import hybrid
 from baselines.strategy import Job
 from fcdp import Topology, exchange, fsdp2
+from fcdp.all_gather import Gathering
 from fcdp.fsdp2 import AllGather, ReduceScatter
-from fcdp.gathering import Gathering
 
 
 def build(model: nn.Module, job: Job) -> MiCS:

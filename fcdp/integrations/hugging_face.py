@@ -173,11 +173,11 @@ def allow_cpus(state: AcceleratorState, plugin: Any) -> None:
 
 def _check_plain(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model that somebody else has wrapped."""
+    if model in _takeover.models:
+        return
     for name, module in model.named_modules():
-        wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
-        if (
-            wrapped or isinstance(module, DistributedDataParallel)
-        ) and model not in _takeover.models:
+        sharded = isinstance(module, FSDPModule | FullyShardedDataParallel)
+        if sharded or isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "
