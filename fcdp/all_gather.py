@@ -204,7 +204,12 @@ class CachedAllGather(AllGather):
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
-                yield from self._whole(works, own)
+                if isinstance(sent, Sent):  # sees how long that takes, where it could take less
+                    watch = Watch(works)
+                    yield [watch]
+                    sent.saw(watch, own, whole=True, written=False)
+                else:
+                    yield works
                 self._decode(arriving, received)
         # Alike on every rank. The next gather tells what has changed since what was ``told``.
         resized = own.nbytes != self._unit.shard_bytes
@@ -223,15 +228,6 @@ class CachedAllGather(AllGather):
         else:
             self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
-
-    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
-        """Wait for shards as they are, and see how long that takes where it could take less."""
-        if not isinstance(self._sent, Sent):
-            yield works
-            return
-        watch = Watch(works)
-        yield [watch]
-        self._sent.saw(watch, own, whole=True, written=False)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
@@ -309,7 +305,12 @@ class CachedAllGather(AllGather):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
             if self._world is not None:
-                return received.memory, self._flat(self._world, output, received, own, phase)
+                self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
+                with self._topology.failures.waiting():
+                    works = ring_all_gather(output, own, self._world)
+                if received.home is not self._copy_in:  # the slice lies elsewhere
+                    received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
+                return received.memory, works
             sent = self._encode(own)
             self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             arriving, numel = received.memory, sent.numel()
@@ -328,22 +329,6 @@ class CachedAllGather(AllGather):
                 all_gather([arriving.view(-1)], self._topology.inter, [sent])  # queued
             self._decode(arriving, received)
             return received.memory, []
-
-    def _flat(
-        self,
-        world: dist.ProcessGroup,
-        output: torch.Tensor,
-        received: Slice,
-        own: torch.Tensor,
-        phase: Phase,
-    ) -> Sequence[Pending]:
-        """Gather the whole output from all ranks, and of it the slice, if that lies elsewhere."""
-        self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
-        with self._topology.failures.waiting():
-            works = ring_all_gather(output, own, world)
-        if received.home is not self._copy_in:
-            received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
-        return works
 
     def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
         """Fill the slice with what the other nodes' shards decode to."""

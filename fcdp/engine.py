@@ -68,7 +68,9 @@ class Engine:
             check_encodable(self.units, options.codecs.gather)
         if isinstance(exact := options.codecs.reduce, Exact):
             check_exact(topology)
-        device = _device(topology)
+        device = torch.device(topology.mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         flat = options.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
@@ -400,10 +402,3 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
-
-
-def _device(topology: Topology) -> torch.device:
-    kind = topology.mesh.device_type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())

@@ -84,7 +84,10 @@ def save(
     topology = engine.topology
     engine.staleness.conclude()
     background = background_of(topology)
-    shards = Path(directory) / _new_name()
+    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
+    # Over the default group: that of the background may be busy with the save before.
+    dist.broadcast_object_list(names, src=0)
+    shards = Path(directory) / names[0]
     tensors, state = on_all_ranks(
         "extra, optimizer", topology, lambda: _snapshot(model, optimizer, extra)
     )
@@ -178,16 +181,6 @@ def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -
 def why(failure: CheckpointException) -> str:
     """Errors by rank, as text."""
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
-
-
-def _new_name() -> str:
-    """Make up a name for a folder, which all ranks agree on.
-
-    Over the default group: that of the background may be busy with the save before.
-    """
-    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
 
 
 def _snapshot(

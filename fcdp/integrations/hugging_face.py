@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fcdp.api import invalidate
+from fcdp.api import accumulate, invalidate
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
@@ -104,7 +104,7 @@ def _replace_accelerate() -> None:
             return
         _deferring.add(model)
         try:
-            with _takeover.accumulating(model, last=False):
+            with accumulate(model, last=False):
                 yield
         finally:
             _deferring.discard(model)
@@ -113,8 +113,8 @@ def _replace_accelerate() -> None:
     def backward_here(self: Accelerator, loss: Any, **given: Any) -> None:
         with contextlib.ExitStack() as models:
             for model in self._models:
-                if model not in _deferring:
-                    models.enter_context(_takeover.accumulating(model, last=True))
+                if model in _takeover.models and model not in _deferring:
+                    models.enter_context(accumulate(model, last=True))
             backward(self, loss, **given)
 
     AcceleratorState.__init__ = init_here

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fcdp.api import accumulate, shard
+from fcdp.api import shard
 from fcdp.arguments import check_kinds, policy_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
@@ -113,12 +113,6 @@ class Takeover:
         finally:
             owner.fully_shard = plain
             self._calls.clear()
-
-    def accumulating(
-        self, model: nn.Module, *, last: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """``fcdp.accumulate`` for a model that was sharded here; nothing for another."""
-        return accumulate(model, last=last) if model in self.models else contextlib.nullcontext()
 
     def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
         single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]

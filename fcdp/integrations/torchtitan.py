@@ -16,6 +16,7 @@ import torchtitan.distributed.utils
 import torchtitan.trainer
 from torchtitan.trainer import Trainer
 
+from fcdp.api import accumulate
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
@@ -92,7 +93,7 @@ def _replace() -> None:
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
         # Not around the last: a decoder uses all its units, and of several backwards, one for each
         # chunk of the loss, the first would have what waits of all of them reduced.
-        deferring = contextlib.nullcontext() if last else _takeover.accumulating(model, last=False)
+        deferring = contextlib.nullcontext() if last else accumulate(model, last=False)
         with deferring:
             return micro_batch(self, **given)
 
