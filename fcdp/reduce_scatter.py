@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -184,8 +184,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 "given up, do so with all of them, or call fcdp.discard(model)"
             )
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
 
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
@@ -210,8 +209,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 each for each in map(waiting_in, self._unit.params) if each is not None
             ]
 
-        with fsdp2.around_reductions(group, complete, note_waiting):
-            yield
+        return fsdp2.around_reductions(group, complete, note_waiting)
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""

@@ -95,17 +95,13 @@ class MemoryPlan:
         return f"fcdp: {in_words(self.host_bytes)} of host memory per node, {ranks} × ({parts})"
 
     def __str__(self) -> str:
-        memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
-        return f"fcdp: {self._places}{memory}"
-
-    @property
-    def _places(self) -> str:
         units = self.placement.preferences
-        counted = f"{len(units)} unit{'s' * (len(units) != 1)}"
-        if self.topology.nodes == 1:
-            return f"{counted}, on one node: nothing crosses nodes, and nothing is cached"
         places = Counter(_where(self.placement, unit) for unit in units)
-        return f"{counted}: {', '.join(f'{count} {place}' for place, count in places.items())}"
+        where = f": {', '.join(f'{count} {place}' for place, count in places.items())}"
+        if self.topology.nodes == 1:
+            where = ", on one node: nothing crosses nodes, and nothing is cached"
+        memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
+        return f"fcdp: {len(units)} unit{'s' * (len(units) != 1)}{where}{memory}"
 
 
 def _where(placement: Placement, unit: Unit) -> str:
