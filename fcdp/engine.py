@@ -351,7 +351,6 @@ class Engine:
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
         self.staleness.end_step(optimizer)
 
 

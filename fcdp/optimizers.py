@@ -20,8 +20,6 @@ from fcdp.passes import untraced
 
 
 class Follower(Protocol):
-    """Who wants to know."""
-
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: what it is given to compute gradients has done so."""
 

@@ -66,7 +66,6 @@ class PartialGradients:
         return total
 
     def discard(self) -> None:
-        """Forget the sum."""
         if self._sum is not None and self._memory is None:
             self._ledger.hold(-self._sum.nbytes)
         self._sum = None

@@ -70,7 +70,6 @@ class Passes:
             fsdp2.before_gathers(unit.group, self._note_mode)
 
     def _note_mode(self) -> None:
-        """Note the mode of who asks for a gather."""
         self._grad_enabled = torch.is_grad_enabled()
 
     def begins_with(self, unit: Unit) -> bool:

@@ -179,7 +179,6 @@ def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -
 
 
 def why(failure: CheckpointException) -> str:
-    """Errors by rank, as text."""
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
 
 

@@ -36,7 +36,6 @@ class HostTier(Tier):
         *,
         poison: bool,
     ) -> None:
-        """Allocate the arena for ``planned``."""
         super().__init__(topology, streams)
         self._device = device
         self._poison = poison
