@@ -31,17 +31,13 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     (failed,) = any_rank([error is not None], topology)
     if not failed:
         return built[0]
-    texts = on_every_rank(_encoded("" if error is None else str(error) or repr(error)), topology)
+    text = "" if error is None else str(error) or repr(error)
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
+    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
     if error is not None:
         raise error
-    rank, text = next((rank, text) for rank, text in enumerate(map(_decoded, texts)) if text)
+    rank, text = next(
+        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
+    )
     raise RuntimeError(f"{what}: rank {rank}: {text}")
-
-
-def _encoded(text: str) -> torch.Tensor:
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
-
-
-def _decoded(data: torch.Tensor) -> str:
-    return bytes(data.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +15,29 @@ from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
-from fcdp.counts import Ledger, Phase, gather_phase
+from fcdp.counts import Ledger, Phase, in_backward
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
-from fcdp.exchange import PARTS_MOST, Pending, all_gather, ring_all_gather, ring_bytes, swap
+from fcdp.exchange import (
+    PARTS_MOST,
+    Pending,
+    all_gather,
+    ring_all_gather,
+    ring_bytes,
+    swap,
+    wait_all,
+)
+from fcdp.failure import Failures
 from fcdp.fsdp2 import AllGather, forget_gather
-from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
+
+#: The exchanges that have to end before a gather goes on to its next part.
+Parts = Iterator[Sequence[Pending]]
 
 
 class CachedAllGather(AllGather):
@@ -111,25 +124,28 @@ class CachedAllGather(AllGather):
         """
         if input_tensor.nbytes != self._unit.shard_bytes:
             self._cache.drop_resized(self._entry)
-        phase = gather_phase()
+        phase: Phase = "backward" if in_backward() else "forward"
         if phase == "backward":
             self._topology.failures.backward_runs()
         self._staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor, phase)
         if self._streams.on_host:
-            return Gathering(parts, self._topology.failures, self._forget)
+            forget = partial(forget_gather, self._unit.group)
+            return Gathering(parts, self._topology.failures, forget)
         if not async_op:
-            run(parts)
+            self._queue(parts)
             return None
         # FSDP2 called on the computing stream, which must not wait before the work is waited for.
         stream = self._streams.intra_node
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            run(parts)
+            self._queue(parts)
             return Queued(self._streams, stream.record_event())
 
-    def _forget(self) -> None:
-        forget_gather(self._unit.group)
+    def _queue(self, parts: Parts) -> None:
+        """Queue all parts of a gather, whose exchanges an accelerator orders by itself."""
+        for works in parts:
+            assert not works, "what is queued has nothing to wait for"
 
     def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
         own = self._in_place(output, shard)
@@ -173,22 +189,31 @@ class CachedAllGather(AllGather):
     ) -> Parts:
         self._ledger.misses += 1
         self._cache.drain()
-        received = self._slice(output)
-        told = self._told
+        received = self._slices.take_for(output, self._topology, self._copy_in, own=True)
+        # The shard that differences lead from, while ranks tell any; alike on every rank.
+        sent = self._sent
+        told = sent if sent is not None and sent.telling and self._unit.trainable else None
         if told is not None and self._cache.has_base(self._entry):
             if isinstance(told, Sent):
                 yield from self._differences(told, received, own, phase)
             else:
                 self._queue_differences(told, received, own, phase)
         else:
-            if self._sent is not None:
-                self._sent.forget()
+            if sent is not None:
+                sent.forget()
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
-                yield from self._whole(works, own)
+                if isinstance(sent, Sent):  # sees how long that takes, where it could take less
+                    watch = Watch(works)
+                    yield [watch]
+                    sent.saw(watch, own, whole=True, written=False)
+                else:
+                    yield works
                 self._decode(arriving, received)
-        if self._worth_keeping(own, told):
+        # Alike on every rank. The next gather tells what has changed since what was ``told``.
+        resized = own.nbytes != self._unit.shard_bytes
+        if not resized and (told is not None or self._cache.worth_keeping(self._entry)):
             with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
             if told is not None:
@@ -203,31 +228,6 @@ class CachedAllGather(AllGather):
         else:
             self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
-
-    @property
-    def _told(self) -> Kept | None:
-        """The shard that differences lead from, while ranks tell any; alike on every rank."""
-        sent = self._sent
-        return sent if sent is not None and sent.telling and self._unit.trainable else None
-
-    def _worth_keeping(self, own: torch.Tensor, told: Kept | None) -> bool:
-        """Whether the cache takes what was gathered; alike on every rank.
-
-        The next gather tells what has changed as a difference from it, where there is ``told``.
-        """
-        resized = own.nbytes != self._unit.shard_bytes
-        if told is not None and not resized:
-            return True
-        return self._cache.worth_keeping(self._entry, own.nbytes)
-
-    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
-        """Wait for shards as they are, and see how long that takes where it could take less."""
-        if not isinstance(self._sent, Sent):
-            yield works
-            return
-        watch = Watch(works)
-        yield [watch]
-        self._sent.saw(watch, own, whole=True, written=False)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
@@ -287,24 +287,13 @@ class CachedAllGather(AllGather):
                 self._sizes.note(told.read(arriving[peer], received.memory[peer], peer))
         self._cache.outdate(self._entry)
 
-    def _slice(self, output: torch.Tensor) -> Slice:
-        """Where shards of the other nodes go: on an accelerator a slice of its own.
-
-        With one rank per node the slice is the whole unit, and FSDP2's output serves as it is.
-        """
-        nodes, node = self._topology.nodes, self._topology.node
-        if self._streams.on_host or self._topology.ranks_per_node == 1:
-            return Slice(self._by_node(output)[:, self._topology.local_rank], node, self._copy_in)
-        numel = output.numel() // self._topology.world_size
-        return self._slices.take(nodes, numel, output.dtype, output.device, own=node)
-
     def _inter_node(
         self, output: torch.Tensor, received: Slice, own: torch.Tensor, phase: Phase
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Pending]]:
+    ) -> tuple[torch.Tensor, Sequence[Pending]]:
         """Gather this ``local_rank``'s shards from all nodes into a slice; flat, the output too.
 
-        Returns what arrives, a row per node, and what to wait for before it is decoded: neither on
-        an accelerator, where both are queued.
+        Returns what arrives, a row per node, and what to wait for before it is decoded: on an
+        accelerator nothing, as both are queued.
         """
         stream = self._streams.inter_node
         stream.wait_stream(self._copy_in)
@@ -316,56 +305,32 @@ class CachedAllGather(AllGather):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
             if self._world is not None:
-                return (), self._flat(self._world, output, received, own, phase)
+                self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
+                with self._topology.failures.waiting():
+                    works = ring_all_gather(output, own, self._world)
+                if received.home is not self._copy_in:  # the slice lies elsewhere
+                    received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
+                return received.memory, works
             sent = self._encode(own)
             self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            arriving, numel = received.memory, sent.numel()
+            if self._codec is not None:
+                # Each has to begin at a multiple of four bytes.
+                arriving = sent.new_empty((self._topology.nodes, numel + -numel % 4))
             with self._topology.failures.waiting():
                 if self._streams.on_host:
-                    rows = self._rows(received, sent)
-                    return rows, swap(
-                        [(peer, rows[peer]) for peer in self._peers],
+                    return arriving, swap(
+                        [(peer, arriving[peer, :numel]) for peer in self._peers],
                         [(peer, sent) for peer in self._peers],
                         self._topology.inter,
                     )
-                arriving, sent = self._table(received, sent)
+                if self._codec is not None:
+                    sent = F.pad(sent, (0, -numel % 4))
                 all_gather([arriving.view(-1)], self._topology.inter, [sent])  # queued
-            if self._codec is not None:
-                self._decode(arriving.unbind(), received)
-            return (), []
+            self._decode(arriving, received)
+            return received.memory, []
 
-    def _flat(
-        self,
-        world: dist.ProcessGroup,
-        output: torch.Tensor,
-        received: Slice,
-        own: torch.Tensor,
-        phase: Phase,
-    ) -> Sequence[Pending]:
-        """Gather the whole output from all ranks, and of it the slice, if that lies elsewhere."""
-        self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
-        with self._topology.failures.waiting():
-            works = ring_all_gather(output, own, world)
-        if received.home is not self._copy_in:
-            received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
-        return works
-
-    def _rows(self, received: Slice, sent: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Where shards arrive on the CPU, one message each: in the slice, without a codec."""
-        if self._codec is None:
-            return received.memory.unbind()
-        return [torch.empty_like(sent) for _ in range(self._topology.nodes)]
-
-    def _table(self, received: Slice, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where shards arrive by one collective, and what is sent for it.
-
-        Encoded ones are filled up to a multiple of four bytes, as each has to begin at one.
-        """
-        if self._codec is None:
-            return received.memory, sent
-        sent = F.pad(sent, (0, -sent.numel() % 4))
-        return sent.new_empty((self._topology.nodes, sent.numel())), sent
-
-    def _decode(self, arriving: Sequence[torch.Tensor], received: Slice) -> None:
+    def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
         """Fill the slice with what the other nodes' shards decode to."""
         if self._codec is None:
             return
@@ -446,3 +411,50 @@ class CachedAllGather(AllGather):
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]
+
+
+class Gathering(dist.Work):
+    """A gather under way on the CPU, and what follows its first exchange."""
+
+    def __init__(self, parts: Parts, failures: Failures, forget: Callable[[], None]) -> None:
+        """``forget`` has FSDP2 gather anew what this gather did not bring."""
+        super().__init__()
+        self._parts = parts
+        self._failures = failures
+        self._forget = forget
+        self._works: Sequence[Pending] | None = next(parts)
+        #: Exchanges that somebody interrupted: their memory must outlive them.
+        self._abandoned: Sequence[Pending] = []
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the whole gather has ended, or was given up by an error in an earlier wait.
+
+        FSDP2 waits again for what an error has interrupted, and a message that has arrived never
+        arrives again.
+        """
+        while self._works is not None:
+            works, self._works = self._works, None
+            self._abandoned = works
+            try:
+                with self._failures.waiting():
+                    wait_all(works)
+                self._works = next(self._parts, None)
+            except BaseException:
+                self._forget()
+                raise
+        self._abandoned = []
+        return True
+
+
+class Queued(dist.Work):
+    """A gather queued on a stream of its own."""
+
+    def __init__(self, streams: Streams, done: Any) -> None:
+        super().__init__()
+        self._streams = streams
+        self._done = done
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order the current stream after the whole gather."""
+        self._streams.current().wait_event(self._done)
+        return True

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 
 from fcdp.agreement import on_all_ranks
 from fcdp.arguments import (
+    Options,
+    Setup,
     blocks_of,
     check_fsdp2_policies,
     check_kinds,
@@ -23,14 +25,13 @@ from fcdp.arguments import (
 from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
-from fcdp.cache.tiers import disk
+from fcdp.cache.tiers.disk import check_directory
 from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
-from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
 
 
@@ -124,7 +125,7 @@ def shard(
         "reshard_after_forward": reshard_after_forward,
         "ignored_params": frozenset(map(id, ignored)),
     }
-    setup = Setup(_ranks(topology), policy, options, sharding)
+    setup = Setup((topology.nodes, topology.ranks_per_node), policy, options, sharding)
     if is_set_up(model, setup):
         return model
     if not isinstance(reshard_after_forward, bool | None):
@@ -134,7 +135,7 @@ def shard(
         )
     check_plain(model, topology, ignored)
     warn_without_blocks(blocks, topology)
-    on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
+    on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
     splits = split_off(model, blocks, ignored)
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
@@ -240,7 +241,7 @@ def cache_parameters(
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,
     )
-    setup = Setup(_ranks(topology), policy_of(policy), options)
+    setup = Setup((topology.nodes, topology.ranks_per_node), policy_of(policy), options)
     if not is_set_up(model, setup):
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
@@ -393,12 +394,3 @@ def ledger(model: nn.Module) -> Ledger:
         True
     """
     return engine_of(model).ledger
-
-
-def _ranks(topology: Topology) -> tuple[int, int]:
-    return topology.nodes, topology.ranks_per_node
-
-
-def _check_directory(policy: CachePolicy) -> None:
-    if policy.directory is not None:
-        disk.check_directory(policy.directory)

@@ -121,8 +121,15 @@ def _prefer_node_of(device: torch.device, memory: torch.Tensor) -> None:
     A preference only: where it cannot be had, copies cross the sockets' link and nothing breaks.
     """
     number = _MBIND.get(platform.machine())
-    node = _numa_node(device)
-    if number is None or node is None:
+    if number is None or device.type != "cuda":
+        return
+    at: Any = torch.cuda.get_device_properties(device)
+    address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return
+    if not 0 <= node < 64:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     mask = ctypes.c_ulong(1 << node)
@@ -137,18 +144,3 @@ def _prefer_node_of(device: torch.device, memory: torch.Tensor) -> None:
     )
     if failed:
         logger.info("host cache: not bound to NUMA node %d (errno %d)", node, ctypes.get_errno())
-
-
-def _numa_node(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    address = (
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if 0 <= node < 64 else None

@@ -47,7 +47,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Raises ``ValueError`` that lists candidates where there is none, or several are as likely.
     """
-    stacks = [*_stacks("", model, _never_split(model))]
+    # Of a model of ``transformers``, whatever is wrapped around it.
+    named = (getattr(module, "_no_split_modules", None) for module in model.modules())
+    never_split = frozenset(name for names in named for name in names or ())
+    stacks = [*_stacks("", model, never_split)]
     by_kind: dict[frozenset[str], list[_Stack]] = defaultdict(list)
     for stack in stacks:
         by_kind[stack.kind].append(stack)
@@ -56,10 +59,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if sum(stack.numel for stack in alike) >= _SHARE * total:
             return [module for stack in alike for module in stack.modules]
     if stacks:
-        named = ", ".join(map(str, stacks[:_NAMED]))
+        listed = ", ".join(map(str, stacks[:_NAMED]))
         raise ValueError(
             f"units: {type(model).__name__} has several lists of modules that may be its blocks: "
-            f"{named}; pass the modules to gather one at a time, such as "
+            f"{listed}; pass the modules to gather one at a time, such as "
             f"units=model.{stacks[0].name}"
         )
     raise ValueError(
@@ -114,12 +117,6 @@ def _class_name(module: nn.Module) -> str:
     """Its class, or the one that FSDP2 has put its own in the place of."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
-
-
-def _never_split(model: nn.Module) -> frozenset[str]:
-    """Classes that a model of ``transformers`` names, whatever is wrapped around it."""
-    named = (getattr(module, "_no_split_modules", None) for module in model.modules())
-    return frozenset(name for names in named for name in names or ())
 
 
 def _largest_parts(model: nn.Module) -> str:

@@ -163,8 +163,44 @@ class Codecs:
             )
 
 
+class _Blocks:
+    """Integers of ``bits`` from −``limit`` to ``limit``, and a scale for each block of them."""
+
+    block: int
+    bits: ClassVar[int]
+    #: The largest code. The smallest is its negative: −128, of eight bits, stays unused.
+    limit: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block = {self.block}: must be 1 value or more")
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) + _ceil_div(numel * self.bits, 8)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        blocks = _in_blocks(values.float(), self.block)
+        scales = blocks.abs().amax(1) / self.limit
+        # A quotient below the smallest normal number is too rough for a scale; zero is none.
+        scales.clamp_min_(torch.finfo(torch.float32).tiny)
+        # Beside a value that is not finite the scale is not either: no code makes it finite.
+        codes = (blocks / scales[:, None]).round_().to(torch.int8).flatten()[: values.numel()]
+        packed = codes.view(torch.uint8) if self.bits == 8 else _pack(codes)
+        return torch.cat([scales.view(torch.uint8), packed])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        numel = out.numel()
+        at = self._scale_bytes(numel)
+        scales, packed = encoded[:at].view(torch.float32), encoded[at:]
+        codes = packed.view(torch.int8) if self.bits == 8 else _unpack(packed)[:numel]
+        out.copy_((_in_blocks(codes, self.block) * scales[:, None]).flatten()[:numel])
+
+    def _scale_bytes(self, numel: int) -> int:
+        return _ceil_div(numel, self.block) * torch.float32.itemsize
+
+
 @dataclass(frozen=True)
-class BlockInt8:
+class BlockInt8(_Blocks):
     """Eight bits a value, symmetric about zero, and an fp32 scale for each ``block`` values.
 
     n values take n + 4·⌈n / block⌉ bytes: at the default about 1/4 of fp32, 1/2 of bf16. An error
@@ -185,26 +221,12 @@ class BlockInt8:
     """
 
     block: int = 256
-    #: The largest code. The smallest is its negative: −128 stays unused.
+    bits: ClassVar[int] = 8
     limit: ClassVar[int] = 127
-
-    def __post_init__(self) -> None:
-        _check_block(self.block)
-
-    def encoded_bytes(self, numel: int) -> int:
-        return _scale_bytes(numel, self.block) + numel
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        scales, codes = _quantise(values, self.block, self.limit)
-        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
-
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, codes = _split(encoded, out.numel(), self.block)
-        _dequantise(scales, codes.view(torch.int8), self.block, out)
 
 
 @dataclass(frozen=True)
-class BlockInt4:
+class BlockInt4(_Blocks):
     """Four bits a value, two values a byte, and an fp32 scale for each ``block`` values.
 
     n values take ⌈n / 2⌉ + 4·⌈n / block⌉ bytes: at the default about 1/7 of fp32. As ``BlockInt8``
@@ -222,60 +244,17 @@ class BlockInt4:
     """
 
     block: int = 64
+    bits: ClassVar[int] = 4
     limit: ClassVar[int] = 7
-
-    def __post_init__(self) -> None:
-        _check_block(self.block)
-
-    def encoded_bytes(self, numel: int) -> int:
-        return _scale_bytes(numel, self.block) + _ceil_div(numel, 2)
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        scales, codes = _quantise(values, self.block, self.limit)
-        return torch.cat([scales.view(torch.uint8), _pack(codes)])
-
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, packed = _split(encoded, out.numel(), self.block)
-        _dequantise(scales, _unpack(packed)[: out.numel()], self.block, out)
-
-
-def _check_block(block: int) -> None:
-    if block < 1:
-        raise ValueError(f"block = {block}: must be 1 value or more")
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def _scale_bytes(numel: int, block: int) -> int:
-    return _ceil_div(numel, block) * torch.float32.itemsize
-
-
-def _quantise(values: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (⌈n / block⌉, fp32) and codes (n, int8, −limit to limit) of ``values`` (n)."""
-    blocks = _in_blocks(values.float(), block)
-    # A quotient below the smallest normal number is rounded too far to be a scale; zero is none.
-    scales = (blocks.abs().amax(1) / limit).clamp_min(torch.finfo(torch.float32).tiny)
-    # Beside a value that is not finite the scale is not either: no code makes it finite.
-    codes = (blocks / scales[:, None]).round_().to(torch.int8)
-    return scales, codes.flatten()[: values.numel()]
-
-
-def _dequantise(scales: torch.Tensor, codes: torch.Tensor, block: int, out: torch.Tensor) -> None:
-    values = _in_blocks(codes, block) * scales[:, None]
-    out.copy_(values.flatten()[: out.numel()])
-
-
 def _in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
     """(n) as (⌈n / block⌉, block), the last filled up with zeros."""
     return F.pad(values, (0, -values.numel() % block)).view(-1, block)
-
-
-def _split(encoded: torch.Tensor, numel: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (fp32) and codes (uint8)."""
-    at = _scale_bytes(numel, block)
-    return encoded[:at].view(torch.float32), encoded[at:]
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -87,7 +86,11 @@ class Ledger:
             counts = [self.bytes[link].get(phase, 0) for phase in phases]
             shown = (in_words(count) if count else "–" for count in [*counts, sum(counts)])
             rows.append([_NAMES[link], *shown])
-        lines = _aligned(rows)
+        # Columns stand under each other, the first on the left and others on the right.
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [
+            "  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows
+        ]
         served = self.hits + self.misses
         share = f" ({self.hits / served:.0%} of gathers)" if served else ""
         lines.append(f"hits {self.hits}{share}, misses {self.misses}")
@@ -156,17 +159,6 @@ class Ledger:
         self.bytes.clear()
         self.hits = self.misses = 0
         self.peak_pending_bytes = self.pending_bytes
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines whose columns stand under each other, the first on the left and others on the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
-
-
-def gather_phase() -> Phase:
-    """The phase a gather belongs to: inside autograd's backward, or before it."""
-    return "backward" if in_backward() else "forward"
 
 
 def in_backward() -> bool:

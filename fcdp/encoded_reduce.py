@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fcdp.codec import Codec, Codecs, Delta
+from fcdp.codec import Codec, Delta
 from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch
@@ -34,12 +34,6 @@ class EncodedReduce:
         self._error_feedback = error_feedback
         #: By the group's rank: what its parts have lost so far.
         self._residuals: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def of(cls, codecs: Codecs, group: dist.ProcessGroup, ledger: Ledger) -> EncodedReduce | None:
-        if codecs.rounding_reduce is None:
-            return None
-        return cls(codecs.rounding_reduce, group, ledger, error_feedback=codecs.error_feedback)
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
         """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
@@ -78,16 +72,8 @@ class EncodedReduce:
 
     def forget(self) -> None:
         """Drop what was lost: it belongs to parameters that are no more."""
-        for peer in [*self._residuals]:
-            self._keep(peer, None)
-
-    def _keep(self, peer: int, lost: torch.Tensor | None) -> None:
-        before = self._residuals.pop(peer, None)
-        if before is not None:
-            self._ledger.residual_bytes -= before.nbytes
-        if lost is not None:
-            self._ledger.residual_bytes += lost.nbytes
-            self._residuals[peer] = lost
+        self._ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
+        self._residuals.clear()
 
     def _encode(self, peer: int, values: torch.Tensor) -> torch.Tensor:
         if not self._error_feedback:
@@ -100,7 +86,9 @@ class EncodedReduce:
         decoded = torch.empty_like(values)
         self._codec.decode(encoded, decoded)
         # Values that overflowed are skipped by the gradient scaler; they must not stay here.
-        self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
+        lost = (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0)
+        self._ledger.residual_bytes += lost.nbytes - (0 if residual is None else residual.nbytes)
+        self._residuals[peer] = lost
         return encoded
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
-from fcdp.arguments import warn_of_sizes
+from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
@@ -34,7 +34,6 @@ from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.setup import Setup
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -69,7 +68,9 @@ class Engine:
             check_encodable(self.units, options.codecs.gather)
         if isinstance(exact := options.codecs.reduce, Exact):
             check_exact(topology)
-        device = _device(topology)
+        device = torch.device(topology.mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         flat = options.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
@@ -101,7 +102,7 @@ class Engine:
             self._begins_pass,
             lambda: self._passes.without_gradients,
             verify=options.safety.verify,
-            lacks_base=self._lacks_base if delta is not None else None,
+            lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
             wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
             agreed=self._agreed,
         )
@@ -170,8 +171,11 @@ class Engine:
 
     def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
         topology = self.topology
-        encoded = EncodedReduce.of(codecs, topology.reduce_inter, self.ledger)
-        if encoded is not None:
+        encoded = None
+        if (codec := codecs.rounding_reduce) is not None:
+            encoded = EncodedReduce(
+                codec, topology.reduce_inter, self.ledger, error_feedback=codecs.error_feedback
+            )
             self._encoded.append(encoded)
         reduction = HierarchicalReduceScatter(
             unit,
@@ -202,8 +206,13 @@ class Engine:
         Flat exchanges reduce each micro-batch's.
         """
         sync = last or self._world is not None
-        if not sync:
-            self._check_gradient_hooks()
+        for unit in self.units if not sync else ():
+            if unit.hooked:
+                raise RuntimeError(
+                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
+                    "or an all-reduce hook, which would be called before the gradient has crossed "
+                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
+                )
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -237,16 +246,6 @@ class Engine:
         for unit in self.units:
             fsdp2.drop_gradients(unit.group)
 
-    def _check_gradient_hooks(self) -> None:
-        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
-        for unit in self.units:
-            if unit.hooked:
-                raise RuntimeError(
-                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
-                    "or an all-reduce hook, which would be called before the gradient has crossed "
-                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
-                )
-
     def _begins_pass(self, unit: Unit) -> bool:
         begins = self._passes.begins_with(unit)
         if begins:
@@ -269,9 +268,6 @@ class Engine:
             sent.telling = told
         if self._sizes is not None:
             self._sizes.learn()
-
-    def _lacks_base(self, unit: Unit) -> bool:
-        return not self._sent[unit].usable
 
     def _count_pass(self) -> None:
         # A backward that raised has left reductions in flight: they belong to the pass before.
@@ -355,7 +351,6 @@ class Engine:
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
         self.staleness.end_step(optimizer)
 
 
@@ -406,10 +401,3 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
-
-
-def _device(topology: Topology) -> torch.device:
-    kind = topology.mesh.device_type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())

@@ -10,6 +10,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import torch
@@ -63,23 +64,11 @@ class Wire(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Then:
     """Action that follows the exchanges before it, as one more to wait for."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        self._work()
-
-
-class Buffers:
-    """Where FSDP2's collectives exchange: buffers of the default allocator."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    wait: Callable[[], object]
 
 
 #: A rank of the group, and the tensor that goes to it or comes from it.
@@ -122,19 +111,13 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     not at the same, and every later exchange would carry what another rank means otherwise.
     """
     place = topology.failures.place
+    here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
     # Whatever bit differs is set in one of the two on some rank and in the other on another.
-    here, elsewhere = [False] * _PLACE_BITS, [False] * _PLACE_BITS
-    if place is not None:
-        here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
-        elsewhere = [not bit for bit in here]
+    elsewhere = [not bit for bit in here]
     known = torch.tensor([*flags, *here, *elsewhere], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
-        # A group that sends nothing (torch's "fake") leaves this rank's own flags.
-        received = [(peer, known.clone()) for peer in _others(group)]
-        with topology.failures.waiting():
-            wait_all(swap(received, [(peer, known) for peer, _ in received], group))
-        for _, other in received:
-            known |= other
+        for given in _given_by_all(known, group, topology):
+            known = known | given
     *found, there = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
     if bool((found[1] & there).any()):
         topology.failures.raise_out_of_step()
@@ -145,13 +128,23 @@ def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Gather ``values`` (k), in host memory, of all ranks: (W, k) in rank order."""
     known = values[None]
     for group in (topology.control_intra, topology.control_inter):
-        parts = [known.clone() for _ in range(group.size())]
-        others = _others(group)
-        received = [(peer, parts[peer]) for peer in others]
-        with topology.failures.waiting():
-            wait_all(swap(received, [(peer, known) for peer in others], group))
-        known = torch.cat(parts)
+        known = torch.cat(_given_by_all(known, group, topology))
     return known
+
+
+def _given_by_all(
+    own: torch.Tensor, group: dist.ProcessGroup, topology: Topology
+) -> list[torch.Tensor]:
+    """Give ``own`` to a group's ranks; list what each gives, in rank order.
+
+    Of a group that sends nothing (torch's "fake") all are this rank's own.
+    """
+    parts = [own.clone() for _ in range(group.size())]
+    others = _others(group)
+    with topology.failures.waiting():
+        received = [(peer, parts[peer]) for peer in others]
+        wait_all(swap(received, [(peer, own) for peer in others], group))
+    return parts
 
 
 def all_gather(
@@ -205,7 +198,7 @@ def reduce_scatter(
             raise ValueError(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
-        return [_SwapAndAdd(outputs, buffers, group, wire, average=op == dist.ReduceOp.AVG)]
+        return [_swap_and_add(outputs, buffers, op, group, wire)]
     assert wire is None, "messages of unknown size, between accelerators"
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
@@ -341,46 +334,40 @@ def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
 
 
-class _SwapAndAdd:
+def _swap_and_add(
+    outputs: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    op: Op,
+    group: dist.ProcessGroup,
+    wire: Wire | None,
+) -> Then:
     """Reduce-scatter over gloo, whose own is an all-reduce that sends twice the minimum."""
+    size, rank, others = group.size(), group.rank(), _others(group)
+    parts = [list(buffer.view(size, -1).unbind()) for buffer in buffers]
+    # For each output, the summands in rank order, whatever the order of arrival.
+    summands = [
+        [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(row)]
+        for row in parts
+    ]
+    received = [(peer, row[peer]) for row in summands for peer in others]
+    sent = [(peer, row[peer]) for row in parts for peer in others]
+    arriving = [(part, part) for _, part in received]
+    if wire is not None:
+        sent = [(peer, wire.write(part)) for peer, part in sent]
+        arriving = [(wire.room(part), part) for _, part in received]
+        received = [(peer, room) for (peer, _), (room, _) in zip(received, arriving, strict=True)]
+    works = swap(received, sent, group)
 
-    def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        wire: Wire | None,
-        *,
-        average: bool,
-    ) -> None:
-        self._outputs = outputs
-        self._divisor = group.size() if average else 1
-        parts = [list(buffer.view(group.size(), -1).unbind()) for buffer in buffers]
-        #: For each output, the summands in rank order, whatever the order of arrival.
-        self._summands = [
-            [own if peer == group.rank() else torch.empty_like(own) for peer, own in enumerate(row)]
-            for row in parts
-        ]
-        others = _others(group)
-        received = [(peer, row[peer]) for row in self._summands for peer in others]
-        sent = [(peer, row[peer]) for row in parts for peer in others]
-        self._wire, self._arriving = wire, [(part, part) for _, part in received]
-        if wire is not None:
-            sent = [(peer, wire.write(part)) for peer, part in sent]
-            self._arriving = [(wire.room(part), part) for _, part in received]
-            received = [
-                (peer, room) for (peer, _), (room, _) in zip(received, self._arriving, strict=True)
-            ]
-        self._works = swap(received, sent, group)
-
-    def wait(self) -> None:
-        if self._wire is None:
-            wait_all(self._works)
+    def add_up() -> None:
+        if wire is None:
+            wait_all(works)
         else:
-            self._wire.read(self._works, self._arriving)
-        for output, (first, second, *more) in zip(self._outputs, self._summands, strict=True):
+            wire.read(works, arriving)
+        for output, (first, second, *more) in zip(outputs, summands, strict=True):
             torch.add(first, second, out=output)
             for summand in more:
                 output.add_(summand)
-            if self._divisor > 1:
-                output.div_(self._divisor)
+            if op == dist.ReduceOp.AVG:
+                output.div_(size)
+
+    return Then(add_up)

@@ -122,7 +122,9 @@ def _write(
     instead_of: str | None = None,
 ) -> None:
     """Gather ``state``, and have rank 0 ``write`` it into a folder."""
-    first = _is_first(model)
+    # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0.
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    first = all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
     gathered = _gather(state, first)
 
     def build() -> None:
@@ -133,35 +135,20 @@ def _write(
     on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
 
 
-def _is_first(model: nn.Module) -> bool:
-    """Whether this is rank 0 of all that hold parts of the model.
-
-    With tensor parallelism several topologies have a rank 0, and one of these is first.
-    """
-    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
-    return all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
-
-
 def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
     """The whole tensors of ``state`` in host memory, tied ones still tied; {} unless ``keep``.
 
     Every rank sees each tensor whole, one at a time.
     """
-    gathered: _Tensors = {}
-    firsts: dict[int, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        first = firsts.setdefault(id(value), name)
-        if first == name:
+    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    wholes: dict[int, torch.Tensor] = {}
+    for value in found.values():
+        if id(value) not in wholes:
             whole = value.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
-            if keep:
-                gathered[name] = whole.cpu()
-        elif keep:
-            gathered[name] = gathered[first]
-    return gathered
+            wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+    return {name: wholes[id(value)] for name, value in found.items()} if keep else {}
 
 
 @contextmanager

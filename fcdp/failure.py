@@ -33,7 +33,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -106,13 +105,9 @@ class Board:
             return None
         return Announcement(*json.loads(self._store.get(key)))
 
-    def sign(self, key: str) -> None:
-        """Count this rank under ``key``; once per rank."""
-        self._store.add(f"{key}/signed", 1)
-
-    def signed(self, key: str) -> int:
-        """Number of ranks that have signed ``key``."""
-        return int(self._store.add(f"{key}/signed", 0))
+    def signed(self, key: str, more: int = 0) -> int:
+        """Number of ranks that have signed ``key``; this one does with ``more=1``, once."""
+        return int(self._store.add(f"{key}/signed", more))
 
 
 class Failures:
@@ -153,9 +148,7 @@ class Failures:
 
         After a failure of this rank, it begins once all ranks have left the one that failed.
         """
-        if self._over is not None:
-            raise RankFailed(self._over)
-        self._notice_dead_backward()
+        self._check()
         if self._failing:
             self._call_roll()
         self._handled = id(sys.exc_info()[1])
@@ -229,12 +222,7 @@ class Failures:
             self._exchanges += 1
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._depth -= 1
         if error is not None:
             if not self._failing:
@@ -306,8 +294,8 @@ class Failures:
         until = time.monotonic() + ROLL_CALL_S
         assert self._board is not None
         try:
-            self._board.sign(here := f"{key}/{self._exchanges}")
-            self._board.sign(key)
+            self._board.signed(here := f"{key}/{self._exchanges}", 1)
+            self._board.signed(key, 1)
             while self._board.signed(key) < self._ranks and self._over is None:
                 if final := self._board.read(_FINAL):
                     self._end(final.text)
@@ -350,7 +338,7 @@ class Failures:
         """Tell the others that this rank exchanges no more; returns the first such reason."""
         assert self._board is not None
         reason = self._board.put(_FINAL, Announcement(reason, -1))
-        self._board.sign(_FINAL)
+        self._board.signed(_FINAL, 1)
         return reason
 
     def _end(self, reason: str) -> str:
@@ -420,9 +408,7 @@ def _stop_looking() -> None:
         _thread.join(timeout=POLL_S)
 
 
-def _announce_final(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _announce_final(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce an error that nobody caught, wherever in this process's main thread."""
     watched = list(_watched) if os.getpid() == _process else []  # not in a fork
     for failures in watched:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-#: The torch that the tests run on; what is said below of older ones is read, not tested.
+#: The torch that the tests run on, and the oldest that there may be.
 TESTED = "2.13"
 
 
@@ -31,6 +31,9 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
         DefaultReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllocMixin as DefaultAllocMixin,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -52,8 +55,8 @@ def _of(kind: type, *names: str) -> attrgetter[Any]:
 
 
 _of(FSDPModule, "_get_fsdp_state")
-_of(FSDPState, "_state_ctx", "_fsdp_param_group", "_training_state", "_modules")
-_of(FSDPState, "_auto_reshard_after_forward")
+_of(FSDPState, "_state_ctx", "_fsdp_param_groups", "_training_state", "_modules")
+_of(FSDPState, "_auto_reshard_after_forward", "_reset_iter_state")
 _of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
 _of(FSDPStateContext, "iter_forward_root")
 
@@ -64,10 +67,8 @@ def state(module: FSDPModule) -> Any:
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module: a list since torch 2.12; one, or none, before."""
-    found = state(module)
-    groups = getattr(found, "_fsdp_param_groups", None)
-    return [group for group in groups or [found._fsdp_param_group] if group is not None]
+    """The parameter groups of a module: one, or none, but with several meshes."""
+    return [*state(module)._fsdp_param_groups]
 
 
 def keeps_root(module: FSDPModule) -> bool:
@@ -212,10 +213,9 @@ def drop_gradients(group: Any) -> None:
 
 
 def after_reset(module: FSDPModule, then: Callable[[], None]) -> None:
-    """Call a function when ``reset_iter_state`` has dropped a failed pass; torch 2.12 has none."""
+    """Call a function when ``reset_iter_state`` has dropped a failed pass."""
     found = state(module)
-    if (plain := getattr(found, "_reset_iter_state", None)) is None:
-        return
+    plain = found._reset_iter_state
 
     def reset() -> None:
         plain()

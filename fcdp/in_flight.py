@@ -33,7 +33,8 @@ class Crossing:
         self._queue = queue
         #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
         self.exchange: list[Pending] | None = None
-        self._broken = False
+        #: Whether it was given up: whoever reads it finds that it did not arrive.
+        self.broken = False
 
     def end(self) -> None:
         """Wait for it, and for those before it.
@@ -42,25 +43,11 @@ class Crossing:
         """
         if self.exchange is not None:
             self._queue.finish(self)
-        if self._broken:
+        if self.broken:
             raise RuntimeError(
                 f"{self.unit.name}: its gradients did not arrive from the other nodes, because an "
                 "error ended the exchange; drop them with optimizer.zero_grad()"
             )
-
-    def complete(self) -> None:
-        """Wait for the exchange, and let the unit's ``.grad`` be plain tensors again."""
-        assert self.exchange is not None
-        wait_all(self.exchange)
-        self.exchange = None
-        for param in self.unit.params:
-            grad: Any = param.grad
-            if isinstance(local := getattr(grad, "_local_tensor", None), Arriving):
-                grad._local_tensor = local.plain
-
-    def give_up(self) -> None:
-        """Have whoever reads it find that it did not arrive."""
-        self.exchange, self._broken = None, True
 
 
 class InFlight:
@@ -112,9 +99,14 @@ class InFlight:
                 ranges.named("reduce_wait", crossing.unit.name),
                 self._failures.completing(),
             ):
-                crossing.complete()
+                wait_all(exchange)
+                crossing.exchange = None
+                for param in crossing.unit.params:  # plain tensors again
+                    grad: Any = param.grad
+                    if isinstance(local := getattr(grad, "_local_tensor", None), Arriving):
+                        grad._local_tensor = local.plain
         except BaseException:
-            crossing.give_up()
+            crossing.exchange, crossing.broken = None, True
             self._interrupted.append(exchange)
             raise
         self._interrupted.clear()  # what a connection carries arrives in order

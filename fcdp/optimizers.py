@@ -20,8 +20,6 @@ from fcdp.passes import untraced
 
 
 class Follower(Protocol):
-    """Who wants to know."""
-
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: what it is given to compute gradients has done so."""
 
@@ -52,7 +50,8 @@ class Strays:
         # Cyclic's ranks without a parameter of their own step an optimizer of none.
         if model is None or not params or self._known.get(optimizer) == len(params):
             return
-        lost = sum(map(self._is_replaced, params))
+        replaced = ((self._replaced.get(id(param)), param) for param in params)
+        lost = sum(there is not None and there() is param for there, param in replaced)
         if lost or self._may_be_older(params, model):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: {lost or len(params)} of its {len(params)} "
@@ -63,21 +62,18 @@ class Strays:
         if any(param.grad is not None for param in params):
             self._known[optimizer] = len(params)
 
-    def _is_replaced(self, param: Any) -> bool:
-        replaced = self._replaced.get(id(param))
-        return replaced is not None and replaced() is param
-
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.
 
         All of them, or of the trained ones: the optimizer of another model is none of this one's
         business.
         """
-        if any(param.grad is not None or isinstance(param, DTensor) for param in params):
-            return False
         ours = [*model.parameters()]
         here = set(map(id, ours))
-        if any(id(param) in here for param in params):
+        if any(
+            param.grad is not None or isinstance(param, DTensor) or id(param) in here
+            for param in params
+        ):
             return False
         trained = [param for param in ours if param.requires_grad]
         shapes = Counter(param.shape for param in params)

@@ -5,7 +5,6 @@ Meanwhile ``.grad`` holds a stand-in (``Waiting``): there is nothing to be read.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,16 +22,20 @@ PartialsPlace = Literal["device", "host"]
 _aten = torch.ops.aten
 
 
-class PartialGradients(ABC):
+class PartialGradients:
     """The partial gradients of one unit: (nodes · s) per rank, in fp32 or wider.
 
     That is 4 bytes for each of n/W = 1/L of the unit's elements, whatever the reduce dtype: as
-    wide as FSDP2 keeps accumulated gradients. Everything runs in the order of the current stream,
-    which is FSDP2's one stream of reductions.
+    wide as FSDP2 keeps accumulated gradients. They wait in the device memory that they are made in,
+    or in the host's: the device then holds one unit's sum at a time, and each micro-batch but the
+    first copies one in and out again. Everything runs in the order of the current stream, which is
+    FSDP2's one stream of reductions.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, memory: torch.Tensor | None = None) -> None:
+        """``memory``: uint8, the host's, with room for the unit's widest sum."""
         self._ledger = ledger
+        self._memory = memory
         self._sum: torch.Tensor | None = None
         #: Micro-batches whose gradients are in the sum.
         self.count = 0
@@ -47,7 +50,13 @@ class PartialGradients(ABC):
 
         ``owned``: nobody else will use its memory, so that the first need not be copied.
         """
-        self._add(partial, owned)
+        if self._memory is not None:
+            self._add_on_host(partial, self._memory)
+        elif self._sum is None:
+            self._sum = partial.to(_wide(partial.dtype), copy=not owned)
+            self._ledger.hold(self._sum.nbytes)
+        else:
+            self._sum += partial
         self.count += 1
 
     def take(self, partial: torch.Tensor) -> torch.Tensor:
@@ -57,66 +66,31 @@ class PartialGradients(ABC):
         return total
 
     def discard(self) -> None:
-        """Forget the sum."""
+        if self._sum is not None and self._memory is None:
+            self._ledger.hold(-self._sum.nbytes)
         self._sum = None
         self.count = 0
 
-    @abstractmethod
-    def _add(self, partial: torch.Tensor, owned: bool) -> None: ...
-
-    @abstractmethod
-    def _read(self, device: torch.device) -> torch.Tensor:
-        """Return the sum on ``device``, where it may be changed."""
-
-
-class OnDevice(PartialGradients):
-    """In the device memory that the gradients are made in."""
-
-    def discard(self) -> None:
-        if self._sum is not None:
-            self._ledger.hold(-self._sum.nbytes)
-        super().discard()
-
-    def _add(self, partial: torch.Tensor, owned: bool) -> None:
-        if self._sum is None:
-            self._sum = partial.to(_wide(partial.dtype), copy=not owned)
-            self._ledger.hold(self._sum.nbytes)
-        else:
-            self._sum += partial
-
-    def _read(self, device: torch.device) -> torch.Tensor:
-        assert self._sum is not None
-        return self._sum
-
-
-class OnHost(PartialGradients):
-    """In the host arena: the device holds one unit's sum at a time, while it is added to.
-
-    Each micro-batch but the first copies a sum in and out again.
-    """
-
-    def __init__(self, memory: torch.Tensor, ledger: Ledger) -> None:
-        """``memory``: uint8, room for the unit's widest sum."""
-        super().__init__(ledger)
-        self._memory = memory
-
-    def _add(self, partial: torch.Tensor, owned: bool) -> None:
+    def _add_on_host(self, partial: torch.Tensor, memory: torch.Tensor) -> None:
         dtype = _wide(partial.dtype)
         if self._sum is None:
             total = partial
-            if partial.numel() * dtype.itemsize > self._memory.numel():
+            if partial.numel() * dtype.itemsize > memory.numel():
                 raise RuntimeError(
                     f"partial gradients of {partial.dtype}: the host memory for them was planned "
                     "for another dtype; change it before FCDP is set up"
                 )
-            self._sum = self._memory[: partial.numel() * dtype.itemsize].view(dtype)
+            self._sum = memory[: partial.numel() * dtype.itemsize].view(dtype)
         else:
             total = self._read(partial.device).add_(partial)
         self._sum.copy_(total, non_blocking=True)
         self._ledger.add("device_to_host", "reduce", self._sum.nbytes)
 
     def _read(self, device: torch.device) -> torch.Tensor:
+        """Return the sum on ``device``, where it may be changed."""
         assert self._sum is not None
+        if self._memory is None:
+            return self._sum
         self._ledger.add("host_to_device", "reduce", self._sum.nbytes)
         return self._sum.to(device, non_blocking=True, copy=True)
 
@@ -133,15 +107,13 @@ class Partials:
         ledger: Ledger,
     ) -> None:
         self._ledger = ledger
-        ledger.host_partials_bytes = planned_bytes(place, units, topology)
-        self._arena = Arena(ledger.host_partials_bytes, device)
         sizes = _sizes(place, units, topology)
+        ledger.host_partials_bytes = sum(map(aligned, sizes.values()))
+        self._arena = Arena(ledger.host_partials_bytes, device)
         self._memory = {unit: self._arena.take(size) for unit, size in sizes.items()}
 
     def of(self, unit: Unit) -> PartialGradients:
-        if unit not in self._memory:
-            return OnDevice(self._ledger)
-        return OnHost(self._memory[unit], self._ledger)
+        return PartialGradients(self._ledger, self._memory.get(unit))
 
 
 def planned_bytes(place: PartialsPlace, units: Sequence[Unit], topology: Topology) -> int:
@@ -150,9 +122,15 @@ def planned_bytes(place: PartialsPlace, units: Sequence[Unit], topology: Topolog
 
 
 def _sizes(place: PartialsPlace, units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+    """Bytes of each unit's widest sum, where they wait on the host."""
     if place == "device":
         return {}
-    return {unit: _widest(unit, topology) for unit in units if unit.trainable}
+    widest = {
+        unit: max(_wide(param.dtype).itemsize for param in unit.params)
+        for unit in units
+        if unit.trainable
+    }
+    return {unit: topology.nodes * unit.shard_numel * size for unit, size in widest.items()}
 
 
 def _widest(unit: Unit, topology: Topology) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -88,12 +88,12 @@ def _separate(
     The block keeps the kind of parameter that it has most of. A module that holds several kinds
     itself, or is never called (``ParameterList``), cannot be split off and stays with the block.
     """
-    kinds_of = {module: _kinds(module, ignored) for module in _own_modules(block, blocks)}
+    others = {*blocks} - {block}
+    kinds_of = {module: _kinds(module, ignored) for module in own_modules(block, others)}
     holders = [module for module, kinds in kinds_of.items() if kinds]
-    sizes: dict[_Key, int] = defaultdict(int)
+    sizes: Counter[_Key] = Counter()
     for module in holders:
-        for key, numel in kinds_of[module].items():
-            sizes[key] += numel
+        sizes.update(kinds_of[module])
     if len(sizes) < 2:
         return
     stays = max(sizes, key=lambda key: sizes[key])
@@ -102,7 +102,8 @@ def _separate(
         kinds = kinds_of[module]
         if set(kinds) == {stays}:
             continue
-        if len(kinds) > 1 or not _is_called(module) or module is block:
+        called = type(module).forward is not nn.Module.forward
+        if len(kinds) > 1 or not called or module is block:
             warnings.warn(
                 f"fcdp.shard: {type(module).__name__} inside {type(block).__name__} cannot have a "
                 "unit of its own; the block's frozen parameters will cross nodes every step",
@@ -114,29 +115,21 @@ def _separate(
         yield Split(block, modules, key)
 
 
-def _own_modules(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The block's modules, without those of other units inside it."""
-    others = set(blocks) - {block}
-    found: list[nn.Module] = []
-    pending = [block]
-    while pending:
-        module = pending.pop(0)
-        found.append(module)
-        pending[:0] = [child for child in module.children() if child not in others]
-    return found
+def own_modules(module: nn.Module, others: Set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and those inside it, without ``others`` inside it and what these hold."""
+    yield module
+    for child in module.children():
+        if child not in others:
+            yield from own_modules(child, others)
 
 
-def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> dict[_Key, int]:
+def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> Counter[_Key]:
     """Elements that the module itself holds, by kind of parameter."""
-    sizes: dict[_Key, int] = defaultdict(int)
+    sizes: Counter[_Key] = Counter()
     for param in module.parameters(recurse=False):
         if param not in ignored:
             sizes[param.dtype, param.requires_grad] += param.numel()
-    return dict(sizes)
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return sizes
 
 
 def _nbytes(module: nn.Module) -> int:

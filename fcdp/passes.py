@@ -70,7 +70,6 @@ class Passes:
             fsdp2.before_gathers(unit.group, self._note_mode)
 
     def _note_mode(self) -> None:
-        """Note the mode of who asks for a gather."""
         self._grad_enabled = torch.is_grad_enabled()
 
     def begins_with(self, unit: Unit) -> bool:
@@ -138,6 +137,6 @@ def reshard(units: Iterable[Unit]) -> None:
 def drop_prefetched(units: Iterable[Unit]) -> None:
     """Forget what a pass prefetched and then skipped: by the next it may be stale."""
     for unit in units:
-        if unit.prefetched:
+        if fsdp2.prefetched(unit.group) is not None:
             unit.module.unshard()
             unit.module.reshard()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -95,7 +95,13 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if not is_output:
             self.drop_abandoned()
-            self._check_layout(numel // self._topology.ranks_per_node)
+            partial_numel = numel // self._topology.ranks_per_node
+            if self.pending and self._partials.numel != partial_numel:
+                raise RuntimeError(
+                    f"{self._unit.name}: other parameters received gradients in this micro-batch "
+                    "than in the ones before it; run such micro-batches without fcdp.accumulate, "
+                    "or call set_reduce_scatter_unused_params(True) on the module"
+                )
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
@@ -178,8 +184,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 "given up, do so with all of them, or call fcdp.discard(model)"
             )
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
 
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
@@ -204,8 +209,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 each for each in map(waiting_in, self._unit.params) if each is not None
             ]
 
-        with fsdp2.around_reductions(group, complete, note_waiting):
-            yield
+        return fsdp2.around_reductions(group, complete, note_waiting)
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
@@ -278,12 +282,3 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         alone = self._topology.nodes == 1 or self._world is not None
         return device.type == "cpu" and not alone and not self._unit.hooked
-
-    def _check_layout(self, numel: int) -> None:
-        """Raise ``RuntimeError`` if what waits is not as long as a partial gradient of now."""
-        if self.pending and self._partials.numel != numel:
-            raise RuntimeError(
-                f"{self._unit.name}: other parameters received gradients in this micro-batch than "
-                "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
-                "set_reduce_scatter_unused_params(True) on the module"
-            )

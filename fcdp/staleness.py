@@ -186,7 +186,10 @@ class Staleness:
             self._stepped(optimizer)
         watched = [*self._watched.items()]
         stamps = [unit.stamp() for unit, _ in watched]
-        held = [self._contents(unit, each) for unit, each in watched]
+        held = [
+            contents(unit) if self._compares or each.contents is not None else None
+            for unit, each in watched
+        ]
         written = [
             each.written or stamp != each.stamp or now != each.contents
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
@@ -218,11 +221,6 @@ class Staleness:
             self._compare_generations()
         if self._agreed is not None:
             self._agreed(*wished)
-
-    def _contents(self, unit: Unit, watched: _Watched) -> list[int] | None:
-        if self._compares or watched.contents is not None:
-            return contents(unit)
-        return None
 
     def _refuse(self, units: Sequence[Unit]) -> None:
         """Raise on every rank: between two agreements a gather used stale parameters."""

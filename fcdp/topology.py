@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,7 +188,7 @@ class Topology:
             2
         """
         ranks = _ranks_of(mesh)
-        backends = _backends()
+        backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
         if mesh.device_type not in backends:
             raise ValueError(
                 f"mesh: device type {mesh.device_type!r} has no backend in the default process "
@@ -199,42 +200,21 @@ class Topology:
         first = rank // size * size
         members = (ranks[first : first + size], ranks[rank % size :: size])
         backend = backends[mesh.device_type]
-        time_out = _time_out(mesh)
-        intra, inter = (
+        # As long as the mesh's own group waits for a rank that is silent, as the user has said: by
+        # default a new group would for half an hour, or ten minutes with NCCL.
+        found = [getattr(each, "options", None) for each in backends_of(mesh.get_group())]
+        time_out = max((each._timeout for each in found if each is not None), default=None)
+        gathers = [
             mesh.get_group() if own == ranks else _group(own, backend, "gather", time_out)
             for own in members
-        )
-        reduce_intra, reduce_inter = control_intra, control_inter = intra, inter
+        ]
+        reductions = controls = gathers
         if mesh.device_type != "cpu":
-            reduce_intra, reduce_inter = (
-                _group(own, backend, "reduce", time_out) for own in members
-            )
+            reductions = [_group(own, backend, "reduce", time_out) for own in members]
             # Not the world, where each process would connect to every other one.
             host = backends.get("cpu", "gloo")
-            control_intra, control_inter = (
-                _group(own, host, "control", time_out) for own in members
-            )
-        return cls(
-            nodes=len(ranks) // size,
-            ranks_per_node=size,
-            rank=rank,
-            mesh=mesh,
-            intra=intra,
-            inter=inter,
-            reduce_intra=reduce_intra,
-            reduce_inter=reduce_inter,
-            control_intra=control_intra,
-            control_inter=control_inter,
-        )
-
-
-def _time_out(mesh: DeviceMesh) -> timedelta | None:
-    """How long the mesh's own group waits for a rank that is silent, as the user has said.
-
-    A new group would wait for half an hour by default, or ten minutes with NCCL.
-    """
-    found = [getattr(backend, "options", None) for backend in backends_of(mesh.get_group())]
-    return max((each._timeout for each in found if each is not None), default=None)
+            controls = [_group(own, host, "control", time_out) for own in members]
+        return cls(len(ranks) // size, size, rank, mesh, *gathers, *reductions, *controls)
 
 
 def _group(
@@ -276,34 +256,20 @@ def connecting_lazily() -> Iterator[None]:
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _default_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
 def _world_mesh(device_type: str | None) -> DeviceMesh:
-    device_type = device_type or _default_device_type()
-    _init_process_group(device_type)
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
-def _init_process_group(device_type: str) -> None:
-    if dist.is_initialized():
-        return
-    if device_type == "cpu":
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if accelerator is None else accelerator.type
+    if not dist.is_initialized() and device_type == "cpu":
         dist.init_process_group("gloo")
-        return
-    # Before the first collective: NCCL binds a rank to the device that is current then.
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    # Gloo too: with parameters offloaded, clip_grad_norm_ reduces tensors of the CPU over the mesh.
-    backend = dist.get_default_backend_for_device(device_type)
-    with connecting_lazily():
-        dist.init_process_group(f"cpu:gloo,{device_type}:{backend}")
-
-
-def _backends() -> dict[str, str]:
-    """The default process group's backends by device type."""
-    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+    elif not dist.is_initialized():
+        # Before the first collective: NCCL binds a rank to the device that is current then.
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        # Gloo too: with offloaded parameters clip_grad_norm_ reduces CPU tensors over the mesh.
+        backend = dist.get_default_backend_for_device(device_type)
+        with connecting_lazily():
+            dist.init_process_group(f"cpu:gloo,{device_type}:{backend}")
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -331,44 +297,27 @@ def _shortened(ranks: Sequence[int]) -> str:
     return f"[{shown}, … {ranks[-1]}]" if len(ranks) > 8 else f"[{shown}]"
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Facts that one rank of a mesh knows and all must know alike."""
-
-    #: As :meth:`Topology.of_mesh` was told.
-    ranks_per_node: int | None
-    #: The launcher's; ``None`` where it is not set.
-    local_rank: int | None
-    local_world_size: int | None
-    #: Process groups so far: the name of the next one that its ranks alone make depends on it.
-    groups: int
-
-
 def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | None) -> int:
     """How many of the mesh's ranks share a node.
 
     Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
     """
-    mine = _Facts(
-        asked,
-        _variable("LOCAL_RANK"),
-        _variable("LOCAL_WORLD_SIZE"),
-        len(dist.distributed_c10d._world.pg_names),
-    )
-    gathered: list[_Facts | None] = [None] * len(ranks)
-    dist.all_gather_object(gathered, mine, group=mesh.get_group())
-    facts = [fact for fact in gathered if fact is not None]
-    counts = sorted({fact.groups for fact in facts})
+    # The name of the next group that the ranks alone make depends on how many there are so far.
+    groups = len(dist.distributed_c10d._world.pg_names)
+    mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), groups
+    facts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(facts, mine, group=mesh.get_group())
+    told, local_ranks, sizes, groups_of_each = zip(*facts, strict=True)
+    counts, answers = sorted({*groups_of_each}), {*told}
     if len(counts) > 1:
         raise ValueError(
             f"mesh: its ranks are members of {' and '.join(map(str, counts))} process groups; "
             "build the topology before groups of which only some of its ranks are members"
         )
-    answers = {fact.ranks_per_node for fact in facts}
     if len(answers) > 1:
         raise ValueError(f"ranks_per_node = {asked}: ranks differ, {answers}; must be equal")
     if asked is None:
-        return _found_ranks_per_node(ranks, facts)
+        return _found_ranks_per_node(ranks, local_ranks, {*sizes})
     if asked < 1 or len(ranks) % asked:
         raise ValueError(
             f"ranks_per_node = {asked}: must be positive and divide the mesh's {len(ranks)} ranks"
@@ -380,10 +329,11 @@ def _variable(name: str) -> int | None:
     return int(os.environ[name]) if name in os.environ else None
 
 
-def _found_ranks_per_node(ranks: Sequence[int], facts: Sequence[_Facts]) -> int:
+def _found_ranks_per_node(
+    ranks: Sequence[int], local_ranks: Sequence[int | None], sizes: set[int | None]
+) -> int:
     """By the launcher's word: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
-    sizes = {fact.local_world_size for fact in facts}
-    if None in sizes or any(fact.local_rank is None for fact in facts):
+    if None in sizes or None in local_ranks:
         raise ValueError(
             "environment: LOCAL_WORLD_SIZE or LOCAL_RANK not set; start the program with torchrun, "
             "or say how many ranks of the mesh share a node (ranks_per_node)"
@@ -396,11 +346,11 @@ def _found_ranks_per_node(ranks: Sequence[int], facts: Sequence[_Facts]) -> int:
         )
     size = sizes.pop()
     assert size is not None
-    for rank, fact in zip(ranks, facts, strict=True):
-        if fact.local_rank != rank % size:
+    for rank, local_rank in zip(ranks, local_ranks, strict=True):
+        if local_rank != rank % size:
             raise ValueError(
-                f"LOCAL_RANK: rank {rank} has local rank {fact.local_rank}; ranks must be numbered "
-                f"node by node (expected {rank % size})"
+                f"LOCAL_RANK: rank {rank} has local rank {local_rank}; ranks must be numbered node "
+                f"by node (expected {rank % size})"
             )
     shares = Counter(rank // size for rank in ranks)
     if len(set(shares.values())) > 1:

@@ -26,6 +26,8 @@ class Unit:
     module: FSDPModule
     #: FSDP2's ``FSDPParamGroup``.
     group: Any
+    #: Elements and dtype of each parameter's part of one rank's part of the gather, with padding.
+    parts: list[tuple[int, torch.dtype]]
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
     #: Elements of it, padding included.
@@ -41,11 +43,6 @@ class Unit:
         return fsdp2.sharded_params(self.group)
 
     @property
-    def parts(self) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of each parameter's part of the gather, padding included."""
-        return _parts(self.group)
-
-    @property
     def trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)
 
@@ -55,11 +52,6 @@ class Unit:
         return fsdp2.reduce_hook(self.group) is not None or any(
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )
-
-    @property
-    def prefetched(self) -> bool:
-        """Whether a gather has begun that nobody has waited for."""
-        return fsdp2.prefetched(self.group) is not None
 
     def shard(self, device: torch.device) -> torch.Tensor:
         """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it."""
@@ -116,39 +108,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
     params = fsdp2.sharded_params(group)
-    _check_mesh(name, group, topology)
-    mesh, backward_mesh = fsdp2.meshes(group)
-    if backward_mesh is not None and backward_mesh is not mesh:
-        raise ValueError(
-            f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
-            "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
-        )
-    for param in params:
-        _check_extension(param)
-    in_backward = fsdp2.gathers_in_backward(group) and not kept
-    frozen = not any(param.requires_grad for param in params)
-    parts = _parts(group)
-    return Unit(
-        name,
-        module,
-        group,
-        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
-        shard_numel=sum(numel for numel, _ in parts),
-        gather_dtypes=frozenset(dtype for _, dtype in parts),
-        reuses=in_backward + frozen,
-    )
-
-
-def _parts(group: Any) -> list[tuple[int, torch.dtype]]:
-    return [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
-
-
-def _check_mesh(name: str, group: Any, topology: Topology) -> None:
-    """Raise ``ValueError`` for a group that is sharded over other ranks than the topology's.
-
-    Parameters may be distributed over other dimensions too, as by tensor parallelism.
-    """
-    info, _ = fsdp2.meshes(group)
+    info, backward_info = fsdp2.meshes(group)
+    # Parameters may be distributed over other dimensions too, as by tensor parallelism.
     if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
         raise ValueError(
             f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
@@ -160,15 +121,31 @@ def _check_mesh(name: str, group: Any, topology: Topology) -> None:
         raise ValueError(
             f"{name}: sharded over ranks {ranks}; must be those of the topology, {expected}"
         )
-
-
-def _check_extension(param: DTensor) -> None:
-    local = param._local_tensor
-    if hasattr(local, "fsdp_pre_all_gather"):
+    if backward_info is not None and backward_info is not info:
         raise ValueError(
-            f"parameter of shape {tuple(param.shape)}: its tensor class {type(local).__name__} "
-            "gathers by an FSDP2 extension, which FCDP cannot cache"
+            f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
+            "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
         )
+    for param in params:
+        if hasattr(param._local_tensor, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"parameter of shape {tuple(param.shape)}: its tensor class "
+                f"{type(param._local_tensor).__name__} gathers by an FSDP2 extension, which FCDP "
+                "cannot cache"
+            )
+    in_backward = fsdp2.gathers_in_backward(group) and not kept
+    frozen = not any(param.requires_grad for param in params)
+    parts = [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
+    return Unit(
+        name,
+        module,
+        group,
+        parts,
+        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
+        shard_numel=sum(numel for numel, _ in parts),
+        gather_dtypes=frozenset(dtype for _, dtype in parts),
+        reuses=in_backward + frozen,
+    )
 
 
 def _gather_dtype(data: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:

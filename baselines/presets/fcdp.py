@@ -144,7 +144,7 @@ class FCDP(FSDP2):
         entries: Counter[str] = Counter()
         entry_bytes: Counter[str] = Counter()
         for unit in engine.units:
-            tier = engine.cache.tier_of(unit)
+            tier = engine.entries[unit].tier
             if tier is not None:
                 entries[tier] += 1
                 entry_bytes[tier] += (self.job.topology.nodes - 1) * unit.shard_bytes

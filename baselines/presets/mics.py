@@ -11,8 +11,8 @@ from baselines.pytorch.fsdp2 import FSDP2
 from baselines.pytorch.fsdp2 import build as sharded
 from baselines.strategy import Job
 from fcdp import Topology, exchange, fsdp2
+from fcdp.all_gather import Gathering
 from fcdp.fsdp2 import AllGather, ReduceScatter
-from fcdp.gathering import Gathering
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
@@ -27,7 +27,7 @@ def build(model: nn.Module, job: Job) -> FSDP2:
     return trainable
 
 
-class _NodeGather(exchange.Buffers, AllGather):
+class _NodeGather(fsdp2.DefaultAllocMixin, AllGather):
     """The intra-node all-gather of one FSDP module."""
 
     def __init__(self, topology: Topology, module: FSDPModule) -> None:
@@ -53,7 +53,7 @@ class _NodeGather(exchange.Buffers, AllGather):
             fsdp2.forget_gather(group)
 
 
-class _NodeReduce(exchange.Buffers, ReduceScatter):
+class _NodeReduce(fsdp2.DefaultAllocMixin, ReduceScatter):
     """The intra-node reduce-scatter, whose result FSDP2 all-reduces across nodes."""
 
     def __call__(

@@ -36,16 +36,6 @@ class Safety:
     poison: bool = False
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Device memory as a pass found it, in bytes, and what of it could be told apart."""
-
-    usage: Usage
-    #: Memory of tensors, where PyTorch's allocator knows, and of the device tier.
-    in_tensors: int | None
-    in_tier: int
-
-
 class GatherOrder:
     """The order in which a pass gathers its units, foreseen from the pass before.
 
@@ -110,8 +100,9 @@ class Cache:
         #: Whether the model's last forward was for training.
         self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
-        #: Usage in this pass; asked for by the first that wants to know.
-        self._seen: _Seen | None = None
+        #: Usage in this pass, asked for by the first that wants to know; and bytes of it then: of
+        #: tensors, where PyTorch's allocator knows, and of the device tier.
+        self._seen: tuple[Usage, int | None, int] | None = None
         #: How many entries are staged.
         self._staged = 0
         # None is kept: while one is filled ahead, the one before it is being read.
@@ -152,16 +143,13 @@ class Cache:
         entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
         return not lost
 
-    def worth_keeping(self, entry: Entry, given_bytes: int) -> bool:
+    def worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.
 
         What stays gathered through a step is read again by the next forward only if no optimizer
         step comes first: without gradients, or before the last of several micro-batches. Where this
-        guess was wrong once, the entry is kept from then on. Nothing is kept of a shard of other
-        ``given_bytes`` than was planned for.
+        guess was wrong once, the entry is kept from then on.
         """
-        if given_bytes != entry.unit.shard_bytes:
-            return False
         if entry.unit.reuses:
             return True
         entry.missed |= entry.passed_over == entry.generation
@@ -187,11 +175,15 @@ class Cache:
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
         wanted = self._take_staged(entry)
         if wanted is None:
-            wanted = self._room(output, home)
+            wanted = self._staging.take_for(output, self._topology, home, own=False)
             self._tiers[entry.tier].load(entry.unit, wanted)
         self._count(entry.unit, entry.tier, phase, inward=False)
-        if entry.checksums is not None:
-            self._compare(entry, entry.checksums, self._checksums(wanted))
+        stored = entry.checksums
+        if stored is not None and not torch.equal(stored, self._checksums(wanted)):
+            raise RuntimeError(
+                f"{entry.unit.name}: rank {self._topology.rank} read from the {entry.tier} cache "
+                f"other bytes than it stored (generation {entry.generation})"
+            )
         if self.placement.moves:
             preference = self._wanted(entry.unit, stored=False)
             if preference and preference[0] != entry.tier:
@@ -231,8 +223,14 @@ class Cache:
             if entry.tier is None or not entry.readable:  # what is held is never newer than offered
                 continue
             self._tiers[entry.tier].expect(entry.unit)
-            if not self._streams.on_host and entry.tier == "host":
-                self._stage(entry)
+            in_memory = not self._streams.on_host and entry.tier == "host"
+            if in_memory and entry.staged is None and self._staged < self._look_ahead:
+                # Copied ahead of the gather that reads it, which waits for no queue but its own;
+                # not one byte moves twice over the host link.
+                rows, size = self._topology.nodes - 1, entry.unit.shard_bytes
+                entry.staged = self._staging.take(rows, size, torch.uint8, self._device, own=None)
+                self._staged += 1
+                self._host_tier.load(entry.unit, entry.staged)
 
     def drop_resized(self, entry: Entry) -> None:
         """Keep nothing of a unit whose dtype has changed: its memory was planned for another.
@@ -256,10 +254,6 @@ class Cache:
             self._forget(entry)
             entry.settled = False
 
-    def tier_of(self, unit: Unit) -> TierName | None:
-        """Say where this rank keeps a unit's entry."""
-        return self._entries[unit].tier
-
     def _intact(self, entry: Entry) -> bool:
         return entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
 
@@ -272,28 +266,6 @@ class Cache:
 
     def _on_disk(self, unit: Unit) -> bool:
         return "disk" in self.placement.preferences[unit]
-
-    def _room(self, output: torch.Tensor, home: Any) -> Slice:
-        """Where a hit's rows go. With one rank per node, and on the CPU: where FSDP2 wants them."""
-        topology = self._topology
-        nodes, ranks = topology.nodes, topology.ranks_per_node
-        if self._streams.on_host or ranks == 1:
-            rows = output.view(nodes, ranks, -1)[:, topology.local_rank]
-            return Slice(rows, topology.node, home)
-        numel = output.numel() // topology.world_size
-        return self._staging.take(nodes - 1, numel, output.dtype, self._device, own=None)
-
-    def _stage(self, entry: Entry) -> None:
-        """Copy an entry to the device ahead of the gather that will read it from there.
-
-        Not one byte moves twice over the host link, and the gather waits for no queue but its own.
-        """
-        if entry.staged is not None or self._staged >= self._look_ahead:
-            return
-        others, size = self._topology.nodes - 1, entry.unit.shard_bytes
-        entry.staged = self._staging.take(others, size, torch.uint8, self._device, own=None)
-        self._staged += 1
-        self._host_tier.load(entry.unit, entry.staged)
 
     def _take_staged(self, entry: Entry) -> Slice | None:
         staged, entry.staged = entry.staged, None
@@ -319,13 +291,14 @@ class Cache:
         That is all tensors where it is to be ``exact``: activations come while units are stored.
         Of a load it is the tier's own, which costs the host nothing.
         """
+        in_tier = self._device_tier.nbytes
         if self._seen is None:
-            usage, taken = device_usage(self._device), allocated_bytes(self._device)
-            self._seen = _Seen(usage, taken, self._device_tier.nbytes)
-        since = self._device_tier.nbytes - self._seen.in_tier
-        if exact and self._seen.in_tensors is not None:
-            since = (allocated_bytes(self._device) or 0) - self._seen.in_tensors
-        return replace(self._seen.usage, used=self._seen.usage.used + since)
+            self._seen = device_usage(self._device), allocated_bytes(self._device), in_tier
+        usage, in_tensors_then, in_tier_then = self._seen
+        since = in_tier - in_tier_then
+        if exact and in_tensors_then is not None:
+            since = (allocated_bytes(self._device) or 0) - in_tensors_then
+        return replace(usage, used=usage.used + since)
 
     def _put(
         self, entry: Entry, given: Slice, phase: Phase, preference: Sequence[TierName]
@@ -336,7 +309,14 @@ class Cache:
             try:
                 self._tiers[tier].store(unit, given)
             except TierUnavailable as reason:
-                self._say(unit, tier, reason)
+                if tier not in self._fallen:
+                    self._fallen.add(tier)
+                    logger.warning(
+                        "%s cache: %s for %s; using the next tier for what does not fit",
+                        tier,
+                        reason,
+                        unit.name,
+                    )
                 continue
             entry.tier, entry.held = tier, entry.generation
             entry.checksums = self._checksums(given) if self._safety.verify else None
@@ -351,16 +331,6 @@ class Cache:
         if entry.tier is not None:
             self._tiers[entry.tier].drop(entry.unit)
             entry.tier = None
-
-    def _say(self, unit: Unit, tier: TierName, reason: TierUnavailable) -> None:
-        if tier not in self._fallen:
-            self._fallen.add(tier)
-            logger.warning(
-                "%s cache: %s for %s; using the next tier for what does not fit",
-                tier,
-                reason,
-                unit.name,
-            )
 
     def _count(self, unit: Unit, tier: TierName, phase: Phase, *, inward: bool) -> None:
         count = (self._topology.nodes - 1) * unit.shard_bytes
@@ -380,11 +350,3 @@ class Cache:
             # As bytes: what is fetched ahead has no other dtype, and sums depend on it.
             rows = [row for run in given.others() for row in run.view(torch.uint8)]
             return torch.stack(list(map(checksum, rows)))
-
-    def _compare(self, entry: Entry, stored: torch.Tensor, loaded: torch.Tensor) -> None:
-        """Raise ``RuntimeError`` if rows are not what they were. Waits for the device."""
-        if not torch.equal(stored, loaded):
-            raise RuntimeError(
-                f"{entry.unit.name}: rank {self._topology.rank} read from the {entry.tier} cache "
-                f"other bytes than it stored (generation {entry.generation})"
-            )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fcdp.streams import Streams
+from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 #: Where an entry's bytes are: in the accelerator's memory, in the arena of page-locked host memory,
@@ -43,21 +44,13 @@ class Access:
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
-        if self._written is not None:
-            stream.wait_event(self._written)
-        for event in self._reads.values():
-            if event is not None:
-                stream.wait_event(event)
+        for event in self.events():
+            stream.wait_event(event)
 
     def events(self) -> list[Any]:
         """Events that the CPU has to wait for before it touches the memory itself."""
         events = (self._written, *self._reads.values())
         return [event for event in events if event is not None]
-
-    def settle(self) -> None:
-        """Block the calling thread until no stream touches the memory."""
-        for event in self.events():
-            event.synchronize()
 
     @property
     def busy(self) -> bool:
@@ -114,11 +107,6 @@ class Slice:
     #: Its rows, in the dtype that was asked for last.
     _rows: Sequence[torch.Tensor] = ()
 
-    @property
-    def form(self) -> tuple[int, int, torch.dtype]:
-        """Rows, elements of each, and what they are."""
-        return *self.memory.shape, self.memory.dtype
-
     def others(self) -> list[torch.Tensor]:
         """List the other nodes' rows, as at most two contiguous runs in node order."""
         if self.own is None:
@@ -158,13 +146,28 @@ class Slices:
     ) -> Slice:
         """Give out ``rows`` rows of ``numel`` elements: what was let go if it has that form."""
         free = self.drain(self._kept)
-        if free is not None and free.home is self._stream and free.form == (rows, numel, dtype):
-            free.access, free.own = Access(), own
-            return free
+        if free is not None and free.home is self._stream:
+            form = *free.memory.shape, free.memory.dtype
+            if form == (rows, numel, dtype):
+                free.access, free.own = Access(), own
+                return free
         del free  # or there would be memory for one more
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)
         return Slice(memory, own, self._stream)
+
+    def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
+        """Where a gather's rows go: of all nodes if ``own``, or of the other ones.
+
+        On an accelerator to memory apart. With one rank per node the slice is the whole unit, and
+        the ``output`` (n·L·s) serves as it is, of the stream ``home``; as on the CPU.
+        """
+        nodes, node, ranks = topology.nodes, topology.node, topology.ranks_per_node
+        if self._streams.on_host or ranks == 1:
+            return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
+        numel = output.numel() // topology.world_size
+        rows, place = (nodes, node) if own else (nodes - 1, None)
+        return self.take(rows, numel, output.dtype, output.device, place)
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""

@@ -63,34 +63,10 @@ def available_host_memory() -> int | None:
     return min([fields["MemAvailable"], *_left_to_groups()])
 
 
-@dataclass(frozen=True)
-class _GroupFiles:
-    """Names of files in one version of Linux's control groups."""
-
-    limit: str
-    used: str
-    #: Fields of ``memory.stat``: file pages, which the kernel gives up before it kills.
-    reclaimable: tuple[str, str]
-
-    def left(self, group: Path) -> int | None:
-        """Bytes that ``group`` may still take; ``None`` without a limit."""
-        try:
-            limit = (group / self.limit).read_text(encoding="ascii").strip()
-            used = int((group / self.used).read_text(encoding="ascii"))
-            stat = (group / "memory.stat").read_text(encoding="ascii")
-        except OSError:
-            return None
-        if limit == "max":
-            return None
-        fields = dict(line.split() for line in stat.splitlines())
-        reclaimable = sum(int(fields.get(name, 0)) for name in self.reclaimable)
-        return max(0, int(limit) - used + reclaimable)
-
-
-_V1 = _GroupFiles(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
-)
-_V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+#: Of a control group by version of Linux's: files of its limit and of what it uses, and fields of
+#: ``memory.stat`` for file pages, which the kernel gives up before it kills.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "active_file", "inactive_file"
 
 
 def _left_to_groups(
@@ -104,17 +80,29 @@ def _left_to_groups(
     left: list[int | None] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            left += [_V2.left(group) for group in _around(groups, path)]
-        elif "memory" in controllers.split(","):
-            left += [_V1.left(group) for group in _around(groups / "memory", path)]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (groups / "memory", _V1) if controllers else (groups, _V2)
+        # A group and those that it lies in. Inside a container only the root may be there.
+        group = root / path.strip("/")
+        around = [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+        left += [_left_to(each, *names) for each in around]
     return [nbytes for nbytes in left if nbytes is not None]
 
 
-def _around(root: Path, path: str) -> list[Path]:
-    """A group and those that it lies in. Inside a container only the root may be there."""
-    group = root / path.strip("/")
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+def _left_to(group: Path, limit: str, used: str, *reclaimable: str) -> int | None:
+    """Bytes that ``group`` may still take; ``None`` without a limit."""
+    try:
+        most, taken, stat = (
+            (group / name).read_text(encoding="ascii") for name in (limit, used, "memory.stat")
+        )
+    except OSError:
+        return None
+    if most.strip() == "max":
+        return None
+    fields = dict(line.split() for line in stat.splitlines())
+    spare = sum(int(fields.get(name, 0)) for name in reclaimable)
+    return max(0, int(most) - int(taken) + spare)
 
 
 def _meminfo() -> dict[str, int] | None:

@@ -28,10 +28,10 @@ class MemoryPlan:
     #: Units with memory in the host arena, and units with room in the disk's file.
     on_host: Sequence[Unit]
     on_disk: Sequence[Unit]
-    #: Bytes of partial gradients that wait on the host.
-    partials_bytes: int
-    #: Bytes of own shards that are kept as the other nodes were sent them.
-    sent_bytes: int
+    #: One to load from and one to write from, while others are read ahead.
+    disk_buffers: int
+    #: Bytes of host memory a rank, by what takes them.
+    parts: dict[str, int]
 
     @classmethod
     def of(
@@ -48,34 +48,17 @@ class MemoryPlan:
         placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []
-        return cls(
-            placement,
-            topology,
-            look_ahead,
-            on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
-            on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
-            partials_bytes=partial_gradients.planned_bytes(partials_place, units, topology),
-            sent_bytes=sum(
-                unit.shard_bytes
-                for unit in placed
-                if differences and unit.trainable and placement.preferences[unit]
-            ),
-        )
-
-    @property
-    def disk_buffers(self) -> int:
-        """One to load from and one to write from, while others are read ahead."""
-        return self.look_ahead + 2
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes of host memory a rank, by what takes them."""
-        return {
-            "cache": host.planned_bytes(self.on_host, self.topology),
-            "disk buffers": disk.planned_bytes(self.on_disk, self.topology, self.disk_buffers),
-            "partial gradients": self.partials_bytes,
-            "shards as sent": self.sent_bytes,
+        on_host = [unit for unit in placed if _planned_tier(placement, unit) == "host"]
+        on_disk = [unit for unit in placed if "disk" in placement.preferences[unit]]
+        sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
+        buffers = look_ahead + 2
+        parts = {
+            "cache": host.planned_bytes(on_host, topology),
+            "disk buffers": disk.planned_bytes(on_disk, topology, buffers),
+            "partial gradients": partial_gradients.planned_bytes(partials_place, units, topology),
+            "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }
+        return cls(placement, topology, look_ahead, on_host, on_disk, buffers, parts)
 
     @property
     def host_bytes(self) -> int:
@@ -112,17 +95,13 @@ class MemoryPlan:
         return f"fcdp: {in_words(self.host_bytes)} of host memory per node, {ranks} × ({parts})"
 
     def __str__(self) -> str:
-        memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
-        return f"fcdp: {self._places}{memory}"
-
-    @property
-    def _places(self) -> str:
         units = self.placement.preferences
-        counted = f"{len(units)} unit{'s' * (len(units) != 1)}"
-        if self.topology.nodes == 1:
-            return f"{counted}, on one node: nothing crosses nodes, and nothing is cached"
         places = Counter(_where(self.placement, unit) for unit in units)
-        return f"{counted}: {', '.join(f'{count} {place}' for place, count in places.items())}"
+        where = f": {', '.join(f'{count} {place}' for place, count in places.items())}"
+        if self.topology.nodes == 1:
+            where = ", on one node: nothing crosses nodes, and nothing is cached"
+        memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
+        return f"fcdp: {len(units)} unit{'s' * (len(units) != 1)}{where}{memory}"
 
 
 def _where(placement: Placement, unit: Unit) -> str:

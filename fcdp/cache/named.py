@@ -41,10 +41,6 @@ def parse(text: str) -> CachePolicy:
         raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(FORMS)}") from error
 
 
-def _directory() -> Path:
-    return Path(tempfile.gettempdir())
-
-
 def _plain(make: Callable[[], CachePolicy]) -> Callable[[dict[str, str]], CachePolicy]:
     def build(arguments: dict[str, str]) -> CachePolicy:
         if arguments:
@@ -64,14 +60,14 @@ def _budget(arguments: dict[str, str]) -> CachePolicy:
     given = {name: sizes.parse(value) for name, value in arguments.items()}
     if not given or not set(given) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return Budget(**given, directory=_directory() if given.get("disk") else None)
+    return Budget(**given, directory=Path(tempfile.gettempdir()) if given.get("disk") else None)
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {
     "none": _plain(NoCache),
     "device": _plain(DeviceCache),
     "host": _plain(HostCache),
-    "disk": _plain(lambda: DiskCache(_directory())),
+    "disk": _plain(lambda: DiskCache(Path(tempfile.gettempdir()))),
     "threshold": _threshold,
     "budget": _budget,
     "auto": _plain(Auto),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -306,7 +307,7 @@ class Auto:
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return _AutoPlacement(
             dict.fromkeys(units, ("device", "host")),
-            list(_best_first(units)),
+            _best_first(units),
             topology.nodes - 1,
             self.reserve,
             self.measured_gathers,
@@ -322,12 +323,12 @@ class _AutoPlacement:
     measured_gathers: int
     guarded = True
     moves = True
-    _gathers: dict[Unit, int] = field(default_factory=dict)
+    _gathers: Counter[Unit] = field(default_factory=Counter)
     #: Units that the device keeps; ``None`` while measuring.
     _kept: set[Unit] | None = None
 
     def admits(self, unit: Unit, usage: Usage) -> bool:
-        self._gathers[unit] = self._gathers.get(unit, 0) + 1
+        self._gathers[unit] += 1
         if self._kept is None:
             if self._gathers[unit] <= self.measured_gathers:
                 return False
@@ -350,10 +351,9 @@ class _AutoPlacement:
         return kept
 
 
-def _best_first(units: Sequence[Unit]) -> Sequence[Unit]:
+def _best_first(units: Sequence[Unit]) -> list[Unit]:
     """Most reused first, then soonest reused: backward meets the last unit of forward first."""
-    order = {unit: place for place, unit in enumerate(units)}
-    return sorted(units, key=lambda unit: (-unit.reuses, -order[unit]))
+    return sorted(units, key=lambda unit: unit.reuses)[::-1]
 
 
 def _is_number(value: Any) -> bool:

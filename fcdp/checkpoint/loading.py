@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from fcdp.checkpoint.background import background_of
-from fcdp.checkpoint.commit import Commit, read_commit
-from fcdp.checkpoint.contents import (
-    check_same_groups,
-    check_same_kind,
-    check_same_names,
-    check_same_tensors,
-    empty,
-    groups_of,
-    numbered,
-    split,
-)
+from fcdp.checkpoint.commit import Commit, SavedOptimizer, read_commit
 from fcdp.checkpoint.files import check_files
-from fcdp.checkpoint.saving import why
+from fcdp.checkpoint.saving import background_of, groups_of, kind_of, names_of, split, why
 from fcdp.durable import COMMIT
 from fcdp.engine import engine_of
 
@@ -68,25 +58,26 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
     background.settle()
     where = Path(directory)
     # One rank reads it: others, on nodes that do not share the directory, might find another one.
-    data = background.from_rank_0(lambda: read_commit(where))
-    plan = background.agree(lambda: _plan(model, optimizer, Commit.parse(data, where / COMMIT)))
-    shards = where / plan.commit.shards
-    topology = engine.topology
+    group, topology = background.group, engine.topology
+    data = [background.agree(lambda: read_commit(where) if group.rank() == 0 else b"")]
+    dist.broadcast_object_list(data, src=0, group=group)
+    commit, tensors, of_model, of_optimizer = background.agree(
+        lambda: _plan(model, optimizer, Commit.parse(data[0], where / COMMIT))
+    )
+    shards, layout = where / commit.shards, commit.layout
     background.agree(
-        lambda: check_files(
-            shards, plan.commit.layout.files, part=topology.rank, parts=topology.world_size
-        )
+        lambda: check_files(shards, layout.files, part=topology.rank, parts=topology.world_size)
     )
     try:
-        reader = _Reader(shards, plan.commit.layout.metadata)
-        state_dict_loader.load(plan.tensors, storage_reader=reader, process_group=background.group)
+        reader = _Reader(shards, layout.metadata)
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
     finally:
         engine.staleness.invalidate()
-    model.load_state_dict(plan.model)
-    optimizer.load_state_dict(plan.optimizer)
-    return plan.commit.extra
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    return commit.extra
 
 
 class _Reader(FileSystemReader):
@@ -100,33 +91,93 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Tensors and state to read, and where they go."""
+def _plan(
+    model: nn.Module, optimizer: Optimizer, commit: Commit
+) -> tuple[Commit, dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """The commit, tensors by key in the shards, and state dicts of model and optimizer.
 
-    commit: Commit
-    #: By key in the shards; filled in place.
-    tensors: dict[str, torch.Tensor]
-    #: State dicts that hold these same tensors, and what is not sharded.
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-
-
-def _plan(model: nn.Module, optimizer: Optimizer, commit: Commit) -> _Plan:
-    """Raises ``ValueError`` for a checkpoint that does not fit."""
+    The state dicts hold these same tensors, which are filled in place, and what is not sharded.
+    Raises ``ValueError`` for a checkpoint that does not fit.
+    """
     metadata, saved = commit.layout.tensors, commit.optimizer
     params, rest = split(model)
     tensors = {f"model.{name}": tensor.detach() for name, tensor in params.items()}
-    check_same_tensors(tensors, metadata)
-    check_same_names("model", rest, commit.model)
+    _check_same_tensors(tensors, metadata)
+    _check_same_names("model", rest, commit.model)
     whole = {**model.state_dict(), **commit.model}
 
-    check_same_kind(optimizer, saved)
+    _check_same_kind(optimizer, saved)
     groups = groups_of(optimizer, params)
-    check_same_groups(groups, saved.param_groups)
+    _check_same_groups(groups, saved.param_groups)
     for name, state in saved.state.items():
         for entry in state:
             key = f"optimizer.{name}.{entry}"
             if key in metadata:
-                state[entry] = tensors[key] = empty(metadata[key], params[name])
-    return _Plan(commit, tensors, whole, numbered(groups, saved))
+                state[entry] = tensors[key] = _empty(metadata[key], params[name])
+    return commit, tensors, whole, _numbered(groups, saved)
+
+
+def _numbered(groups: Sequence[dict[str, Any]], saved: SavedOptimizer) -> dict[str, Any]:
+    """The state dict that the optimizer of ``groups`` takes, which knows parameters by number."""
+    numbers = {name: number for number, name in enumerate(names_of(groups))}
+    return {
+        "state": {numbers[name]: state for name, state in saved.state.items() if state},
+        "param_groups": [
+            {**other, "params": [numbers[name] for name in group["params"]]}
+            for group, other in zip(groups, saved.param_groups, strict=True)
+        ],
+    }
+
+
+def _empty(saved: TensorStorageMetadata, param: torch.Tensor) -> torch.Tensor:
+    """Room for one tensor of an optimizer's state: as the save has checked."""
+    if saved.size == param.shape:
+        return torch.empty_like(param, dtype=saved.properties.dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+
+
+def _check_same_tensors(ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    of_model = [key for key in saved if key.startswith("model.")]
+    _check_same_names("model", ours, of_model)
+    for key, tensor in ours.items():
+        if saved[key].size != tensor.shape:
+            raise ValueError(
+                f"{key.removeprefix('model.')}: has shape {tuple(saved[key].size)} in the "
+                f"checkpoint; must be {tuple(tensor.shape)}, the model's"
+            )
+
+
+def _check_same_kind(ours: Optimizer, saved: SavedOptimizer) -> None:
+    """A class counts by its name alone if one side found it in the script that was started."""
+    kind, main = kind_of(ours), "__main__."
+    same = kind == saved.kind
+    if kind.startswith(main) or saved.kind.startswith(main):
+        same = kind.rpartition(".")[2] == saved.kind.rpartition(".")[2]
+    if not same:
+        raise ValueError(
+            f"optimizer: the checkpoint has the state of one of class {saved.kind}; "
+            f"must be {kind}, as the one to load into"
+        )
+
+
+def _check_same_groups(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    if len(ours) != len(saved):
+        raise ValueError(
+            f"optimizer: the checkpoint has {len(saved)} parameter groups; must be {len(ours)}"
+        )
+    for index, (group, other) in enumerate(zip(ours, saved, strict=True)):
+        _check_same_names(f"optimizer.param_groups[{index}]", group["params"], other["params"])
+
+
+def _check_same_names(what: str, ours: Any, saved: Any) -> None:
+    missing, unexpected = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
+    if missing or unexpected:
+        raise ValueError(
+            f"{what}: the checkpoint lacks {_some(missing)} and has {_some(unexpected)} besides; "
+            "must hold the same parameters"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(name.removeprefix("model.") for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"

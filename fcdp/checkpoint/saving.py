@@ -6,10 +6,12 @@ import fcntl
 import os
 import shutil
 import time
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,19 +24,21 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
-from fcdp.checkpoint.background import background_of
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
-from fcdp.checkpoint.contents import check_layout, groups_of, kind_of, names_of, split
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.engine import engine_of
+from fcdp.topology import Topology
 
 _SHARDS = "shards-"
 _METADATA = ".metadata"
 #: Longer than another program writes a commit; NFS may keep a lost node's lock for ever.
 _LOCK_S = 30.0
+
+_T = TypeVar("_T")
 
 
 def save(
@@ -80,7 +84,10 @@ def save(
     topology = engine.topology
     engine.staleness.conclude()
     background = background_of(topology)
-    shards = Path(directory) / _new_name()
+    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
+    # Over the default group: that of the background may be busy with the save before.
+    dist.broadcast_object_list(names, src=0)
+    shards = Path(directory) / names[0]
     tensors, state = on_all_ranks(
         "extra, optimizer", topology, lambda: _snapshot(model, optimizer, extra)
     )
@@ -172,18 +179,7 @@ def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -
 
 
 def why(failure: CheckpointException) -> str:
-    """Errors by rank, as text."""
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
-
-
-def _new_name() -> str:
-    """Make up a name for a folder, which all ranks agree on.
-
-    Over the default group: that of the background may be busy with the save before.
-    """
-    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
 
 
 def _snapshot(
@@ -199,9 +195,112 @@ def _snapshot(
         for entry, value in optimizer.state.get(params[name], {}).items():
             states[name][entry] = value
             if isinstance(value, torch.Tensor):
-                check_layout(entry, value, name, params[name])
+                _check_layout(entry, value, name, params[name])
                 tensors[f"optimizer.{name}.{entry}"] = value.detach()
                 states[name][entry] = None
     saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
     copy = copied({"model": rest, "optimizer": saved, "extra": extra})
     return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}
+
+
+def split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The model's parameters and buffers by their first name, and state that is no tensor.
+
+    In between FSDP2 puts the sharded parameters back in place, which the optimizer knows.
+    """
+    state = model.state_dict(keep_vars=True)
+    firsts = {id(value): name for name, value in reversed(state.items())}
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and firsts[id(value)] == name
+    }
+    return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+
+
+def groups_of(optimizer: Optimizer, params: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with names for parameters."""
+    names = {id(param): name for name, param in params.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"optimizer.param_groups[{index}]: holds a parameter of shape "
+                    f"{tuple(param.shape)} that is not the model's; make the optimizer after "
+                    "fcdp.shard, of model.parameters()"
+                )
+    return [
+        {**group, "params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group["params"]]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Module and name of the optimizer's class, below wrappers such as Accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tensor) -> None:
+    """Only what is laid out like the parameter, or the same everywhere, can be sharded anew."""
+    like_param = value.shape == param.shape and isinstance(value, DTensor) == isinstance(
+        param, DTensor
+    )
+    if not like_param and (value.ndim > 0 or isinstance(value, DTensor)):
+        raise ValueError(
+            f"optimizer: its state {entry!r} of {name}, a {type(value).__name__} of shape "
+            f"{tuple(value.shape)}, cannot be saved; must be a scalar or sharded like the "
+            f"parameter, of shape {tuple(param.shape)}"
+        )
+
+
+class Background:
+    """A group of their own, because training goes on in the others, and an order for its use.
+
+    What is done in it is done in one order on every rank, because that group is one.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
+
+    def settle(self) -> None:
+        """Wait for the saves under way, whose futures tell how they went."""
+        self.thread.submit(lambda: None).result()
+
+    def agree(self, build: Callable[[], _T]) -> _T:
+        """Build on all ranks or on none. Collective.
+
+        Raises what ``build`` raised, and where it went well the same of the first rank where it
+        did not: ``ValueError`` as such, anything else as ``RuntimeError``.
+        """
+        built: list[_T] = []
+        error: Exception | None = None
+        try:
+            built.append(build())
+        except Exception as caught:
+            error = caught
+        reports: list[tuple[bool, str] | None] = [None] * self.group.size()
+        mine = None if error is None else (isinstance(error, ValueError), str(error))
+        dist.all_gather_object(reports, mine, group=self.group)
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind = ValueError if report[0] else RuntimeError
+                raise kind(f"rank {rank}: {report[1]}")
+        return built[0]
+
+
+_backgrounds: WeakKeyDictionary[Topology, Background] = WeakKeyDictionary()
+
+
+def background_of(topology: Topology) -> Background:
+    if topology not in _backgrounds:
+        _backgrounds[topology] = Background()
+    return _backgrounds[topology]

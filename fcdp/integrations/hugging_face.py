@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fcdp.api import invalidate
+from fcdp.api import accumulate, invalidate
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
@@ -98,13 +98,13 @@ def _replace_accelerate() -> None:
     @functools.wraps(no_sync)
     @contextlib.contextmanager
     def no_sync_here(self: Accelerator, model: nn.Module) -> Iterator[None]:
-        if not _takeover.has(model):
+        if model not in _takeover.models:
             with no_sync(self, model):
                 yield
             return
         _deferring.add(model)
         try:
-            with _takeover.accumulating(model, last=False):
+            with accumulate(model, last=False):
                 yield
         finally:
             _deferring.discard(model)
@@ -113,8 +113,8 @@ def _replace_accelerate() -> None:
     def backward_here(self: Accelerator, loss: Any, **given: Any) -> None:
         with contextlib.ExitStack() as models:
             for model in self._models:
-                if model not in _deferring:
-                    models.enter_context(_takeover.accumulating(model, last=True))
+                if model in _takeover.models and model not in _deferring:
+                    models.enter_context(accumulate(model, last=True))
             backward(self, loss, **given)
 
     AcceleratorState.__init__ = init_here
@@ -139,7 +139,7 @@ def _replace_trl() -> None:
     @functools.wraps(sync)
     def sync_here(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
         sync(model, target_model, alpha)
-        if _takeover.has(target_model):
+        if target_model in _takeover.models:
             invalidate(target_model)  # it writes through ``.data``
 
     replace_in("trl", prepare, prepare_here)
@@ -173,9 +173,11 @@ def allow_cpus(state: AcceleratorState, plugin: Any) -> None:
 
 def _check_plain(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model that somebody else has wrapped."""
+    if model in _takeover.models:
+        return
     for name, module in model.named_modules():
-        wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
-        if (wrapped or isinstance(module, DistributedDataParallel)) and not _takeover.has(model):
+        sharded = isinstance(module, FSDPModule | FullyShardedDataParallel)
+        if sharded or isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "

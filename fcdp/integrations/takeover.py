@@ -14,10 +14,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fcdp.api import accumulate, shard
+from fcdp.api import shard
 from fcdp.arguments import check_kinds, policy_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
+from fcdp.partition import own_modules
 from fcdp.topology import Topology
 
 #: Arguments of ``fcdp.shard`` that a client's call of ``fully_shard`` has of its own.
@@ -59,7 +60,8 @@ class Takeover:
     def __init__(self) -> None:
         self._end: contextlib.ExitStack | None = None
         self._calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]] = []
-        self._models: WeakSet[nn.Module] = WeakSet()
+        #: Models that were sharded here.
+        self.models: WeakSet[nn.Module] = WeakSet()
 
     def use(
         self, topology: Topology | None, policy: CachePolicy | str, options: dict[str, Any]
@@ -112,16 +114,6 @@ class Takeover:
             owner.fully_shard = plain
             self._calls.clear()
 
-    def accumulating(
-        self, model: nn.Module, *, last: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """``fcdp.accumulate`` for a model that was sharded here; nothing for another."""
-        return accumulate(model, last=last) if model in self._models else contextlib.nullcontext()
-
-    def has(self, model: nn.Module) -> bool:
-        """Whether the model was sharded here."""
-        return model in self._models
-
     def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
         single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
         reshard = {each.get("reshard_after_forward", True) for each in single}
@@ -144,7 +136,7 @@ class Takeover:
             ignored_params=given.get("ignored_params") or (),
             **self._options,
         )
-        self._models.add(root)
+        self.models.add(root)
 
     def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
         """Modules that the client shards by itself, and the model's blocks if it left them whole.
@@ -165,9 +157,13 @@ class Takeover:
         around = {module for module in asked if not inside.isdisjoint(blocks)}
         if not around:
             asked += blocks
-        units = [*dict.fromkeys(asked)]
+        units = dict.fromkeys(asked)
         # An activation checkpoint's wrapper holds nothing that its layer does not.
-        return [unit for unit in units if [*_own_params(unit, {*units})]] or None
+        return [
+            unit
+            for unit in units
+            if any([*part.parameters(recurse=False)] for part in own_modules(unit, units.keys()))
+        ] or None
 
     def _over(self, mesh: DeviceMesh | None) -> Topology:
         """The topology, which lies over the client's mesh."""
@@ -186,11 +182,3 @@ class Takeover:
                 f"{mesh.mesh.tolist()}: leave it out, or pass fcdp.Topology.of_mesh(mesh)"
             )
         return self._topology
-
-
-def _own_params(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of a module that are not inside ``others``."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in others:
-            yield from _own_params(child, others)

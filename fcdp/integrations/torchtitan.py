@@ -16,6 +16,7 @@ import torchtitan.distributed.utils
 import torchtitan.trainer
 from torchtitan.trainer import Trainer
 
+from fcdp.api import accumulate
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
@@ -72,7 +73,7 @@ def _replace() -> None:
             _check_configuration(config)
             _allow_cpus()
         init(self, config)
-        if _takeover.in_use and not all(map(_takeover.has, self.model_parts)):
+        if _takeover.in_use and not _takeover.models.issuperset(self.model_parts):
             raise ValueError(
                 f"model_spec = {config.model_spec.name}: its parallelize_fn shards by itself; must "
                 "be of a model whose parallelize_fn calls apply_fsdp_to_decoder"
@@ -86,26 +87,23 @@ def _replace() -> None:
     @functools.wraps(micro_batch)
     def micro_batch_here(self: Trainer, **given: Any) -> Any:
         model: nn.Module = self.model_parts[0]
-        if not _takeover.has(model):
+        if model not in _takeover.models:
             return micro_batch(self, **given)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
         # Not around the last: a decoder uses all its units, and of several backwards, one for each
         # chunk of the loss, the first would have what waits of all of them reduced.
-        deferring = contextlib.nullcontext() if last else _takeover.accumulating(model, last=False)
+        deferring = contextlib.nullcontext() if last else accumulate(model, last=False)
         with deferring:
             return micro_batch(self, **given)
 
     if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
-        torchtitan.distributed.utils.set_pg_timeouts = _keep_timeouts
+        # Process groups keep the timeouts that they were made with.
+        torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None
     replace_in("torchtitan", apply, apply_here)
     Trainer.__init__, Trainer.train_step = init_here, train_step_here
     Trainer.forward_backward_step = micro_batch_here
     Trainer._fcdp_micro_batches = 0  # of the step
-
-
-def _keep_timeouts(**_: Any) -> None:
-    """Leave process groups the timeouts that they were made with."""
 
 
 def _check_configuration(config: Any) -> None:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fcdp.agreement import on_all_ranks
-from fcdp.checkpoint.contents import split
+from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
 from fcdp.delta.packing import places

@@ -14,7 +14,7 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 #: The tests of a file, or of all in a folder: files and folders of ``tests/fcdp``, in the order in
 #: which they run. Of each list unit tests come first, whatever needs processes after them.
 TESTS: dict[str, tuple[str, ...]] = {
-    "all_gather": ("test_streams.py", "test_guard.py", "test_staleness.py"),
+    "all_gather": ("test_in_flight.py", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "api": ("test_guard.py", "test_staleness.py"),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_checkpoint.py",),
@@ -25,7 +25,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
     "failure": ("failures/test_ranks.py",),
-    "gathering": ("test_in_flight.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
     "partition": ("test_partition.py", "test_peft.py"),

@@ -53,7 +53,7 @@ def train(policy: str) -> dict[str, Any]:
     engine = engine_of(model)
     return {
         "losses": losses,
-        "tiers": {(unit.trainable, engine.cache.tier_of(unit)) for unit in engine.units},
+        "tiers": {(unit.trainable, engine.entries[unit].tier) for unit in engine.units},
         "host bytes": engine.ledger.host_cache_bytes,
     }
 

@@ -13,10 +13,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
+from fcdp.arguments import Options, Setup
 from fcdp.cache.cache import Safety
 from fcdp.codec import Codecs
 from fcdp.engine import engine_of
-from fcdp.setup import Options, Setup
 from tests.fcdp.training import Settings, batches, loss_of, make_model, said, topology_of
 from tests.ranks import Pools, on_ranks
 

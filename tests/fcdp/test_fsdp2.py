@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,13 +46,6 @@ def test_a_torch_without_a_class_is_refused_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "fcdp.fsdp2")
     with pytest.raises(ImportError, match=r"^torch .*FSDPParamGroup.*; FCDP relies on it, and"):
         __import__("fcdp.fsdp2")
-
-
-def test_a_torch_of_one_group_per_module_has_it_in_the_same_form() -> None:
-    for group, expected in ((None, []), ("the one", ["the one"])):
-        state = SimpleNamespace(_fsdp_param_group=group)
-        module = SimpleNamespace(_get_fsdp_state=lambda found=state: found)
-        assert fsdp2.param_groups(module) == expected  # type: ignore[arg-type]
 
 
 def test_the_version_that_is_promised_is_the_one_that_is_tested() -> None:

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
+from fcdp.all_gather import Gathering
 from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
-from fcdp.gathering import Gathering
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
 from tests.fcdp.stand_ins import NoFailures, StandInUnit
 from tests.fcdp.training import topology_of

@@ -16,7 +16,7 @@ from fcdp.counts import Ledger
 from fcdp.engine import Engine
 from fcdp.exchange import Pending, Then
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.partial_gradients import OnDevice, OnHost, Waiting, waiting_in
+from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
 from tests.fcdp.test_in_flight import in_backward
@@ -48,7 +48,7 @@ class Reducer:
         self.reduce = HierarchicalReduceScatter(
             given,
             topology,
-            OnDevice(self.ledger),
+            PartialGradients(self.ledger),
             InFlight(NoFailures()),
             self.ledger,
             None,  # type: ignore[arg-type]
@@ -402,9 +402,11 @@ def ledger() -> Ledger:
 
 @pytest.fixture(params=["device", "host"])
 def partials(request: pytest.FixtureRequest, ledger: Ledger) -> Any:
-    if request.param == "device":
-        return OnDevice(ledger)
-    return OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+    return PartialGradients(ledger, host_memory() if request.param == "host" else None)
+
+
+def host_memory() -> torch.Tensor:
+    return Arena(64, torch.device("cpu")).take(64)
 
 
 def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(partials: Any) -> None:
@@ -423,7 +425,7 @@ def test_a_sum_that_was_taken_is_nobody_elses(partials: Any) -> None:
 
 
 def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
-    waiting = OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
+    waiting = PartialGradients(ledger, host_memory())
     for _ in range(3):
         waiting.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
     waiting.take(torch.ones(4))

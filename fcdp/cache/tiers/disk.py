@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -99,7 +98,11 @@ class DiskTier(Tier):
         self._copy_in(given, self._rows(buffer.memory, unit), buffer.access)
         buffer.unit, buffer.writing = unit, True
         buffer.transfer = self._threads.submit(
-            write, self._file, self._offsets[unit], self._memory(buffer, unit), _landed(buffer)
+            write,
+            self._file,
+            self._offsets[unit],
+            self._memory(buffer, unit),
+            buffer.access.events(),
         )
 
     def load(self, unit: Unit, wanted: Slice) -> None:
@@ -146,7 +149,7 @@ class DiskTier(Tier):
             self._file,
             self._offsets[unit],
             self._memory(buffer, unit),
-            _landed(buffer),
+            buffer.access.events(),
             self._sums[unit],
         )
 
@@ -191,16 +194,12 @@ def planned_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> 
     return buffers * max(sizes, default=0)
 
 
-def check_directory(directory: Path) -> None:
-    """Raises ``ValueError`` if no file can be made in ``directory``."""
-    file, name = _make_file(directory)
-    os.close(file)
-    os.unlink(name)
-
-
-def _landed(buffer: _Buffer) -> list[Any]:
-    """Events before a thread touches the buffer, listed before others are added."""
-    return buffer.access.events()
+def check_directory(directory: Path | None) -> None:
+    """Raises ``ValueError`` if no file can be made in ``directory``, if there is to be any."""
+    if directory is not None:
+        file, name = _make_file(directory)
+        os.close(file)
+        os.unlink(name)
 
 
 def _make_file(directory: Path) -> tuple[int, str]:

@@ -36,7 +36,6 @@ class HostTier(Tier):
         *,
         poison: bool,
     ) -> None:
-        """Allocate the arena for ``planned``."""
         super().__init__(topology, streams)
         self._device = device
         self._poison = poison
@@ -58,7 +57,8 @@ class HostTier(Tier):
     def drop(self, unit: Unit) -> None:
         """Memory of the arena stays for the unit."""
         if self._poison and unit in self._areas:
-            self._areas[unit].access.settle()
+            for event in self._areas[unit].access.events():
+                event.synchronize()
             self._areas[unit].rows.fill_(POISON)
 
     def _take_more(self, unit: Unit) -> _Area:

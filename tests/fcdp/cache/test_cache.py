@@ -31,7 +31,7 @@ from tests.ranks import Pools, on_ranks
 
 def tiers(run: Run) -> dict[str, str | None]:
     engine = engine_of(run.model)
-    return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
+    return {unit.name: engine.entries[unit].tier for unit in engine.units}
 
 
 @pytest.mark.parametrize(

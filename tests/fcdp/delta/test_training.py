@@ -77,7 +77,7 @@ def train(
             fcdp.load(model, optimizer, directory / f"checkpoint {bool(codec)}")
     computed += [training.whole(param).detach() for param in model.parameters()]
     engine = engine_of(model)
-    tiers = {engine.cache.tier_of(unit) for unit in engine.units}
+    tiers = {engine.entries[unit].tier for unit in engine.units}
     sent = fcdp.ledger(model).snapshot()["inter_node"]
     return Trained([each.cpu().view(-1).view(torch.uint8) for each in computed], tiers, sent)
 
