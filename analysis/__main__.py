@@ -67,8 +67,8 @@ def report(
         written = write(found, directory, baseline)
     except OSError as error:
         _fail(f"cannot write the report: {error}")
-    for saved in written.figures:
-        typer.echo(f"figure  {saved.png}\n        {saved.svg}")
+    for png, svg in written.figures:
+        typer.echo(f"figure  {png}\n        {svg}")
     typer.echo(f"table   {written.table}\ndata    {written.data}\nreport  {written.report}")
 
 

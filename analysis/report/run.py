@@ -28,7 +28,8 @@ class Written:
     report: Path
     table: Path
     data: Path
-    figures: tuple[drawings.Saved, ...]
+    #: Each as PNG and as SVG.
+    figures: list[tuple[Path, Path]]
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,17 @@ def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str
     records = [record for of in found.values() for record in of]
     kept = latest(records)
     compared = compare(kept, baseline)
-    saved = [drawings.save(drawing, directory) for drawing in draw(compared)]
+    drawn = draw(compared)
     written = Written(
         report=directory / "report.html",
         table=directory / "comparison.md",
         data=directory / "cells.parquet",
-        figures=tuple(saved),
+        figures=[drawings.save(drawing, directory) for drawing in drawn],
     )
     write_parquet(compared, written.data)
     written.table.write_text(markdown(compared), encoding="utf-8")
     files = {Path(os.path.relpath(file, directory)): of for file, of in found.items()}
-    page = render(compared, saved, files, replaced=len(records) - len(kept))
+    page = render(compared, drawn, files, replaced=len(records) - len(kept))
     written.report.write_text(page, encoding="utf-8")
     return written
 
@@ -72,7 +73,7 @@ def markdown(compared: pd.DataFrame) -> str:
 
 def render(
     compared: pd.DataFrame,
-    saved: Sequence[drawings.Saved],
+    drawn: Sequence[drawings.Drawing],
     files: Mapping[Path, Sequence[Record]],
     replaced: int = 0,
 ) -> str:
@@ -84,7 +85,7 @@ def render(
         summary=provenance.provenance(compared),
         headlines=headlines(compared),
         tunings=text.TUNINGS,
-        figures=[figure(item.drawing, _records(item.drawing, files)) for item in saved],
+        figures=[figure(drawing, _records(drawing, files)) for drawing in drawn],
         sections=_sections(compared),
         words=tables.WORDS,
         notes=tables.notes(compared),
