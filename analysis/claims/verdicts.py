@@ -338,6 +338,11 @@ def quoted(value: float | None, unit: Unit | None) -> str:
     return text.ABSENT if value is None else _with_unit(f"{value:,.12g}", unit)
 
 
+def labelled(claim: Claim) -> str:
+    """A paper's number, and how well it is known."""
+    return f"{quoted(claim.number, claim.unit)} [{claim.label}]"
+
+
 def rounded(value: float | None, unit: Unit | None) -> str:
     """One of our numbers, to as many digits as tell it from the paper's."""
     # Infinite is what ours is where it left no figures.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
+from analysis.claims.verdicts import Finding, Summary, between, labelled, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, BoundStudy, Run
 from analysis.paper import figures, tables
@@ -28,14 +28,14 @@ class Part:
 
     section: Section
     table: Table
-    #: Notes that stand here, by id, and the ids of those that stand in earlier sections;
-    #: a document has each note once.
+    #: Its notes, by id.
     notes: Mapping[str, str]
-    earlier: tuple[str, ...]
     pivots: tuple[Table, ...]
     assumptions: str
     commands: tuple[str, ...]
     drawing: Drawing | None
+    #: The ids of notes that stand in earlier sections of a document, which has each note once.
+    earlier: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ class Chapter:
         own = [table for part in self.parts for table in (part.table, *part.pivots)]
         return own + list(self.tables)
 
-    @property
-    def noted(self) -> set[str]:
-        """The notes that stand in its sections, by id."""
-        return {at for part in self.parts for at in part.notes}
-
 
 def chapter(
     holds: Contents,
@@ -86,20 +81,18 @@ def chapter(
     """
     by_matrix = {run.matrix: run for run in runs}
     shown = _Shown(claims, findings, verdicts, of)
-    notes = _placed(holds.sections, shown, number)
     sized = set[str]()
     parts = tuple(
         Part(
             section,
             shown.table(section),
-            own,
-            earlier,
+            {number[note]: note for note in shown.notes(section) if note in number},
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix, sized),
             tuple(map(claims.command, section.matrices)),
             _drawing(section, shown, by_matrix),
         )
-        for section, (own, earlier) in zip(holds.sections, notes, strict=True)
+        for section in holds.sections
     )
     opening = tuple(
         (short, *shown.row(name, briefly=True)[1:], shown.why(section, name), section.id)
@@ -121,19 +114,18 @@ def chapter(
 
 
 def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) -> Table:
-    rows = []
-    for claim in numbers:
-        found, asks = of.ranges[claim.id], of.paper[claim.id]
-        near = "" if asks.away(found.best) <= 1 else ", too far"
-        rows.append(
-            (
-                first.get(claim.id, claim.claim),
-                f"{quoted(claim.number, claim.unit)} [{claim.label}]",
-                f"{rounded(found.best, claim.unit)}{near}",
-            )
+    best = {name: ranged.best for name, ranged in of.ranges.items()}
+    rows = tuple(
+        (
+            first.get(one.id, one.claim),
+            labelled(one),
+            rounded(best[one.id], one.unit)
+            + ", too far" * (of.paper[one.id].away(best[one.id]) > 1),
         )
+        for one in numbers
+    )
     columns = ("Number", "Paper", "At the best point")
-    return Table("together", "The paper's numbers together", columns, tuple(rows))
+    return Table("together", "The paper's numbers together", columns, rows)
 
 
 def _point(of: Region) -> Table:
@@ -151,21 +143,6 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
         run = runs.get(seeds.matrix)
         found += [tables.over_seeds(seeds, run)] if isinstance(run, Run) else []
     return tuple(found)
-
-
-def _placed(
-    sections: Sequence[Section], shown: _Shown, number: Mapping[str, str]
-) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """Notes that stand first in each section, and the ids of the others."""
-    there = set[str]()
-    found = []
-    for section in sections:
-        reasons = [note for note in shown.notes(section) if note in number]
-        notes = {number[note]: note for note in reasons}
-        own = {at: note for at, note in notes.items() if at not in there}
-        found.append((own, tuple(at for at in notes if at in there)))
-        there |= set(own)
-    return found
 
 
 @dataclass(frozen=True)
@@ -203,24 +180,20 @@ class _Shown:
 
     def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
         """Result, paper, simulated, emulated, verdict; briefly without intervals."""
-        claim = self.of(name)
-        paper = f"{quoted(claim.number, claim.unit)} [{claim.label}]"
+        claim, verdict = self.of(name), str(self.verdicts[name])
+        if verdict == "not judged":
+            verdict = next(f.verdict for f in self._found(name) if not f.decides)
         simulated, emulated = (
             self._ours(claim, kind, briefly) for kind in ("simulated", "emulated")
         )
-        verdict = self.verdicts[name]
-        apart = [f.verdict for f in self.findings if f.claim.id == name and not f.decides]
-        return (
-            claim.claim,
-            paper,
-            simulated,
-            emulated,
-            (apart[0] if verdict == "not judged" else verdict),
-        )
+        return claim.claim, labelled(claim), simulated, emulated, verdict
+
+    def _found(self, name: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.claim.id == name]
 
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
-        found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
+        found = [finding for finding in self._found(claim.id) if finding.evidence == evidence]
         found.sort(
             key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO)))
         )
@@ -241,7 +214,7 @@ class _Shown:
             if ranged.fitted:
                 how = "which was read from it"
             return f"{ranged.span(claim.unit)} by the paper's system, {how}"
-        every = [f for f in self.findings if f.claim.id == name]
+        every = self._found(name)
         finding = next((f for f in every if f.decides), every[0])
         because = finding.check.because if finding.check else None
         if because and finding.verdict == "not reproduced":
@@ -272,25 +245,20 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) 
         if isinstance(run := runs.get(name), Run)
         for record in run.records
     ]
-    models = _distinct([_sized(c.model, sized) for c in cells])
+    texts = [c for c in cells if not isinstance(c.data, Images)]
+    parts = [
+        [_sized(c.model, sized) for c in cells],
+        [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells],
+        [f"{c.sequence_length} tokens per sequence" for c in texts],
+    ]
+    said = [words for part in parts if (words := _distinct(part))]
     sized |= {c.model.name for c in cells}
-    clusters = _distinct(
-        [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
-    )
-    lengths = _distinct(
-        [
-            f"{c.sequence_length} tokens per sequence"
-            for c in cells
-            if not isinstance(c.data, Images)
-        ]
-    )
-    parts = [models, clusters, lengths]
     simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
     if simulated:
         shares = _distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
         again = _distinct([f"{c.recomputed * 100:g} %" for c in cells])
-        parts += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
-    return "; ".join(part for part in parts if part)
+        said += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
+    return "; ".join(said)
 
 
 def _sized(model: AnyModel, sized: Collection[str]) -> str:

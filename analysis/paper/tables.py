@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pandas as pd
 
 from analysis import strategies, text
 from analysis.compare.baseline import compare, seeds_in_words
@@ -18,27 +18,23 @@ from experiments.records.cell import Cell
 from experiments.records.record import METRICS
 
 #: Signs that LaTeX reads as commands, and signs that its fonts lack.
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "×": r"$\times$",
-    "τ": r"$\tau$",
-    "–": "--",
-    "−": "$-$",
-    "³": "$^3$",
-    "²": "$^2$",
-    "✓": r"$\surd$",
-    "±": r"$\pm$",
-    "β": r"$\beta$",
-}
+_LATEX = str.maketrans(
+    {
+        **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "×": r"$\times$",
+        "τ": r"$\tau$",
+        "–": "--",
+        "−": "$-$",
+        "³": "$^3$",
+        "²": "$^2$",
+        "✓": r"$\surd$",
+        "±": r"$\pm$",
+        "β": r"$\beta$",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,10 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @property
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows, columns=self.columns)
+
 
 def as_markdown(table: Table) -> str:
     """The table with escaped bars."""
@@ -60,20 +60,18 @@ def as_markdown(table: Table) -> str:
 
 def as_csv(table: Table) -> str:
     """The same as comma-separated values."""
-    content = io.StringIO()
-    csv.writer(content, lineterminator="\n").writerows([table.columns, *table.rows])
-    return content.getvalue()
+    return table.frame.to_csv(index=False, lineterminator="\n")
 
 
 def as_latex(table: Table) -> str:
     """The same as a ``tabular`` that needs the package booktabs."""
+    cells = table.frame.rename(columns=_as_latex).map(_as_latex)
     places = "l" + "r" * (len(table.columns) - 1)
-    head, *body = (
-        " & ".join("".join(_LATEX.get(sign, sign) for sign in value) for value in row) + r" \\"
-        for row in [table.columns, *table.rows]
-    )
-    lines = [rf"\begin{{tabular}}{{{places}}}", r"\toprule", head, r"\midrule", *body]
-    return "\n".join([f"% {table.title}", *lines, r"\bottomrule", r"\end{tabular}", ""])
+    return f"% {table.title}\n" + cells.to_latex(index=False, escape=False, column_format=places)
+
+
+def _as_latex(value: str) -> str:
+    return value.translate(_LATEX)
 
 
 def write(tables: Sequence[Table], directory: Path) -> None:

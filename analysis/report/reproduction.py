@@ -21,7 +21,7 @@ from analysis.load.runs import AnyRun, MemoryStudy, Run
 from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
-from analysis.paper.region import Region, region
+from analysis.paper.region import region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
 
@@ -81,27 +81,28 @@ DOCUMENT, PAGES = "REPRODUCTION.md", "results/paper"
 def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     """The pages of these claims and records, which are not written anywhere."""
     values = _values(claims, of)
+    chapters: list[Chapter] = values["chapters"]
 
     def page(template: str, **more: Any) -> str:
         given = values | more
         return pages.render(template, **given, cell=text.escaped, table=papers_tables.as_markdown)
 
-    written = {DOCUMENT: page("reproduction.md.j2", base=f"{PAGES}/")}
-    for other in values["others"]:
+    first, *others = (_once([one])[0] for one in chapters)
+    both = {"chapter": first, "others": others}
+    written = {DOCUMENT: page("reproduction.md.j2", base=f"{PAGES}/", **both)}
+    for other in others:
         title = values["titles"][other.paper]
-        written[f"{PAGES}/{other.paper}.md"] = page(
-            "paper.md.j2", base="", chapter=other, title=title
-        )
+        more = {"base": "", "chapter": other, "title": title}
+        written[f"{PAGES}/{other.paper}.md"] = page("paper.md.j2", **more)
     for name in ("claims", "runs"):
         written[f"{PAGES}/{name}.md"] = page(f"{name}.md.j2", base="")
-    return Document(written, [values["chapter"], *values["others"]], values)
+    return Document(written, chapters, values)
 
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
-    first, *others = _once([values["chapter"], *values["others"]])
-    values = {**values, "chapter": first, "others": others}
+    first, *others = _once(values["chapters"])
     predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
     drawn = {run.matrix: [figure(drawing, [run.file]) for drawing in _drawn(run)] for run in of}
     pairs = values["pairs"]
@@ -110,7 +111,9 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     return pages.render(
         "reproduction.html.j2",
         **values,
-        noted={note for one in (first, *others) for note in one.noted},
+        chapter=first,
+        others=others,
+        noted={at for one in (first, *others) for part in one.parts for at in part.notes},
         figures=drawn,
         validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
@@ -133,7 +136,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     where = region(claims)
     findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
     notes = _notes(claims, findings)
-    first, *others = _written(claims, of, findings, notes, where)
     lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
     summary = summarise(findings)
     verdicts = Counter(summary.values())
@@ -154,10 +156,20 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "chapter": first,
+        "chapters": [
+            chapter(
+                contents.load(claims, path),
+                claims,
+                of,
+                findings,
+                summary,
+                notes,
+                where if path == contents.CONTENTS else None,
+            )
+            for path in (contents.CONTENTS, *contents.OTHERS)
+        ],
         "ours": {f.claim.id: rounded(f.ours, f.claim.unit) for f in findings if f.decides},
         "cells": [(name, ran[name]) for name in text.EVIDENCE],
-        "others": others,
         "titles": {name: paper.title for name, paper in claims.papers.items()},
         "notes": notes,
         "labels": LABELS,
@@ -178,21 +190,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     }
 
 
-def _written(
-    claims: Claims,
-    of: Sequence[AnyRun],
-    findings: Sequence[Finding],
-    notes: Mapping[str, str],
-    where: Region,
-) -> list[Chapter]:
-    verdicts, written = summarise(findings), list[Chapter]()
-    for path in (contents.CONTENTS, *contents.OTHERS):
-        holds = contents.load(claims, path)
-        together = where if path == contents.CONTENTS else None
-        written.append(chapter(holds, claims, of, findings, verdicts, notes, together))
-    return written
-
-
 def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
     """The chapters as one page has them: each note stands in the first that has it."""
     there, found = set[str](), []
@@ -201,7 +198,7 @@ def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
         for part in one.parts:
             own = {at: note for at, note in part.notes.items() if at not in there}
             earlier = tuple(at for at in part.notes if at in there)
-            parts.append(replace(part, notes=own, earlier=(*part.earlier, *earlier)))
+            parts.append(replace(part, notes=own, earlier=earlier))
             there |= set(own)
         found.append(replace(one, parts=tuple(parts)))
     return found
