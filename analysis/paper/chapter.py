@@ -9,12 +9,13 @@ from analysis import text
 from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, labelled, rounded
 from analysis.figures.drawings import Drawing
-from analysis.load.runs import AnyRun, BoundStudy, Run
+from analysis.load.runs import AnyRun, Run
 from analysis.paper import figures, tables
 from analysis.paper.contents import Contents, Section
 from analysis.paper.region import Region, in_words
 from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
+from simulation.bound import BoundRecord
 from simulation.transformer import ModelSpec
 
 #: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
@@ -277,17 +278,14 @@ def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Dra
         return figures.ranges(
             f"paper-{section.id}", section.title, drawn, shown.region, section.first
         )
-    run = runs.get(section.matrices[0])
-    if isinstance(run, BoundStudy):
-        return figures.bound([shown.of(name) for name in section.claims], run)
-    if not isinstance(run, Run):
-        return None
-    if section.figure in ("throughput", "traffic", "intervals", "slots"):
-        return figures.of_kind(run, section.figure)
-    claims = [shown.of(name) for name in section.claims]
-    if section.figure in ("volume", "bandwidth"):
-        return getattr(figures, section.figure)(claims, run)  # type: ignore[no-any-return]
-    return getattr(figures, section.figure)(run)  # type: ignore[no-any-return]
+    run, claims = runs.get(section.matrices[0]), [shown.of(name) for name in section.claims]
+    if isinstance(run, Run):
+        if section.figure in ("throughput", "traffic", "intervals", "slots"):
+            return figures.of_kind(run, section.figure)
+        given = (claims, run) if section.figure in ("volume", "bandwidth") else (run,)
+        return getattr(figures, section.figure)(*given)  # type: ignore[no-any-return]
+    points = [one for one in (run.records if run else ()) if isinstance(one, BoundRecord)]
+    return figures.bound(claims, points, run.summary) if run and points else None
 
 
 def _distinct(words: Sequence[str]) -> str:

@@ -17,13 +17,14 @@ from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
-from analysis.load.runs import AnyRun, MemoryStudy, Run
+from analysis.load.runs import AnyRun, Run
 from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.paper.region import region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
+from simulation.imitated.records import MemoryRecord
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,8 @@ def _drawn(run: AnyRun) -> list[Drawing]:
     """A run's figures; none of the bound's, whose table is the claims'."""
     if isinstance(run, Run):
         return matrix.draw(compare(run.records))
-    if isinstance(run, MemoryStudy) and any(record.finding for record in run.records):
-        return [figures.memory_study(run)]
-    return []
+    cases = [record for record in run.records if isinstance(record, MemoryRecord)]
+    return [figures.memory_study(cases, run.summary)] if any(one.finding for one in cases) else []
 
 
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:

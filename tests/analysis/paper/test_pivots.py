@@ -38,7 +38,8 @@ def test_shares_are_of_each_lines_own() -> None:
 
 
 def test_values_drawn_are_the_records() -> None:
-    figure = figures.memory_study(study()).figure
+    made_up = study()
+    figure = figures.memory_study(made_up.records, made_up.summary).figure
     assert len(figure.axes) == 2 * 4
     first, again, *_ = figure.axes[4:]
     assert first.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning"
