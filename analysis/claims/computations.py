@@ -36,8 +36,6 @@ SCALES: dict[Unit, float] = {
 Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
 
-#: A cell that ended otherwise, and was not skipped, left no figures, and is as bad as can be.
-ENDED_WELL: tuple[State, ...] = ("ok",)
 #: Units of quantities that are neither bytes nor shares.
 _UNITS: dict[Quantity, tuple[Unit, ...]] = {
     "tokens_per_s": ("tokens/s", "words/s"),
@@ -160,7 +158,7 @@ class Ratio(Strict):
         found = []
         for a, b in _pairs(rows, self.of, self.over):
             top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
-            if a.state not in ENDED_WELL:
+            if a.state != "ok":  # it left no figures, and is as bad as can be
                 top = 0.0 if self.quantity in _MORE_IS_BETTER else inf
             if top is None or not bottom:
                 continue
@@ -169,19 +167,13 @@ class Ratio(Strict):
 
     def timing(self, samples: Sequence[Sample]) -> Timing | None:
         """How sure the number is; ``None`` where no times are compared, or they were computed."""
-        timed = [(of, speed) for of in samples if (speed := of.speed) is not None and speed.timed]
+        timed = [speed for of in samples if (speed := of.speed) is not None and speed.timed]
         if self.quantity != "tokens_per_s" or not timed:
             return None
-        ends = [sorted(map(self.of_quotient, speed.interval or ())) for _, speed in timed]
-        low, high = (
-            taken(
-                [replace(of, value=end[at]) for (of, _), end in zip(timed, ends, strict=True)],
-                self.take,
-            )
-            for at in (0, 1)
-        )
-        enough = all(speed.decides for _, speed in timed)
-        return Timing(min(speed.rounds for _, speed in timed), enough, (low, high))
+        ends = [sorted(map(self.of_quotient, speed.interval or ())) for speed in timed]
+        low, high = map(_TAKE[self.take], zip(*ends, strict=True))
+        enough = all(speed.decides for speed in timed)
+        return Timing(min(speed.rounds for speed in timed), enough, (low, high))
 
     def of_quotient(self, ratio: float) -> float:
         """The number of this kind that a quotient is."""
@@ -190,7 +182,7 @@ class Ratio(Strict):
     def lacking(self, rows: Sequence[Row]) -> list[Row]:
         """Cells that left no figures where the other of two did, or neither did."""
         pairs = _pairs(rows, self.of, self.over)
-        return [row for pair in pairs for row in pair if row.state not in ENDED_WELL]
+        return [row for pair in pairs for row in pair if row.state != "ok"]
 
 
 class Value(Strict):
@@ -223,11 +215,11 @@ class LossDifference(Strict):
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
-        for a, b in _pairs(rows, self.of, self.over):
-            if a.losses and b.losses:
-                found.append(Sample(largest_difference(a.losses, b.losses), a, b))
-        return found
+        return [
+            Sample(largest_difference(a.losses, b.losses), a, b)
+            for a, b in _pairs(rows, self.of, self.over)
+            if a.losses and b.losses
+        ]
 
 
 class Outcome(Strict):
