@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,9 +16,8 @@ from experiments.records.comparison import Comparison, groups, reference
 from experiments.records.record import Record
 from simulation.quantities import format_link
 
-_CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
-SETTINGS = ["matrix", "evidence", *(name for name in _CONDITIONS if name != "matrix")]
+SETTINGS = list(dict.fromkeys(["matrix", "evidence", *settings.names(Cell, "condition")]))
 #: Times as fast as the baseline, and the ends of its interval.
 SPEED = ("speed_up", "speed_up_low", "speed_up_high")
 _BESIDE = (
@@ -32,15 +30,6 @@ _BESIDE = (
     "loss_difference",
     "loss_difference_max",
 )
-
-
-class Headline(NamedTuple):
-    """The subject next to the baseline under one way of tuning, as rows of the comparison."""
-
-    #: The cell with the largest speed-up.
-    best: pd.Series
-    #: All that have this baseline, the best included.
-    cells: pd.DataFrame
 
 
 def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> pd.DataFrame:
@@ -75,18 +64,21 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     return _in_display_order(table)
 
 
-def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
-    """One headline for each evidence and tuning, over the baseline that most cells have."""
+def headlines(compared: pd.DataFrame) -> list[tuple[pd.Series, pd.DataFrame]]:
+    """For each evidence and tuning, the subject's cells over the baseline that most of them have.
+
+    Before them, the cell with the largest speed-up.
+    """
     rows = compared[
-        (compared["strategy"] == subject)
-        & (compared["baseline"] != subject)
+        (compared["strategy"] == strategies.SUBJECT)
+        & (compared["baseline"] != strategies.SUBJECT)
         & compared["speed_up"].notna()
     ]
     found = []
     for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
         baseline = cells["baseline"].value_counts().index[0]
         group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
-        found.append(Headline(group.iloc[-1], group))
+        found.append((group.iloc[-1], group))
     return found
 
 
@@ -152,10 +144,12 @@ def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, 
 def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:
     """By setting, slowest link first and unshaped last, then by strategy as in the figures."""
     place = {name: at for at, name in enumerate(strategies.ordered(table["strategy"]))}
-    placed: pd.DataFrame = table.assign(_place=table["strategy"].map(place))
-    placed = placed.sort_values([*SETTINGS, "_place"], na_position="last", kind="stable")
-    ordered: pd.DataFrame = placed.drop(columns="_place").reset_index(drop=True)
-    return ordered
+    return table.sort_values(
+        [*SETTINGS, "strategy"],
+        key=lambda column: column.map(place) if column.name == "strategy" else column,
+        na_position="last",
+        ignore_index=True,
+    )
 
 
 #: Settings that a table names only where they differ between its cells.

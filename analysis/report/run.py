@@ -32,15 +32,6 @@ class Written:
     figures: list[tuple[Path, Path]]
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the large table: one model, one way of tuning, and what else differs."""
-
-    title: str
-    columns: list[str]
-    rows: list[dict[str, str]]
-
-
 def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
     """Compare, draw and write everything to ``directory``; records come by file."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -112,8 +103,8 @@ def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) 
     ]
 
 
-def _sections(compared: pd.DataFrame) -> list[Section]:
-    """The table cut by model and tuning; a section does not repeat what its title says."""
+def _sections(compared: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The table cut by model and tuning, under titles that a section does not repeat."""
     shown = tables.presentable(compared)
     titles = [name for name in ("Matrix", "Model", "Tuning", "Accumulation") if name in shown]
     sections = []
@@ -121,17 +112,9 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
         words = [text.TUNINGS.get(str(key), str(key)) for key in keys]
         if "Accumulation" in titles:
             words[-1] = f"accumulation {words[-1]}"
-        columns = [name for name in shown.columns if name not in titles]
-        sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
+        sections.append((" · ".join(words), rows.drop(columns=titles)))
     seeds = seeds_in_words(compared)
-    if not seeds.empty:
-        finished = _as_text(seeds.assign(State="ok"))
-        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))
-    return sections
-
-
-def _as_text(rows: pd.DataFrame) -> list[dict[str, str]]:
-    return [{str(name): str(value) for name, value in row.items()} for _, row in rows.iterrows()]
+    return sections if seeds.empty else [*sections, (tables.OVER_SEEDS, seeds)]
 
 
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:

@@ -24,7 +24,7 @@ from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
-from experiments.records.comparison import Comparison, groups, once, pooled
+from experiments.records.comparison import Comparison, groups, once, paired, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
@@ -93,13 +93,10 @@ def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
     """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
-    by_id = {prediction.cell_id: prediction for prediction in predictions}
     found: list[dict[str, object]] = []
-    for record in records:
-        prediction = by_id.get(record.cell_id)
-        if prediction is None or prediction.measurement is None:
-            continue
-        if (step := measured_step(record, cluster_of(record.cell))) is None:
+    for record, prediction in paired(records, predictions, lambda record: record.cell_id):
+        step = prediction.measurement and measured_step(record, cluster_of(record.cell))
+        if prediction.measurement is None or step is None:
             continue
         seconds = median(prediction.measurement.round_seconds)
         sent = prediction.measurement.inter_node_bytes_per_step
