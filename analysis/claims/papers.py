@@ -179,6 +179,10 @@ def load(path: Path = CLAIMS) -> Claims:
 
 def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
     """Places and problems that one claim alone cannot know."""
+
+    def no_matrix(name: str) -> str:
+        return f"{name!r} is no matrix; allowed are {', '.join(claims.matrices)}"
+
     seen: set[str] = set()
     existing = matrices.named()
     for name, use in claims.matrices.items():
@@ -199,24 +203,16 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
         for index, check in enumerate(claim.checks):
             where = (*place, "checks", index)
             if check.matrix not in claims.matrices:
-                allowed = ", ".join(claims.matrices)
-                yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
+                yield (*where, "matrix"), no_matrix(check.matrix)
             for key, problem in _unknown_names(check):
                 yield (*where, "compute", *key), problem
             for number, cause in enumerate(check.causes):
-                for wrong, problem in _mistaken(cause, claims):
-                    yield (*where, "causes", number, wrong), problem
-
-
-def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:
-    """Keys of a cause, and the problem of each."""
-    if cause.matrix not in claims.matrices:
-        there = ", ".join(claims.matrices)
-        yield "matrix", f"{cause.matrix!r} is no matrix; allowed are {there}"
-    try:
-        setting_of(cause)
-    except ValueError as error:
-        yield "setting", str(error)
+                if cause.matrix not in claims.matrices:
+                    yield (*where, "causes", number, "matrix"), no_matrix(cause.matrix)
+                try:
+                    setting_of(cause)
+                except ValueError as error:
+                    yield (*where, "causes", number, "setting"), str(error)
 
 
 def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:

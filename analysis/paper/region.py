@@ -102,9 +102,9 @@ class Unknowns(Strict):
     fitted: tuple[Name, ...] = ()
 
 
-def load(path: Path = UNKNOWNS) -> Unknowns:
+def load() -> Unknowns:
     """Read the file; ``ValueError`` for a mistake in it."""
-    return Unknowns.model_validate(yaml_lines.load(path).values)
+    return Unknowns.model_validate(yaml_lines.load(UNKNOWNS).values)
 
 
 @cache
@@ -258,9 +258,9 @@ class Found(Strict):
     drawn: tuple[Simulated, ...]
 
 
-def found(path: Path = FOUND) -> Found:
+def found() -> Found:
     """Read what is committed."""
-    return Found.model_validate_json(path.read_text(encoding="utf-8"))
+    return Found.model_validate_json(FOUND.read_text(encoding="utf-8"))
 
 
 def draw(holds: Unknowns) -> list[dict[str, float]]:
@@ -284,17 +284,16 @@ def ranges(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> dict[str, 
     ]
     result = {}
     for name, asks in paper.items():
-        if name not in of.best.numbers:
+        best = of.best.numbers.get(name)
+        pairs = [(one, value) for one in inside if (value := one.numbers.get(name)) is not None]
+        if not pairs or best is None:
             continue
-        pairs = [(one, value) for one in inside if (value := one.numbers[name]) is not None]
-        near = [one.point for one, value in pairs if asks.away(value) <= 1]
         values = [value for _, value in pairs]
-        best = of.best.numbers[name]
-        if values and best is not None:
-            share = len(near) / len(pairs)
-            part = _part(holds, near) if 0 < share < 1 else ""
-            fitted = name in holds.fitted
-            result[name] = Ranged(min(values), max(values), share, part, best, fitted)
+        near = [one.point for one, value in pairs if asks.away(value) <= 1]
+        share = len(near) / len(pairs)
+        part = _part(holds, near) if 0 < share < 1 else ""
+        ends = min(values), max(values)
+        result[name] = Ranged(*ends, share, part, best, name in holds.fitted)
     return result
 
 
