@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -69,23 +70,21 @@ class Tolerance(Strict):
 
     def admits(self, ours: float, paper: float | None) -> bool:
         """Whether ours is near enough; both in the claim's unit."""
-        if self.at_least is not None:
-            return ours >= self.at_least
-        if self.at_most is not None:
-            return ours <= self.at_most
-        assert self.relative is not None
-        assert paper is not None, "checked when the claim was read"
-        return abs(ours - paper) <= self.relative * abs(paper)
+        least, most = self._ends(paper)
+        return least <= ours <= most
 
     def decides(self, interval: tuple[float, float], paper: float | None) -> bool:
         """Whether all of an interval is near enough, or nothing of it."""
-        low, high = interval
+        (low, high), (least, most) = interval, self._ends(paper)
+        return (least <= low and high <= most) or high < least or low > most
+
+    def _ends(self, paper: float | None) -> tuple[float, float]:
         if self.relative is None:
-            return self.admits(low, paper) == self.admits(high, paper)
+            least, most = self.at_least, self.at_most
+            return -inf if least is None else least, inf if most is None else most
         assert paper is not None, "checked when the claim was read"
         away = self.relative * abs(paper)
-        within = paper - away <= low and high <= paper + away
-        return within or high < paper - away or low > paper + away
+        return paper - away, paper + away
 
 
 #: Purpose of a comparison. ``result``: it is of the claim's own setting, and decides; all others

@@ -43,25 +43,23 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``; and
     ``comparison``, a number that cells have in common which are compared.
     """
-    beside: dict[int, dict[str, object]] = {}
-    order: list[int] = []
-    place = {id(record): at for at, record in enumerate(records)}
+    ordered, beside = list[Record](), list[dict[str, object]]()
     for number, group in enumerate(groups(records)):
         # The baseline, else a usual one, else the first that has finished.
         finished = strategies.ordered(of.cell.subject for of in group if of.state == "ok")
         over = reference(group, baseline) or reference(group, next(iter(finished), None))
-        for record in group:
-            order.append(place[id(record)])
-            beside[order[-1]] = {
+        ordered += group
+        beside += [
+            {
                 "baseline": None if over is None else over.cell.subject,
                 **dict.fromkeys(_BESIDE, math.nan),
                 **_compared(Comparison(record, over)),
                 **_with_fastest(record, group),
                 "comparison": number,
             }
-    columns = pd.DataFrame([beside[at] for at in range(len(records))])
-    table: pd.DataFrame = pd.concat([frame(records), columns], axis=1).iloc[order]
-    return _in_display_order(table)
+            for record in group
+        ]
+    return _in_display_order(pd.concat([frame(ordered), pd.DataFrame(beside)], axis=1))
 
 
 def headlines(compared: pd.DataFrame) -> list[tuple[pd.Series, pd.DataFrame]]:
@@ -131,14 +129,11 @@ def _with_fastest(record: Record, group: Sequence[Record]) -> dict[str, object]:
 
 def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, float]:
     """At the last step that both have, and the largest at any step."""
-    steps = min(len(losses), len(reference))
-    if steps == 0:
+    both = np.array([*zip(losses, reference, strict=False)])
+    if not both.size:
         return {}
-    apart = np.subtract(losses[:steps], reference[:steps])
-    return {
-        "loss_difference": float(apart[-1]),
-        "loss_difference_max": float(np.max(np.abs(apart))),
-    }
+    apart = both[:, 0] - both[:, 1]
+    return {"loss_difference": float(apart[-1]), "loss_difference_max": float(abs(apart).max())}
 
 
 def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:

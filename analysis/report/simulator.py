@@ -135,9 +135,8 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
             "median_error": text.percent(median_error(compared)),
             "largest_error": largest_error(compared),
             "bytes_agree": sum(one.bytes_agree for one in compared),
-            **dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT),
         }
-        found.append(row | counted)
+        found.append(row | dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT) | counted)
     return found
 
 
@@ -272,19 +271,16 @@ def draw(pairs: pd.DataFrame) -> Drawing:
         ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
         ax.legend(frameon=False)
-    return Drawing("validation", "Simulated against emulated steps", _caption(pairs), figure)
-
-
-def _caption(pairs: pd.DataFrame) -> str:
     parts = [
         f"{link} links: {text.percent(median_error(cells['comparison']))} median absolute error of "
         f"{len(cells)} cells"
         for link, cells in pairs.groupby("link")
     ]
-    return (
+    caption = (
         f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
         f"±{100 * _BAND:g} %. {FITTED}"
     )
+    return Drawing("validation", "Simulated against emulated steps", caption, figure)
 
 
 def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:
