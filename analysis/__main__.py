@@ -228,8 +228,8 @@ def _reproduce() -> None:
         written = reproduction.write(RESULTS)
     except (OSError, ValueError) as error:
         _fail(str(error))
-    typer.echo(f"claims  {written.document}\nreport  {written.page}")
-    typer.echo(f"tables  {written.tables}\nfigures {written.figures}")
+    for name, path in written.items():
+        typer.echo(f"{name:8}{path}")
 
 
 def _load(path: Path) -> list[Record]:

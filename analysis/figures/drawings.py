@@ -91,9 +91,14 @@ def svg(drawing: Drawing) -> bytes:
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Small type in a font that ships with matplotlib, faint grid, no box."""
-    settings = {
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure of so many inches, and its axes, row by row.
+
+    Small type in a font that ships with matplotlib, faint grid, no box.
+    """
+    style = {
         **sns.axes_style("whitegrid"),
         **sns.plotting_context("paper", font_scale=0.9),
         "font.family": "sans-serif",
@@ -108,16 +113,7 @@ def style() -> Iterator[None]:
         "xtick.color": axes.INK,
         "ytick.color": axes.INK,
     }
-    with mpl.rc_context(settings):
-        yield
-
-
-@contextmanager
-def canvas(
-    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
-) -> Iterator[tuple[Figure, Any]]:
-    """A figure of so many inches in this style, and its axes, row by row."""
-    with style():
+    with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **shared)
 

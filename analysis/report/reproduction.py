@@ -27,40 +27,26 @@ from simulation.emulated import FITTED_TO
 from simulation.imitated.records import MemoryRecord
 
 
-@dataclass(frozen=True)
-class Written:
-    document: Path
-    page: Path
-    #: The chapter's tables as CSV and LaTeX, and its figures.
-    tables: Path
-    figures: Path
+def write(results: Path) -> dict[str, Path]:
+    """Write REPRODUCTION.md beside the folder of results, and the rest into it; say where.
 
-
-def write(results: Path) -> Written:
-    """Write REPRODUCTION.md beside the folder of results, and the rest into it.
-
-    The other papers, every claim and the records have pages of their own beside tables and figures.
+    The other papers, every claim and the records have pages of their own beside tables (as CSV and
+    LaTeX) and figures.
 
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
     claims, of = papers.load(), runs.load(results)
-    where = Written(
-        results.resolve().parent / DOCUMENT,
-        results / "report.html",
-        results / "paper" / "tables",
-        results / "paper" / "figures",
-    )
+    root, page = results.resolve().parent, results / "report.html"
+    tables, drawings = (results / "paper" / name for name in ("tables", "figures"))
     made = document(claims, of)
-    chapters = made.chapters
-    where.tables.parent.mkdir(parents=True, exist_ok=True)
+    drawings.mkdir(parents=True, exist_ok=True)
     for name, written in made.markdown.items():
-        (where.document.parent / name).write_text(written, encoding="utf-8")
-    where.page.write_text(_page(claims, of, made.values), encoding="utf-8")
-    papers_tables.write([table for one in chapters for table in one.written], where.tables)
-    where.figures.mkdir(parents=True, exist_ok=True)
-    for drawing in (drawing for one in chapters for drawing in one.drawn):
-        (where.figures / f"{drawing.name}.svg").write_bytes(svg(drawing))
-    return where
+        (root / name).write_text(written, encoding="utf-8")
+    page.write_text(_page(claims, of, made.values), encoding="utf-8")
+    papers_tables.write([table for one in made.chapters for table in one.written], tables)
+    for drawing in (drawing for one in made.chapters for drawing in one.drawn):
+        (drawings / f"{drawing.name}.svg").write_bytes(svg(drawing))
+    return {"claims": root / DOCUMENT, "report": page, "tables": tables, "figures": drawings}
 
 
 @dataclass(frozen=True)
