@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -249,7 +249,7 @@ Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discrimi
 def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
     """One number of several, in basic units; there must be one at least."""
     values = [sample.value for sample in samples]
-    return sum(values) / len(values) if take == "mean" else _TAKE[take](values)
+    return mean(values) if take == "mean" else _TAKE[take](values)
 
 
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
@@ -304,23 +304,20 @@ def changed(
     A counterpart has the other value, and all other settings alike. ``None`` where there is none.
     """
     by_rest = {_rest(row, cause): row for row in others if row.settings[cause.setting] == cause.to}
-    before: list[Row] = []
-    after: list[Row] = []
+    both: list[tuple[Row, Row]] = []
     was: list[object] = []
     for row in rows:
         counterpart = by_rest.get(_rest(row, cause))
         if not _is_altered(row, cause, compute):
-            before.append(row)
-            after.append(row)
+            both.append((row, row))
         elif counterpart is not None:
-            before.append(row)
             # It stands in its place, so that it is compared as that is.
-            after.append(replace(counterpart, settings=row.settings))
+            both.append((row, replace(counterpart, settings=row.settings)))
             was.append(_shown(row.settings)[cause.setting])
-    found = [tuple(compute.samples(of)) for of in (before, after)]
-    if not was or not all(found):
+    if not was:
         return None
-    return Change(found[0], found[1], tuple(dict.fromkeys(was)))
+    before, after = (tuple(compute.samples(of)) for of in zip(*both, strict=True))
+    return Change(before, after, tuple(dict.fromkeys(was))) if before and after else None
 
 
 def _is_altered(row: Row, cause: Cause, compute: Computation) -> bool:

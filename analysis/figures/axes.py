@@ -244,7 +244,6 @@ def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None
 
 
 def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
-    """The value at the bar's end."""
     if math.isnan(end) or value == text.ABSENT:
         ax.text(0, place, "  no result", va="center", color=SOFT, fontsize=7)
         return

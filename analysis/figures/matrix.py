@@ -200,7 +200,6 @@ def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawin
 
 
 def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
     names, legend = ("optimizer step", "training loss"), _legend(looks, drawings.stroke)
     figure, _ = _multiples(cells, looks, axes.draw_loss, names, legend)
     said = drawings.caption_of_losses(cells)

@@ -113,7 +113,6 @@ def of_memory(file: str, records: Sequence[MemoryRecord]) -> Study:
 
 
 def _of_bound(file: str, records: Sequence[BoundRecord]) -> Study:
-    """The bound of memory and bandwidth."""
     models = ", ".join(dict.fromkeys(record.point.model for record in records))
     evidence = ", ".join(sorted({record.evidence for record in records}))
     return Study(

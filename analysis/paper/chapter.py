@@ -289,5 +289,4 @@ def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Dra
 
 
 def _distinct(words: Sequence[str]) -> str:
-    """Each once, in order."""
     return ", ".join(dict.fromkeys(words))

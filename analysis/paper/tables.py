@@ -148,5 +148,4 @@ def _head(setting: str, value: str) -> str:
 
 
 def _label(setting: str) -> str:
-    """A setting's name for readers."""
     return "System" if setting == "strategy" else settings.described(Cell)[setting].setting.label

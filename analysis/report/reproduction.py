@@ -117,7 +117,6 @@ def _drawn(run: AnyRun) -> list[Drawing]:
 
 
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
-    """Values that both documents show."""
     by_matrix = {run.matrix: run for run in of}
     where = region(claims)
     findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
