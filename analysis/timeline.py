@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -160,10 +160,8 @@ def _lane(name: str, demands: dict[str, float]) -> Lane:
         return "cache and copies"
     if kind is None or name.endswith(("store", "copy in")):
         return "compute"
-    inside = resource != "inter_node"
-    if kind[1] == "gather":
-        return "gather, inside the node" if inside else "gather, between nodes"
-    return "reduce, inside the node" if inside else "reduce, between nodes"
+    place = "between nodes" if resource == "inter_node" else "inside the node"
+    return cast(Lane, f"{kind[1]}, {place}")
 
 
 def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[_Timed]:

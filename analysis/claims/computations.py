@@ -79,8 +79,6 @@ class Selection(Strict):
     #: Fuyou's published table.
     gpus: int | None = Field(default=None, ge=1)
     ssds: int | None = Field(default=None, ge=1)
-    #: A study of memory: whether blocks are computed again in backward.
-    checkpointing: bool | None = None
 
     @field_validator("link")
     @classmethod

@@ -54,8 +54,6 @@ class Pivot(Strict):
     of: Selection | None = None
     rows: Name = "strategy"
     columns: Name
-    #: The column of which the others are shares.
-    share_of: str | None = None
 
 
 class Seeds(Strict):

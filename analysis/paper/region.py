@@ -109,24 +109,16 @@ def load() -> Unknowns:
 
 @cache
 def _predicted(
-    strategy: str,
-    experiment: str,
-    policy: str,
-    bits: float,
-    share: float,
-    peak: float,
-    pcie: float,
-    micro_batch: int,
-    length: int,
-    recomputed: float,
+    strategy: str, experiment: str, policy: str, bits: float, *settings: float
 ) -> Prediction:
     full = experiment == "full"
+    share, peak, pcie, length, recomputed, micro_batch = settings
     workload = Workload(
         strategy=strategy,
         model=_MODEL,
         lora=None if full else _MODEL.lora(8),
-        sequence_length=length,
-        micro_batch=micro_batch,
+        sequence_length=int(length),
+        micro_batch=int(micro_batch),
         recomputed=recomputed,
         policy=policy,
         exchanges="flat" if strategy.startswith("fcdp") else "hierarchical",
@@ -147,11 +139,10 @@ def numbers(point: Point) -> dict[str, float]:
     """The claims' numbers at a point, in their units; NaN where a system is out of memory."""
 
     def cell(strategy: str, of: str, *, policy: str = "host", bits: float = _FAST) -> Prediction:
-        share = point["fast_share" if bits == _FAST else "slow_share"]
-        batch = int(point.get(f"{of}_micro_batch", 8))
-        length, again = int(point[f"{of}_length"]), point[f"{of}_recomputed"]
-        peak, pcie = point["peak_share"], point["pcie_share"]
-        return _predicted(strategy, of, policy, bits, share, peak, pcie, batch, length, again)
+        link = "fast_share" if bits == _FAST else "slow_share"
+        names = link, "peak_share", "pcie_share", f"{of}_length", f"{of}_recomputed"
+        batch = point.get(f"{of}_micro_batch", 8)
+        return _predicted(strategy, of, policy, bits, *(point[name] for name in names), batch)
 
     def over(a: Prediction, b: Prediction) -> float:
         return a.tokens_per_s / b.tokens_per_s if a.state == b.state == "ok" else math.nan

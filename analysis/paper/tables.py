@@ -101,7 +101,7 @@ def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
     if all(top.isdigit() for top in tops):
         tops.sort(key=int)
     lines = [
-        (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
+        (_word(pivot.rows, side), *(_cell(pivot, cells.get((side, top))) for top in tops))
         for side in sides
     ]
     heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
@@ -115,20 +115,11 @@ def over_seeds(seeds: Seeds, run: Run) -> Table:
     return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
 
 
-_Cells = dict[tuple[str, str], Row]
-
-
-def _cell(pivot: Pivot, cells: _Cells, side: str, top: str) -> str:
-    row = cells.get((side, top))
+def _cell(pivot: Pivot, row: Row | None) -> str:
     if row is None:
         return text.ABSENT
     value = row.quantities.get(pivot.quantity)
-    if value is None:
-        return row.state
-    if pivot.share_of is None:
-        return _WRITTEN[pivot.quantity](value)
-    whole = cells[side, pivot.share_of].quantities[pivot.quantity]
-    return f"{text.number(100 * value / whole)} %"
+    return row.state if value is None else _WRITTEN[pivot.quantity](value)
 
 
 def _of(row: Row, setting: str) -> str:
