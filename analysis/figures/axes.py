@@ -110,7 +110,7 @@ def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
     where: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "clip_on": False}
     for place, group in cells.groupby("place"):
         for at, strategy in enumerate(group["strategy"]):
-            look = {"color": looks[strategy].colour, "linestyle": "none"} | cross | where
+            look = cross | where | {"color": looks[strategy].colour, "linestyle": "none"}
             ax.plot([place * 1.35**at], [0.035], **look)
 
 

@@ -68,7 +68,7 @@ def _drawn(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Iterator[dra
         yield _crowd_throughput(cells, looks, setting)
         yield _crowd_bytes(cells, looks, setting)
     else:
-        yield draw_traffic(cells, looks, setting)
+        yield _draw_traffic(cells, looks, setting)
     finished = cells[cells["state"] == "ok"]
     if finished["losses"].str.len().any():  # a simulation has none
         yield draw_loss(cells, looks, setting)
@@ -90,7 +90,7 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     return ", ".join(words + own)
 
 
-def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
+def _draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel.
 
     Panels are columns while they are few, and rows otherwise.
@@ -137,7 +137,7 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> d
     )
 
 
-def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
+def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
     panels = drawings.panels_of(cells)
     columns = min(len(panels), WIDEST)

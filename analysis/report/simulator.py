@@ -95,11 +95,11 @@ def joined(
     """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
     found: list[dict[str, object]] = []
     for record, prediction in paired(records, predictions, lambda record: record.cell_id):
-        step = prediction.measurement and measured_step(record, cluster_of(record.cell))
-        if prediction.measurement is None or step is None:
+        if (told := prediction.measurement) is None:
             continue
-        seconds = median(prediction.measurement.round_seconds)
-        sent = prediction.measurement.inter_node_bytes_per_step
+        if (step := measured_step(record, cluster_of(record.cell))) is None:
+            continue
+        seconds, sent = median(told.round_seconds), told.inter_node_bytes_per_step
         found.append(
             {
                 "matrix": matrix,
@@ -194,8 +194,7 @@ def order(
 
 def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
     """Pairs, the faster first."""
-    for pair in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
-        fast, slow = pair
+    for fast, slow in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
         apart = slow.seconds > (1 + _APART) * fast.seconds
         if apart and Comparison(fast.record, slow.record).differs:
             yield fast, slow
