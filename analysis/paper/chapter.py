@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
 from analysis import text
 from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, labelled, rounded
@@ -21,6 +23,8 @@ from simulation.transformer import ModelSpec
 #: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
 #: communication to computation, if there is one.
 _SAME_RATIO = "paper-emulated"
+#: The column of simulated numbers over all that the paper leaves open.
+_RANGED = "The paper's system, over its unknowns"
 
 
 @dataclass(frozen=True)
@@ -116,25 +120,24 @@ def chapter(
 
 def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) -> Table:
     best = {name: ranged.best for name, ranged in of.ranges.items()}
-    rows = tuple(
-        (
-            first.get(one.id, one.claim),
-            labelled(one),
-            rounded(best[one.id], one.unit)
-            + ", too far" * (of.paper[one.id].away(best[one.id]) > 1),
-        )
-        for one in numbers
-    )
-    columns = ("Number", "Paper", "At the best point")
-    return Table("together", "The paper's numbers together", columns, rows)
+    far = {name: ", too far" * (of.paper[name].away(at) > 1) for name, at in best.items()}
+    columns = {
+        "Number": [first.get(one.id, one.claim) for one in numbers],
+        "Paper": [*map(labelled, numbers)],
+        "At the best point": [rounded(best[one.id], one.unit) + far[one.id] for one in numbers],
+    }
+    return Table("together", "The paper's numbers together", pd.DataFrame(columns))
 
 
 def _point(of: Region) -> Table:
     """The point that the paper leaves open: where its numbers hold together, and its ranges."""
-    best, every = of.found.best.point, of.holds.unknowns.items()
-    rows = tuple((one.words, one.written(best[name]), one.range) for name, one in every)
-    columns = ("What the paper does not say", "At the best point", "May be")
-    return Table("point", "The best point", columns, rows)
+    best, every = of.found.best.point, of.holds.unknowns
+    columns = {
+        "What the paper does not say": [one.words for one in every.values()],
+        "At the best point": [one.written(best[name]) for name, one in every.items()],
+        "May be": [one.range for one in every.values()],
+    }
+    return Table("point", "The best point", pd.DataFrame(columns))
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
@@ -160,24 +163,16 @@ class _Shown:
 
     def table(self, section: Section) -> Table:
         ranges = self.region.ranges if self.region else {}
-        rows = [
-            (
-                *self.row(name),
-                ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT,
-            )
+        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
+        frame = pd.DataFrame([self.row(name) for name in section.claims], columns=names)
+        frame[_RANGED] = [
+            ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT
             for name in section.claims
         ]
-        # A column that no claim has a value in is left out: simulated numbers, and ranges.
-        simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
-        order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
-        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
-        columns = (*names, "The paper's system, over its unknowns")
-        return Table(
-            section.id,
-            section.title,
-            tuple(columns[place] for place in order),
-            tuple(tuple(row[place] for place in order) for row in rows),
-        )
+        # Left out where no claim has a value in it.
+        some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
+        order = ["Result", "Verdict", "Paper", *some, "Emulated"]
+        return Table(section.id, section.title, frame[order])
 
     def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
         """Result, paper, simulated, emulated, verdict; briefly without intervals."""

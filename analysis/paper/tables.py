@@ -39,34 +39,23 @@ _LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under named columns; the first column is words, the others are set right."""
+    """Text under named columns; the first column is words, the others are set right."""
 
     #: The stem of its files' names.
     name: str
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows, columns=self.columns)
-
-
-def as_markdown(table: Table) -> str:
-    """The table with escaped bars."""
-    rows = ([*map(text.escaped, row)] for row in table.rows)
-    return text.table(table.columns, rows)
+    frame: pd.DataFrame
 
 
 def as_csv(table: Table) -> str:
-    """The same as comma-separated values."""
+    """The table as comma-separated values."""
     return table.frame.to_csv(index=False, lineterminator="\n")
 
 
 def as_latex(table: Table) -> str:
     """The same as a ``tabular`` that needs the package booktabs."""
     cells = table.frame.rename(columns=_as_latex).map(_as_latex)
-    places = "l" + "r" * (len(table.columns) - 1)
+    places = "l" + "r" * (len(cells.columns) - 1)
     return f"% {table.title}\n" + cells.to_latex(index=False, escape=False, column_format=places)
 
 
@@ -93,7 +82,10 @@ _WRITTEN: dict[Quantity, Callable[[float], str]] = {
 def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
     """The pivot of these cells; how one ended that left no figures, a dash where there is none."""
     chosen = [row for row in rows if pivot.of is None or pivot.of.matches(row)]
-    cells = {(_of(row, pivot.rows), _of(row, pivot.columns)): row for row in chosen}
+    cells = {
+        (str(row.settings[pivot.rows]), str(row.settings[pivot.columns])): _cell(pivot, row)
+        for row in chosen
+    }
     sides = list(dict.fromkeys(side for side, _ in cells))
     if pivot.rows == "strategy":
         sides = strategies.ordered(sides)
@@ -101,29 +93,21 @@ def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
     if all(top.isdigit() for top in tops):
         tops.sort(key=int)
     lines = [
-        (_word(pivot.rows, side), *(_cell(pivot, cells.get((side, top))) for top in tops))
+        (_word(pivot.rows, side), *(cells.get((side, top), text.ABSENT) for top in tops))
         for side in sides
     ]
-    heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
-    return Table(pivot.id, pivot.title, heads, tuple(lines))
+    heads = [_label(pivot.rows), *(_head(pivot.columns, top) for top in tops)]
+    return Table(pivot.id, pivot.title, pd.DataFrame(lines, columns=heads))
 
 
 def over_seeds(seeds: Seeds, run: Run) -> Table:
     """Mean ± standard deviation of held-out metrics, and of differences seed by seed."""
-    found = seeds_in_words(compare(run.records, seeds.over))
-    rows = (tuple(map(str, row)) for row in found.itertuples(index=False))
-    return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
+    return Table(seeds.id, seeds.title, seeds_in_words(compare(run.records, seeds.over)))
 
 
-def _cell(pivot: Pivot, row: Row | None) -> str:
-    if row is None:
-        return text.ABSENT
+def _cell(pivot: Pivot, row: Row) -> str:
     value = row.quantities.get(pivot.quantity)
     return row.state if value is None else _WRITTEN[pivot.quantity](value)
-
-
-def _of(row: Row, setting: str) -> str:
-    return str(row.settings[setting])
 
 
 def _word(setting: str, value: str) -> str:

@@ -72,7 +72,7 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
 
     def page(template: str, **more: Any) -> str:
         given = values | more
-        return pages.render(template, **given, cell=text.escaped, table=papers_tables.as_markdown)
+        return pages.render(template, **given, cell=text.escaped, table=text.markdown)
 
     first, *others = (_once([one])[0] for one in chapters)
     both = {"chapter": first, "others": others}

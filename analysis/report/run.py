@@ -55,10 +55,10 @@ def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str
 
 def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
-    table = tables.markdown(tables.presentable(compared))
+    every, seeds = tables.presentable(compared), seeds_in_words(compared)
+    table, by_seed = (text.markdown(each, tables.WORDS) for each in (every, seeds))
     notes = "\n".join(f"- {note}" for note in tables.notes(compared))
-    seeds = seeds_in_words(compared)
-    over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{tables.markdown(seeds)}\n"
+    over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{by_seed}\n"
     return f"{table}\n\n{notes}\n{over}"
 
 

@@ -64,12 +64,6 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
     return filled(pd.DataFrame(columns))
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A Markdown table; words flush left, numbers flush right."""
-    rows = ([*map(text.escaped, row)] for row in table.itertuples(index=False))
-    return text.table([*map(str, table.columns)], rows, WORDS)
-
-
 def notes(compared: pd.DataFrame) -> list[str]:
     """Notes below the table: what it compares with, and how it was obtained."""
     found = [

@@ -33,7 +33,8 @@ ROWS = [
 
 def test_every_system_has_its_cells_and_how_they_ended() -> None:
     table = tables.pivoted(pivot(), ROWS)
-    assert [line[1:] for line in table.rows] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
+    lines = table.frame.itertuples(index=False)
+    assert [line[1:] for line in lines] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
 
 
 def test_values_drawn_are_the_records() -> None:
