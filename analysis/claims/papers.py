@@ -46,8 +46,6 @@ class MatrixUse(Strict):
     """A matrix that tests claims: how to run it, and what that takes where no record says it."""
 
     command: str | None = None
-    #: Why there are no records yet; a matrix without a file or a command must say so.
-    planned: str | None = None
     resources: str | None = None
     #: Uses that its records must not be put to.
     caveat: str | None = None
@@ -185,10 +183,9 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
     seen: set[str] = set()
     existing = matrices.named()
     for name, use in claims.matrices.items():
-        if name not in existing and use.planned is None and use.command is None:
+        if name not in existing and use.command is None:
             there = ", ".join(existing)
-            problem = f"no such matrix, not planned, and without a command; there are {there}"
-            yield ("matrices", name), problem
+            yield ("matrices", name), f"no such matrix, and no command; there are {there}"
     for at, claim in enumerate(claims.claims):
         place = ("claims", at)
         if claim.id in seen:

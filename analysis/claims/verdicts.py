@@ -218,7 +218,7 @@ def _check(
     if rows is None or not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
         if rows is None:
-            reason = use.planned or "There are no records of its matrix."
+            reason = "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", (reason,))
     # A matrix that was run in several ways is judged by what was really measured, if it was.
     evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
