@@ -243,8 +243,7 @@ def _by_file(path: Path) -> dict[Path, list[Record]]:
     try:
         return by_file(path)
     except (OSError, ValueError) as error:
-        # A schema error lists every field; the first lines name the file, the line and a field.
-        _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))
+        _fail(str(error))
 
 
 def _check_baseline(name: str, records: Sequence[Record]) -> None:
