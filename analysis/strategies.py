@@ -84,8 +84,8 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
     spare: Counter[str] = Counter()
     taken: dict[str, set[str]] = defaultdict(set)
     own = {name: found.look for name in strategies if (found := _described(name)) and found.look}
-    for strategy, look in own.items():
-        taken[engine(strategy)].add(look.marker)
+    for name, known in own.items():
+        taken[engine(name)].add(known.marker)
     for strategy in strategies:
         runs_on = engine(strategy)
         if look := own.get(strategy):

@@ -108,8 +108,8 @@ def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
     """A cross on the axis for each cell without a result, side by side where several meet."""
     cross: dict[str, Any] = {"marker": "x", "markersize": 6, "markeredgewidth": 1.8}
     where: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "clip_on": False}
-    for place, group in cells.groupby("place"):
-        for at, strategy in enumerate(group["strategy"]):
+    for _, group in cells.groupby("place"):
+        for at, (place, strategy) in enumerate(zip(group["place"], group["strategy"], strict=True)):
             look = cross | where | {"color": looks[strategy].colour, "linestyle": "none"}
             ax.plot([place * 1.35**at], [0.035], **look)
 

@@ -37,7 +37,7 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
     """
     looks = strategies.styles(compared.loc[compared["state"] != "skipped", "strategy"])
-    found = []
+    found = list[drawings.Drawing]()
     for cells, setting in parted(compared):
         if (cells["state"] == "ok").any():
             present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
