@@ -60,7 +60,10 @@ _MARKERS = "^vD<>sPXph*odH8"
 
 def engine(strategy: str) -> str:
     """The engine that a strategy runs on, as a reader knows it; of a variant, its strategy's."""
-    found = _described(strategy.partition(" ")[0])
+    found = _described(strategy)
+    if found is None:
+        starts = (each for each in registry.STRATEGIES if strategy.startswith(each.name))
+        found = max(starts, key=lambda each: len(each.name), default=None)
     own: Engine = "fcdp" if found is None else found.engine
     return next(name for name, family in _FAMILIES.items() if own in family.engines)
 
