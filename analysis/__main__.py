@@ -67,8 +67,8 @@ def report(
         written = write(found, directory, baseline)
     except OSError as error:
         _fail(f"cannot write the report: {error}")
-    for saved in written.figures:
-        typer.echo(f"figure  {saved.png}\n        {saved.svg}")
+    for png, svg in written.figures:
+        typer.echo(f"figure  {png}\n        {svg}")
     typer.echo(f"table   {written.table}\ndata    {written.data}\nreport  {written.report}")
 
 
@@ -228,8 +228,8 @@ def _reproduce() -> None:
         written = reproduction.write(RESULTS)
     except (OSError, ValueError) as error:
         _fail(str(error))
-    typer.echo(f"claims  {written.document}\nreport  {written.page}")
-    typer.echo(f"tables  {written.tables}\nfigures {written.figures}")
+    for name, path in written.items():
+        typer.echo(f"{name:8}{path}")
 
 
 def _load(path: Path) -> list[Record]:
@@ -243,8 +243,7 @@ def _by_file(path: Path) -> dict[Path, list[Record]]:
     try:
         return by_file(path)
     except (OSError, ValueError) as error:
-        # A schema error lists every field; the first lines name the file, the line and a field.
-        _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))
+        _fail(str(error))
 
 
 def _check_baseline(name: str, records: Sequence[Record]) -> None:

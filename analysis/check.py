@@ -8,7 +8,7 @@ from pathlib import Path
 
 from analysis.claims import papers
 from analysis.claims.papers import Claims
-from analysis.claims.verdicts import Finding, asked, between, judge, quoted, rounded
+from analysis.claims.verdicts import Finding, asked, between, judge, labelled, rounded
 from analysis.load import matrices, runs, table
 from analysis.load.rows import row
 from analysis.paper.region import region
@@ -90,7 +90,7 @@ def _line(ours: Finding, committed: Finding) -> Line:
     setting = ("context", ours.check.note) if ours.check.role == "context" else ()
     return Line(
         claim.claim,
-        f"{quoted(claim.number, claim.unit)} [{claim.label}]",
+        labelled(claim),
         rounded(committed.ours, claim.unit),
         f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
         asked(ours.check, claim.unit),

@@ -105,7 +105,7 @@ def best(records: Sequence[Record]) -> list[Trial]:
     Raises ``ValueError`` where a trial has no losses, or strategies did not have as many alike.
     """
     ran = [record for record in records if record.state != "skipped"]
-    trials = [_trial(group) for group in grouped(ran, _of_one_trial)]
+    trials = [_trial(group) for group in grouped(ran, lambda record: _choice(record.cell))]
     by_subject = grouped(trials, lambda trial: trial.subject)
     given = {of[0].subject: (len(of), *{len(trial.curves) for trial in of}) for of in by_subject}
     if len(set(given.values())) > 1 or any(len(of) != 2 for of in given.values()):
@@ -113,9 +113,8 @@ def best(records: Sequence[Record]) -> list[Trial]:
     return [min(of, key=lambda trial: mean(trial.ends)) for of in by_subject]
 
 
-def _of_one_trial(record: Record) -> tuple[object, ...]:
-    momentum = getattr(record.cell.settings, _TRIED, None)
-    return subject(record.cell), record.cell.learning_rate, momentum
+def _choice(cell: Cell) -> tuple[str, float, float | None]:
+    return subject(cell), cell.learning_rate, getattr(cell.settings, _TRIED, None)
 
 
 def _trial(records: Sequence[Record]) -> Trial:
@@ -126,8 +125,7 @@ def _trial(records: Sequence[Record]) -> Trial:
             raise ValueError(f"{record.cell_id}: has no held_out_losses ({record.state})")
         curves.append(losses)
     cell = records[0].cell
-    momentum = getattr(cell.settings, _TRIED, None)
-    return Trial(cell.strategy, subject(cell), cell.learning_rate, momentum, tuple(curves))
+    return Trial(cell.strategy, *_choice(cell), tuple(curves))
 
 
 def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
@@ -217,25 +215,24 @@ def cases(found: Sequence[Course], loss: float) -> list[Case]:
 
     The exact strategy is the first in order; computation's seconds are those on the fastest link.
     """
-    on_link = _on_link(found)
+    on_link, races = _on_link(found), list[Case]()
     fastest = on_link[-1][0]
     computing = fastest.seconds - fastest.link_seconds
-    return [_case(of, loss, of[0].link_seconds / computing) for of in on_link]
-
-
-def _case(on_link: Sequence[Course], loss: float, share: float) -> Case:
-    exact = on_link[0]
-    there = [(course, seconds) for course in on_link if (seconds := course.seconds_to(loss))]
-    first, (middle, _, most) = min(there, key=lambda each: each[1][0])
-    own = next(seconds for course, seconds in there if course is exact)
-    return Case(
-        share=share,
-        exact=exact.trial.label,
-        first=first.trial.label,
-        sooner=own[0] / middle,
-        alike=first is not exact and most >= own[1],
-        above=mean(first.trial.ends) / mean(exact.trial.ends) - 1,
-    )
+    for exact, *others in on_link:
+        own = exact.seconds_to(loss)
+        assert own is not None, "a loss that all its seeds come to"
+        there = [(course, seconds) for course in others if (seconds := course.seconds_to(loss))]
+        first, (middle, _, most) = min([(exact, own), *there], key=lambda each: each[1][0])
+        race = Case(
+            share=exact.link_seconds / computing,
+            exact=exact.trial.label,
+            first=first.trial.label,
+            sooner=own[0] / middle,
+            alike=first is not exact and most >= own[1],
+            above=mean(first.trial.ends) / mean(exact.trial.ends) - 1,
+        )
+        races.append(race)
+    return races
 
 
 def _on_link(found: Sequence[Course]) -> list[list[Course]]:

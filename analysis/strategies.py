@@ -86,20 +86,19 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
     looks: dict[str, Style] = {}
     spare: Counter[str] = Counter()
     taken: dict[str, set[str]] = defaultdict(set)
-    for strategy, found in ((name, _described(name)) for name in strategies):
-        if found is not None and found.look is not None:
-            taken[engine(strategy)].add(found.look.marker)
+    own = {name: found.look for name in strategies if (found := _described(name)) and found.look}
+    for name, known in own.items():
+        taken[engine(name)].add(known.marker)
     for strategy in strategies:
-        found = _described(strategy)
-        if found is not None and found.look is not None:
-            colour, marker = found.look.colour, found.look.marker
+        runs_on = engine(strategy)
+        if look := own.get(strategy):
+            colour, marker = look.colour, look.marker
         else:
-            family = SUBJECT if _is_variant(strategy) else engine(strategy)
-            colour, marker = _spare(family, spare[family], taken[engine(strategy)])
+            family = SUBJECT if _is_variant(strategy) else runs_on
+            colour, marker = _spare(family, spare[family], taken[runs_on])
             spare[family] += 1
-        taken[engine(strategy)].add(marker)
-        dashes = _FAMILIES[engine(strategy)].dashes
-        looks[strategy] = Style(label(strategy), colour, marker, dashes)
+        taken[runs_on].add(marker)
+        looks[strategy] = Style(label(strategy), colour, marker, _FAMILIES[runs_on].dashes)
     if SUBJECT in looks and any(map(_is_variant, looks)):
         policy = CacheSettings.model_fields["policy"].default  # beside others', it is named
         looks[SUBJECT] = replace(looks[SUBJECT], label=f"{label(SUBJECT)} {policy}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from experiments.records.comparison import Comparison
 from experiments.records.record import Metric
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Shown where a cell has no value.
 ABSENT = "–"
@@ -29,6 +33,12 @@ def table(
     rule = f"|{'|'.join('---' if name in left else '--:' for name in head)}|"
     top, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
     return "\n".join([top, rule, *others])
+
+
+def markdown(frame: pd.DataFrame, words: Collection[str] | None = None) -> str:
+    """The same of a frame of text, whatever stands in its cells."""
+    rows = ([*map(escaped, row)] for row in frame.itertuples(index=False))
+    return table([*map(str, frame.columns)], rows, words)
 
 
 def escaped(value: object) -> str:

@@ -12,8 +12,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -63,6 +64,10 @@ _MARKS: dict[str, Phase] = {
 _GAP = 0.003
 
 
+#: A span as a trace has it, in microseconds.
+_Timed = tuple[Lane, Phase, float, float]
+
+
 @dataclass(frozen=True)
 class Span:
     """A rank's work in one lane, in seconds from the step's start."""
@@ -98,12 +103,12 @@ def load(file: Path) -> Step:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     if trace.get("otherData", {}).get("evidence") == "simulated":
         name = trace["otherData"].get("cell", file.name.partition(".")[0])
-        return Step(name, "simulated", tuple(_from_zero(_simulated(events))))
+        return Step(name, "simulated", _from_zero(_simulated(events)))
     if any(event.get("cat") == "kernel" for event in events):
         raise ValueError(f"{file}: has kernels of a GPU, which this does not draw; see Perfetto")
     # A run's folder has cells/ID/profile/rank0.json.gz.
     cell, rank = file.resolve().parent.parent.name, file.name.partition(".")[0]
-    spans = tuple(_from_zero(_profiled(events)))
+    spans = _from_zero(_profiled(events))
     if not spans:
         raise ValueError(f"{file}: holds no exchange of FCDP or FSDP2")
     return Step(f"{cell}, {rank}", "profiled", spans)
@@ -122,19 +127,21 @@ def _parsed(file: Path) -> dict[str, Any]:
     return trace
 
 
-def _from_zero(found: Iterable[Span]) -> Iterator[Span]:
-    spans = sorted(found, key=lambda span: (span.start, span.end))
-    for span in spans:
-        yield Span(span.lane, span.phase, span.start - spans[0].start, span.end - spans[0].start)
+def _from_zero(found: Iterable[_Timed]) -> tuple[Span, ...]:
+    """Spans in their order, in seconds from the first one's start."""
+    timed = sorted(found, key=itemgetter(2, 3))
+    zero = timed[0][2] / 1e6 if timed else 0.0
+    return tuple(
+        Span(lane, phase, start / 1e6 - zero, end / 1e6 - zero) for lane, phase, start, end in timed
+    )
 
 
-def _simulated(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
+def _simulated(events: Sequence[dict[str, Any]]) -> Iterator[_Timed]:
     """A task stands where the resource is that it uses most."""
     for event in events:
         name, start = event["name"], event["ts"]
         if event["dur"] > 0:
-            lane = _lane(name, event["args"])
-            yield _span(lane, _named_phase(name), start, start + event["dur"])
+            yield _lane(name, event["args"]), _named_phase(name), start, start + event["dur"]
 
 
 def _named_phase(name: str) -> Phase:
@@ -153,13 +160,11 @@ def _lane(name: str, demands: dict[str, float]) -> Lane:
         return "cache and copies"
     if kind is None or name.endswith(("store", "copy in")):
         return "compute"
-    inside = resource != "inter_node"
-    if kind[1] == "gather":
-        return "gather, inside the node" if inside else "gather, between nodes"
-    return "reduce, inside the node" if inside else "reduce, between nodes"
+    place = "between nodes" if resource == "inter_node" else "inside the node"
+    return cast(Lane, f"{kind[1]}, {place}")
 
 
-def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
+def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[_Timed]:
     """Ranges of exchanges last until what they started has ended; the rest computes."""
     events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     known = _RANGES if any(_key(event) in _RANGES for event in events) else _FSDP2
@@ -169,13 +174,9 @@ def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
     phase_of = _phases(events)
     ends = _ends(ranges, events)
     for event, end in zip(ranges, ends, strict=True):
-        yield _span(known[_key(event)], phase_of(event["ts"]), event["ts"], end)
+        yield known[_key(event)], phase_of(event["ts"]), event["ts"], end
     for start, end in _computing(events, phase_of):
-        yield _span("compute", phase_of(start), start, end)
-
-
-def _span(lane: Lane, phase: Phase, start: float, end: float) -> Span:
-    return Span(lane, phase, start / 1e6, end / 1e6)
+        yield "compute", phase_of(start), start, end
 
 
 def _key(event: dict[str, Any]) -> str:
@@ -281,6 +282,4 @@ def _panel(ax: Axes, step: Step, lanes: Sequence[Lane], least: float) -> None:
                 bars, (at - axes.BAR / 2, axes.BAR), color=colour, edgecolor="white", linewidth=0.15
             )
     ax.set_title(f"{step.evidence}: {step.name}, {text.number(1e3 * step.seconds)} ms", loc="left")
-    ax.set_yticks(range(len(lanes)), lanes)
-    ax.set_ylim(len(lanes) - 0.5, -0.5)
-    ax.grid(False, axis="y")
+    axes.name_bars(ax, lanes)

@@ -31,10 +31,10 @@ from docs import (
 FOLDER = Path(__file__).resolve().parent / "figures"
 #: Figures of each module by the names of their files.
 FIGURES: dict[str, Callable[[], Mapping[str, Figure]]] = {
-    "ablation": draw_ablation.figures,
-    "bound": draw_bound.figures,
-    "compute": draw_compute.figures,
-    "differences": draw_differences.figures,
+    "ablation": lambda: {"ablation": draw_ablation.draw()},
+    "bound": lambda: {"bound": draw_bound.draw()},
+    "compute": lambda: {"compute": draw_compute.draw()},
+    "differences": lambda: {"differences": draw_differences.draw()},
     "fuyou": draw_fuyou.figures,
     "map": draw_map.figures,
     "overview": draw_overview.figures,

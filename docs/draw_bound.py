@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.figures.drawings import style
+from analysis.figures.drawings import canvas
 from simulation import bound
 from simulation.bound import points_on
 from simulation.compute import rates_of
@@ -59,9 +59,7 @@ def tokens_that_fit(layers: int, width: int, gpus: int, vocabulary: int) -> int:
 
 def draw() -> Figure:
     """Four panels by parameters: most MFU, most tokens per second, longest context, tokens."""
-    with style():
-        figure = Figure(figsize=(8.2, 5.4), layout="constrained")
-        (mfu, speed), (context, tokens) = figure.subplots(2, 2)
+    with canvas(8.2, 5.4, 2, 2) as (figure, ((mfu, speed), (context, tokens))):
         for name, colour in GPUS.items():
             share = kernels_share(name)
             for gbit_s, line in BANDWIDTHS.items():
@@ -120,8 +118,3 @@ def _distance(ax: Any) -> None:
     ax.plot(sizes, closed, color="0.4", ls="--", label="closed form")
     ax.plot(sizes, without, color="#0072B2", ls=":", label="simulator, without an output layer")
     ax.plot(sizes, simulated, color="#0072B2", label="simulator, eager loss over 50,257 words")
-
-
-def figures() -> dict[str, Figure]:
-    """The figures by the names of their files."""
-    return {"bound": draw()}

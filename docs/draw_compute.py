@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from analysis.figures.drawings import style
+from analysis.figures.drawings import canvas
 from simulation import compute
 from simulation.compute import Predicted
 
@@ -23,9 +23,8 @@ _LEAST, _MOST = 0.8, 1.3
 def draw() -> Figure:
     """Two panels by parameters: rows that the fit has seen, and rows of sources that it has not."""
     record = compute.read()
-    with style():
-        figure = Figure(figsize=(7.4, 3.0), layout="constrained")
-        for ax, held_out in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
+    with canvas(7.4, 3.0, 1, 2, sharey=True) as (figure, (grid,)):
+        for ax, held_out in zip(grid, (False, True), strict=True):
             for gpu, (colour, marker) in _LOOKS.items():
                 rows = [p for p in record.predictions if p.row.gpu == gpu]
                 ax.scatter(
@@ -62,8 +61,3 @@ def _parameters(one: Predicted) -> float:
 def _ratio(one: Predicted, *, held_out: bool) -> float:
     predicted = one.held_out if held_out else one.fitted
     return min(max(predicted / one.row.tokens_per_s_per_gpu, _LEAST), _MOST)
-
-
-def figures() -> dict[str, Figure]:
-    """The figures by the names of their files."""
-    return {"compute": draw()}

@@ -9,15 +9,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from analysis.figures.drawings import put_source, style
+from analysis.figures.drawings import canvas, put_source
 from analysis.load.table import frame, latest, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
 #: What entropy codes take: see examples/differences/bits.py.
 BITS = ROOT / "results" / "difference-bits" / "record.json"
-
-_ALWAYS = "delta(always)"
 
 
 def bits(records: Path = RECORDS) -> Mapping[float, float]:
@@ -31,11 +29,10 @@ def bits(records: Path = RECORDS) -> Mapping[float, float]:
         settings = record.cell.settings.model_dump()
         unshaped = record.cell.inter_bandwidth_bits_per_s is None
         exact = settings.get("reduce_codec") == "none"
-        if record.measurement is None or not unshaped or not exact:
-            continue
-        if settings.get("gather_codec") != _ALWAYS:
-            continue
+        always = settings.get("gather_codec") == "delta(always)"
         measured = record.measurement
+        if measured is None or not (unshaped and exact and always):
+            continue
         assert measured.ledger_bytes_per_step is not None
         ledger = measured.ledger_bytes_per_step["inter_node"]
         overhead = measured.inter_node_bytes_per_step / sum(ledger.values())
@@ -55,9 +52,7 @@ def draw() -> Figure:
     coded, entropy = (
         {row["learning_rate"]: row[name][1] for row in rows} for name in ("gathers", "entropy")
     )
-    with style():
-        figure = Figure(figsize=(5.2, 3.0), layout="constrained")
-        ax = figure.subplots()
+    with canvas(5.2, 3.0) as (figure, ((ax,),)):
         ax.axhline(16, linestyle="--", color="0.5", label="whole")
         for told, label, place in ((bits(), "packed", 6), (coded, "entropy codes", -13)):
             ax.plot(list(told), list(told.values()), marker="o", label=label)
@@ -76,8 +71,3 @@ def draw() -> Figure:
         ax.legend(loc="lower right")
         put_source(figure, records, "")
     return figure
-
-
-def figures() -> dict[str, Figure]:
-    """The figures by the names of their files."""
-    return {"differences": draw()}

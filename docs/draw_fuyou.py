@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.figures.drawings import style
+from analysis.figures.drawings import canvas
 from analysis.load import fuyou
 from analysis.load.fuyou import Point
 from analysis.load.table import latest, load
@@ -31,9 +31,7 @@ def published() -> Figure:
     """Teraflops over SSDs and over the batch: lines are modelled, markers are published."""
     points = fuyou.published()
     rate = fuyou.fitted([point for point in points if point.gpus == 1])
-    with style():
-        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
-        ssds, batches = figure.subplots(1, 2)
+    with canvas(8.4, 3.2, 1, 2) as (figure, ((ssds, batches),)):
         for at, batch in enumerate((32, 48, 64)):
             own = [p for p in points if p.table == "ssds" and p.batch == batch]
             _beside(ssds, own, [p.ssds for p in own], f"batch {batch}", at, rate)
@@ -69,9 +67,7 @@ def form(record: Record) -> str:
 
 def measured() -> Figure:
     """Seconds per step by the speed of the SSD, and by what is swapped."""
-    with style():
-        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
-        speeds, amounts = figure.subplots(1, 2)
+    with canvas(8.4, 3.2, 1, 2) as (figure, ((speeds, amounts),)):
         found = records("fuyou")
         for name, colour, marker in zip(FORMS, _COLOURS, _MARKERS, strict=True):
             own = [record for record in found if form(record) == name]

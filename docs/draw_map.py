@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.figures.drawings import style
+from analysis.figures.drawings import canvas
 from baselines.registry import find
 from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
@@ -86,9 +86,7 @@ def compute() -> None:
 
 def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
     """A panel per GPU and tuning: the choice by model and bandwidth; FCDP over its best rival."""
-    with style():
-        figure = Figure(figsize=(8.2, 5.2), layout="constrained")
-        axes = figure.subplots(len(TUNINGS), len(GPUS), sharex=True, sharey=True)
+    with canvas(8.2, 5.2, len(TUNINGS), len(GPUS), sharex=True, sharey=True) as (figure, axes):
         for row, tuning in zip(axes, TUNINGS, strict=True):
             for ax, gpu in zip(row, GPUS, strict=True):
                 ax.set(title=f"{tuning}, {_NODES} × 8 {gpu}")
@@ -99,13 +97,8 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
                 for one in _of(cells, nodes=_NODES, gpu=gpu, tuning=tuning):
                     x, y = GBIT_S.index(one["gbit_s"]), MODELS.index(one["model"])
                     colour = "0.9" if one["take"] is None else find(one["take"]).look.colour
-                    ax.fill(
-                        [x - 0.5, x + 0.5, x + 0.5, x - 0.5],
-                        [y - 0.5, y - 0.5, y + 0.5, y + 0.5],
-                        color=colour,
-                        alpha=0.55,
-                        linewidth=0,
-                    )
+                    corners = [x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5] * 2 + [y + 0.5] * 2
+                    ax.fill(*corners, color=colour, alpha=0.55, linewidth=0)
                     ax.text(x, y, _gain(one), ha="center", va="center", fontsize=6)
         for ax in axes[-1]:
             ax.set_xlabel("Gbit/s per node")
@@ -119,9 +112,8 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
 
 def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
     """Tokens per second and GPU of each strategy, from 8 to 8,192 GPUs."""
-    with style():
-        figure = Figure(figsize=(7.4, 3.0), layout="constrained")
-        for ax, tuning in zip(figure.subplots(1, len(TUNINGS)), TUNINGS, strict=True):
+    with canvas(7.4, 3.0, 1, len(TUNINGS)) as (figure, (grid,)):
+        for ax, tuning in zip(grid, TUNINGS, strict=True):
             rows = _of(cells, model=_MODEL, gpu=GPUS[1], gbit_s=_LINK, tuning=tuning)
             for name in STRATEGIES:
                 points = [

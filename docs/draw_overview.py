@@ -7,6 +7,7 @@ One file per palette, light and dark, since a page may be read in either.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -111,7 +112,7 @@ class Panel:
         self._frame("ZeRO-3 (FSDP2, DeepSpeed stage 3)")
         for bottom, name in NODE_BOXES:
             self._node(bottom, name)
-            self._box(3.85, bottom + 0.15, 0.8, 0.9, self.palette.background, dashed=True)
+            self._box(3.85, bottom + 0.15, 0.8, 0.9, self.palette.background, ls="--")
             self._text(4.25, bottom + 0.6, "host\nmemory\nunused", self.palette.quiet)
         crossing = f"k × {gigabytes(self.amounts.crossing)}"
         self._crossing(0.5, f"all-gather\nin forward\n{crossing}", self.palette.gather)
@@ -136,17 +137,9 @@ class Panel:
         self._total(full, lora)
 
     def _frame(self, name: str) -> None:
-        self._text(
-            0.0,
-            4.96,
-            name,
-            self.palette.text,
-            ha="left",
-            size=FONT + 3,
-            weight="bold",
-            va="baseline",
-        )
-        self._box(0.0, LINK[0], PANEL, LINK[1] - LINK[0], self.palette.link, edge="none")
+        look = {"ha": "left", "va": "baseline", "fontsize": FONT + 3, "weight": "bold"}
+        self._text(0.0, 4.96, name, self.palette.text, **look)
+        self._box(0.0, LINK[0], PANEL, LINK[1] - LINK[0], self.palette.link, ec="none")
         self._text(0.18, LINK_MIDDLE, "slow link", self.palette.quiet, rotation=90)
 
     def _node(self, bottom: float, name: str) -> None:
@@ -164,7 +157,7 @@ class Panel:
     def _arena(self, bottom: float) -> None:
         """Draw the host arena of one node, with what is stored in it and loaded from it."""
         palette, held = self.palette, gigabytes(self.amounts.host)
-        self._box(3.85, bottom + 0.15, 0.8, 0.9, palette.background, edge=palette.host)
+        self._box(3.85, bottom + 0.15, 0.8, 0.9, palette.background, ec=palette.host)
         self._text(4.25, bottom + 0.6, f"host\narena\n{held}", palette.text)
         self._arrow((2.0, bottom + 0.53), (3.85, bottom + 0.53), palette.host, both=False)
         self._text(2.92, bottom + 0.69, f"store {held}", palette.host)
@@ -179,41 +172,15 @@ class Panel:
         lines = f"one node sends {full}\nwith LoRA, 1 % trained: {lora}"
         self._text(0.0, 0.4, lines, self.palette.text, ha="left", weight="bold")
 
-    def _text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        colour: str,
-        *,
-        ha: str = "center",
-        size: int = FONT,
-        weight: str = "normal",
-        va: str = "center",
-        rotation: int = 0,
-    ) -> None:
-        self.axes.text(
-            x, y, text, color=colour, ha=ha, va=va, fontsize=size,
-            fontweight=weight, rotation=rotation, linespacing=1.25,
-        )  # fmt: skip
+    def _text(self, x: float, y: float, text: str, colour: str, **look: Any) -> None:
+        usual = {"ha": "center", "va": "center", "fontsize": FONT, "linespacing": 1.25}
+        self.axes.text(x, y, text, color=colour, **usual | look)
 
     def _box(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        colour: str,
-        *,
-        edge: str | None = None,
-        dashed: bool = False,
+        self, x: float, y: float, width: float, height: float, colour: str, **look: Any
     ) -> None:
-        self.axes.add_patch(
-            FancyBboxPatch(
-                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06",
-                fc=colour, ec=edge or self.palette.edge, lw=1, ls="--" if dashed else "-",
-            )
-        )  # fmt: skip
+        look = {"boxstyle": "round,pad=0,rounding_size=0.06", "ec": self.palette.edge} | look
+        self.axes.add_patch(FancyBboxPatch((x, y), width, height, fc=colour, lw=1, **look))
 
     def _arrow(
         self, start: tuple[float, float], end: tuple[float, float], colour: str, *, both: bool

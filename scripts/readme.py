@@ -196,13 +196,14 @@ def _broken(line: str, width: int) -> list[str]:
 
 def _planned() -> str:
     """The planner's answer to each case: tokens per second with their range."""
-    cases = [_plan(command) for command in _CASES.values()]
+    cases = {said: _plan(command) for said, command in _CASES.items()}
     labels = {name: registry.find(name).label for name in _PLANNED}
-    rows = [
-        (f"`{name}`" if label == name else label, *(_speed(case.get(name)) for case in cases))
+    speeds = {
+        (f"`{name}`" if label == name else label, said): _speed(case.get(name))
         for name, label in labels.items()
-    ]
-    return text.table(("Tokens per second", *_CASES), rows)
+        for said, case in cases.items()
+    }
+    return tables.crossed("Tokens per second", speeds)
 
 
 def _plan(command: str) -> dict[str, dict[str, str]]:

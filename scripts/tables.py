@@ -34,18 +34,12 @@ def result(records: Sequence[Record]) -> str:
     shown = ("deepspeed-zero3", "fsdp2", "fsdp2-hsdp", "zeropp", "fcdp")
     rows, speeds = [], list[Comparison]()
     for by in _by_strategy(records):
-        cell, zero3 = by["fcdp"].cell, (by["deepspeed-zero3"], by["fsdp2"])
-        over = min(
-            (Comparison(by["fcdp"], each) for each in zero3),
-            key=lambda speed: speed.ratio or math.inf,
-        )
-        speeds += [over, Comparison(by["fcdp"], by["fsdp2-hsdp"])]
+        cell = by["fcdp"].cell
+        *zero3, hsdp = (Comparison(by["fcdp"], by[name]) for name in shown[:3])
+        speeds += [min(zero3, key=lambda speed: speed.ratio or math.inf), hsdp]
         columns = (
             f"{cell.tuning}, k\u00a0=\u00a0{cell.accumulation}",
-            *(
-                f"{text.number(_seconds(by[name]))} s, {text.megabytes(_sent(by[name]))} MB"
-                for name in shown
-            ),
+            *(_step(by[name]) for name in shown),
             *map(text.compared, speeds[-2:]),
             f"{text.megabytes(_least(by['fsdp2']))} MB",
         )
@@ -53,6 +47,13 @@ def result(records: Sequence[Record]) -> str:
     labels = ["DeepSpeed ZeRO-3", "FSDP2", "HSDP", "`zeropp`", "FCDP"]
     head = ("Trained", *labels, "FCDP over the faster ZeRO-3", "over HSDP", "ZeRO-3 at least")
     return text.table(head, rows) + noted(speeds)
+
+
+def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """Cells by the names of their row and their column, as Markdown; a dash where there is none."""
+    rows, columns = (dict.fromkeys(place[at] for place in cells) for at in (0, 1))
+    lines = ((row, *(cells.get((row, name), text.ABSENT) for name in columns)) for row in rows)
+    return text.table((corner, *columns), lines)
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
@@ -71,7 +72,7 @@ def by_phase(records: Sequence[Record]) -> str:
             (
                 record.cell.subject,
                 *(_of_phase(record, name) for name in ("generation", "scoring", "update")),
-                f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
+                _step(record),
                 text.ABSENT if record is first else text.compared(Comparison(record, first)),
                 text.megabytes(_measured(record, "iteration_device_bytes")),
             )
@@ -94,7 +95,7 @@ def by_rollout(records: Sequence[Record]) -> str:
         (
             record.cell.objective.name,
             f"{record.cell.learning_rate:g}",
-            f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB",
+            _step(record),
             *(text.metric(one, _measured(record, name)) for name, one in there.items()),
         )
         for record in records
@@ -162,19 +163,13 @@ def bound_by_the_link(records: Sequence[Record]) -> str:
 
 def by_base(records: Sequence[Record]) -> str:
     """Steps, and DDP's memory, by the type in which frozen parameters are held, as Markdown."""
-    names = list(dict.fromkeys(record.cell.strategy for record in records))
-    by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
-    rows = [
-        (dtype, *(text.number(by[dtype, name]) for name in names))
-        for dtype in dict.fromkeys(dtype for dtype, _ in by)
-    ]
+    by = {(r.cell.frozen_dtype, r.cell.strategy): text.number(_seconds(r)) for r in records}
     peaks = [
         f"{record.measurement.peak_host_bytes / 1e6:.0f} MB with {record.cell.frozen_dtype}"
         for record in records
         if record.cell.strategy == "ddp" and record.measurement
     ]
-    shown = text.table(("Base in", *names), rows)
-    return f"{shown}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
+    return f"{crossed('Base in', by)}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
 
 
 def ablated(records: Sequence[Record]) -> str:
@@ -209,14 +204,13 @@ def _trained_share(records: Sequence[Record]) -> str:
 def speeds(records: Sequence[Record]) -> str:
     """Tokens per second of each strategy, one column per setting, as Markdown."""
     ran = [record for record in records if record.state != "skipped"]
-    settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
-    names = (f"{tuning}, {link}, k = {count}" for tuning, link, count in settings)
-    by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
-    rows = [
-        (strategy, *(_rate(by.get((strategy, *setting))) for setting in settings))
-        for strategy in dict.fromkeys(record.cell.strategy for record in ran)
-    ]
-    return text.table(("Strategy", *names), rows) + _noise(ran)
+    by = {}
+    for record in ran:
+        _, tuning, link, count = _setting(record.cell)
+        rate = record.tokens_per_s
+        shown = record.state if rate is None else text.number(rate)
+        by[record.cell.strategy, f"{tuning}, {link}, k = {count}"] = shown
+    return crossed("Strategy", by) + _noise(ran)
 
 
 def _noise(records: Sequence[Record]) -> str:
@@ -243,14 +237,11 @@ def audited(findings: Sequence[Finding]) -> str:
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
     names = (f"{tuning}, k = {count}" for tuning, count in settings)
     rows = []
-    by: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by.setdefault(finding.cell.variant, []).append(finding)
-    for strategy, own in by.items():
+    for own in grouped(findings, lambda finding: finding.cell.variant):
         differences = [f.loss_difference for f in own if f.loss_difference is not None]
         factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
         columns = (
-            strategy,
+            own[0].cell.variant,
             *(factors.get(setting, text.ABSENT) for setting in settings),
             text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
@@ -262,25 +253,19 @@ def audited(findings: Sequence[Finding]) -> str:
     return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 
 
-def _rate(record: Record | None) -> str:
-    if record is None or record.tokens_per_s is None:
-        return "–" if record is None else record.state
-    return text.number(record.tokens_per_s)
-
-
 def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
     return cell.model.name, cell.tuning, of, cell.accumulation
 
 
 def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
-    deepspeed, fsdp2, _ = map(by_strategy.get, _THREE)
+    *others, _ = three = [by_strategy.get(name) for name in _THREE]
     fcdp = by_strategy["fcdp"]
     return (
         *map(str, _setting(fcdp.cell)),
-        *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-        *(text.compared(Comparison(fcdp, other)) for other in (deepspeed, fsdp2)),
-        *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
+        *(text.number(_seconds(record)) for record in three),
+        *(text.compared(Comparison(fcdp, other)) for other in others),
+        *(text.megabytes(_sent(record)) for record in three),
         text.megabytes(_least(fcdp)),
     )
 
@@ -293,6 +278,10 @@ def noted(speeds: Iterable[Comparison]) -> str:
 
 def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
+
+
+def _step(record: Record) -> str:
+    return f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB"
 
 
 def _measured(record: Record | None, name: str) -> float | None:
@@ -317,13 +306,11 @@ def behind(records: Sequence[Record]) -> str:
             by.setdefault((settings.penalty, settings.clip), {})[record.cell.seed] = loss
         elif record.cell.strategy == "ddp":
             beside[record.cell.seed] = loss
-    clips = dict.fromkeys(clip for _, clip in by)
-    names = ("no clipping" if clip is None else f"φ = {clip:g}" for clip in clips)
-    rows = [
-        (f"`{penalty}`", *(_lag(by.get((penalty, clip), {}), beside) for clip in clips))
-        for penalty in dict.fromkeys(penalty for penalty, _ in by)
-    ]
-    return text.table(("Penalty", *names), rows)
+    lags = {
+        (f"`{penalty}`", "no clipping" if clip is None else f"φ = {clip:g}"): _lag(of, beside)
+        for (penalty, clip), of in by.items()
+    }
+    return crossed("Penalty", lags)
 
 
 def lag(records: Sequence[Record]) -> str:
@@ -358,21 +345,16 @@ def _name(record: Record) -> str:
 
 def kept_by_workers(matrices: Sequence[Sequence[Record]]) -> str:
     """Shares of speed that strategies keep on the slow link; a column per number of workers."""
-    found: list[dict[str, Comparison]] = []
+    found: dict[tuple[str, str], Comparison] = {}
     for records in matrices:
         free, slow = (
             [r for r in records if (r.cell.inter_bandwidth_bits_per_s is None) is unshaped]
             for unshaped in (True, False)
         )
-        pairs = paired(slow, free, lambda record: record.cell.subject)
-        found.append({_with_interval(one): Comparison(one, other) for one, other in pairs})
-    rows = [
-        (name, *(text.share(of[name]) if name in of else text.ABSENT for of in found))
-        for name in dict.fromkeys(name for of in found for name in of)
-    ]
-    workers = (str(of[0].cell.cluster.nodes) for of in matrices)
-    shown = text.table(("Keeps, with workers", *workers), rows)
-    return shown + noted(speed for of in found for speed in of.values())
+        for one, other in paired(slow, free, lambda record: record.cell.subject):
+            found[_with_interval(one), str(one.cell.cluster.nodes)] = Comparison(one, other)
+    shares = {place: text.share(keeps) for place, keeps in found.items()}
+    return crossed("Keeps, with workers", shares) + noted(found.values())
 
 
 def _with_interval(record: Record) -> str:
@@ -467,14 +449,12 @@ def saving(record: Mapping[str, Any]) -> str:
 
 def on_a_free_link(records: Sequence[Record]) -> str:
     """Steps with the rule for differences beside those without."""
-    by: dict[int, dict[str, Record]] = {}
-    for record in records:
-        codec = str(record.cell.settings.model_dump()["gather_codec"])
-        by.setdefault(record.cell.micro_batch, {})[codec] = record
     rows = []
-    for size, of in by.items():
-        seconds = [text.number(of[codec].step_seconds_median) for codec in ("none", "delta")]
-        rows.append((str(size), *seconds, text.compared(Comparison(of["delta"], of["none"]))))
+    for cells in grouped(records, lambda record: record.cell.micro_batch):
+        of = {record.cell.settings.model_dump()["gather_codec"]: record for record in cells}
+        seconds = [text.number(_seconds(of[codec])) for codec in ("none", "delta")]
+        faster = text.compared(Comparison(of["delta"], of["none"]))
+        rows.append((str(cells[0].cell.micro_batch), *seconds, faster))
     head = ("Micro-batch", "whole, s/step", "`delta`, s/step", "times as fast")
     return text.table(head, rows, words=())
 

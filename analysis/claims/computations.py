@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -36,8 +36,6 @@ SCALES: dict[Unit, float] = {
 Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
 
-#: A cell that ended otherwise, and was not skipped, left no figures, and is as bad as can be.
-ENDED_WELL: tuple[State, ...] = ("ok",)
 #: Units of quantities that are neither bytes nor shares.
 _UNITS: dict[Quantity, tuple[Unit, ...]] = {
     "tokens_per_s": ("tokens/s", "words/s"),
@@ -81,8 +79,6 @@ class Selection(Strict):
     #: Fuyou's published table.
     gpus: int | None = Field(default=None, ge=1)
     ssds: int | None = Field(default=None, ge=1)
-    #: A study of memory: whether blocks are computed again in backward.
-    checkpointing: bool | None = None
 
     @field_validator("link")
     @classmethod
@@ -160,7 +156,7 @@ class Ratio(Strict):
         found = []
         for a, b in _pairs(rows, self.of, self.over):
             top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
-            if a.state not in ENDED_WELL:
+            if a.state != "ok":  # it left no figures, and is as bad as can be
                 top = 0.0 if self.quantity in _MORE_IS_BETTER else inf
             if top is None or not bottom:
                 continue
@@ -169,19 +165,13 @@ class Ratio(Strict):
 
     def timing(self, samples: Sequence[Sample]) -> Timing | None:
         """How sure the number is; ``None`` where no times are compared, or they were computed."""
-        timed = [(of, speed) for of in samples if (speed := of.speed) is not None and speed.timed]
+        timed = [speed for of in samples if (speed := of.speed) is not None and speed.timed]
         if self.quantity != "tokens_per_s" or not timed:
             return None
-        ends = [sorted(map(self.of_quotient, speed.interval or ())) for _, speed in timed]
-        low, high = (
-            taken(
-                [replace(of, value=end[at]) for (of, _), end in zip(timed, ends, strict=True)],
-                self.take,
-            )
-            for at in (0, 1)
-        )
-        enough = all(speed.decides for _, speed in timed)
-        return Timing(min(speed.rounds for _, speed in timed), enough, (low, high))
+        ends = [sorted(map(self.of_quotient, speed.interval or ())) for speed in timed]
+        low, high = map(_TAKE[self.take], zip(*ends, strict=True))
+        enough = all(speed.decides for speed in timed)
+        return Timing(min(speed.rounds for speed in timed), enough, (low, high))
 
     def of_quotient(self, ratio: float) -> float:
         """The number of this kind that a quotient is."""
@@ -190,7 +180,7 @@ class Ratio(Strict):
     def lacking(self, rows: Sequence[Row]) -> list[Row]:
         """Cells that left no figures where the other of two did, or neither did."""
         pairs = _pairs(rows, self.of, self.over)
-        return [row for pair in pairs for row in pair if row.state not in ENDED_WELL]
+        return [row for pair in pairs for row in pair if row.state != "ok"]
 
 
 class Value(Strict):
@@ -223,11 +213,11 @@ class LossDifference(Strict):
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
-        for a, b in _pairs(rows, self.of, self.over):
-            if a.losses and b.losses:
-                found.append(Sample(largest_difference(a.losses, b.losses), a, b))
-        return found
+        return [
+            Sample(largest_difference(a.losses, b.losses), a, b)
+            for a, b in _pairs(rows, self.of, self.over)
+            if a.losses and b.losses
+        ]
 
 
 class Outcome(Strict):
@@ -257,7 +247,7 @@ Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discrimi
 def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
     """One number of several, in basic units; there must be one at least."""
     values = [sample.value for sample in samples]
-    return sum(values) / len(values) if take == "mean" else _TAKE[take](values)
+    return mean(values) if take == "mean" else _TAKE[take](values)
 
 
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
@@ -312,23 +302,20 @@ def changed(
     A counterpart has the other value, and all other settings alike. ``None`` where there is none.
     """
     by_rest = {_rest(row, cause): row for row in others if row.settings[cause.setting] == cause.to}
-    before: list[Row] = []
-    after: list[Row] = []
+    both: list[tuple[Row, Row]] = []
     was: list[object] = []
     for row in rows:
         counterpart = by_rest.get(_rest(row, cause))
         if not _is_altered(row, cause, compute):
-            before.append(row)
-            after.append(row)
+            both.append((row, row))
         elif counterpart is not None:
-            before.append(row)
             # It stands in its place, so that it is compared as that is.
-            after.append(replace(counterpart, settings=row.settings))
+            both.append((row, replace(counterpart, settings=row.settings)))
             was.append(_shown(row.settings)[cause.setting])
-    found = [tuple(compute.samples(of)) for of in (before, after)]
-    if not was or not all(found):
+    if not was:
         return None
-    return Change(found[0], found[1], tuple(dict.fromkeys(was)))
+    before, after = (tuple(compute.samples(of)) for of in zip(*both, strict=True))
+    return Change(before, after, tuple(dict.fromkeys(was))) if before and after else None
 
 
 def _is_altered(row: Row, cause: Cause, compute: Computation) -> bool:

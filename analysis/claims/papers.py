@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -45,8 +46,6 @@ class MatrixUse(Strict):
     """A matrix that tests claims: how to run it, and what that takes where no record says it."""
 
     command: str | None = None
-    #: Why there are no records yet; a matrix without a file or a command must say so.
-    planned: str | None = None
     resources: str | None = None
     #: Uses that its records must not be put to.
     caveat: str | None = None
@@ -69,23 +68,21 @@ class Tolerance(Strict):
 
     def admits(self, ours: float, paper: float | None) -> bool:
         """Whether ours is near enough; both in the claim's unit."""
-        if self.at_least is not None:
-            return ours >= self.at_least
-        if self.at_most is not None:
-            return ours <= self.at_most
-        assert self.relative is not None
-        assert paper is not None, "checked when the claim was read"
-        return abs(ours - paper) <= self.relative * abs(paper)
+        least, most = self._ends(paper)
+        return least <= ours <= most
 
     def decides(self, interval: tuple[float, float], paper: float | None) -> bool:
         """Whether all of an interval is near enough, or nothing of it."""
-        low, high = interval
+        (low, high), (least, most) = interval, self._ends(paper)
+        return (least <= low and high <= most) or high < least or low > most
+
+    def _ends(self, paper: float | None) -> tuple[float, float]:
         if self.relative is None:
-            return self.admits(low, paper) == self.admits(high, paper)
+            least, most = self.at_least, self.at_most
+            return -inf if least is None else least, inf if most is None else most
         assert paper is not None, "checked when the claim was read"
         away = self.relative * abs(paper)
-        within = paper - away <= low and high <= paper + away
-        return within or high < paper - away or low > paper + away
+        return paper - away, paper + away
 
 
 #: Purpose of a comparison. ``result``: it is of the claim's own setting, and decides; all others
@@ -179,13 +176,16 @@ def load(path: Path = CLAIMS) -> Claims:
 
 def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
     """Places and problems that one claim alone cannot know."""
+
+    def no_matrix(name: str) -> str:
+        return f"{name!r} is no matrix; allowed are {', '.join(claims.matrices)}"
+
     seen: set[str] = set()
     existing = matrices.named()
     for name, use in claims.matrices.items():
-        if name not in existing and use.planned is None and use.command is None:
+        if name not in existing and use.command is None:
             there = ", ".join(existing)
-            problem = f"no such matrix, not planned, and without a command; there are {there}"
-            yield ("matrices", name), problem
+            yield ("matrices", name), f"no such matrix, and no command; there are {there}"
     for at, claim in enumerate(claims.claims):
         place = ("claims", at)
         if claim.id in seen:
@@ -199,24 +199,16 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
         for index, check in enumerate(claim.checks):
             where = (*place, "checks", index)
             if check.matrix not in claims.matrices:
-                allowed = ", ".join(claims.matrices)
-                yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
+                yield (*where, "matrix"), no_matrix(check.matrix)
             for key, problem in _unknown_names(check):
                 yield (*where, "compute", *key), problem
             for number, cause in enumerate(check.causes):
-                for wrong, problem in _mistaken(cause, claims):
-                    yield (*where, "causes", number, wrong), problem
-
-
-def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:
-    """Keys of a cause, and the problem of each."""
-    if cause.matrix not in claims.matrices:
-        there = ", ".join(claims.matrices)
-        yield "matrix", f"{cause.matrix!r} is no matrix; allowed are {there}"
-    try:
-        setting_of(cause)
-    except ValueError as error:
-        yield "setting", str(error)
+                if cause.matrix not in claims.matrices:
+                    yield (*where, "causes", number, "matrix"), no_matrix(cause.matrix)
+                try:
+                    setting_of(cause)
+                except ValueError as error:
+                    yield (*where, "causes", number, "setting"), str(error)
 
 
 def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:

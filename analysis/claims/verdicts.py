@@ -13,7 +13,6 @@ from analysis.claims.computations import (
     Cause,
     Ratio,
     Sample,
-    Timing,
     Unit,
     Value,
     changed,
@@ -23,7 +22,7 @@ from analysis.claims.computations import (
 from analysis.claims.papers import Check, Claim, Claims, Label, Role
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
-from experiments.records.comparison import FEWEST
+from experiments.records.comparison import FEWEST, grouped
 from experiments.records.settings import Described
 
 Verdict = Literal[
@@ -189,24 +188,17 @@ def _without_records(claim: Claim, reason: str) -> Finding:
 
 def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
     """Each claim's verdict over its results, by id; checks that were not run do not count."""
-    of: dict[str, list[Finding]] = {}
-    for finding in findings:
-        of.setdefault(finding.claim.id, []).append(finding)
-    return {
-        claim: _summary(
-            {finding.verdict for finding in found if finding.decides} - {"not run"},
-            apart=all(not finding.decides for finding in found),
-        )
-        for claim, found in of.items()
-    }
+    by_claim = grouped(findings, lambda finding: finding.claim.id)
+    return {of[0].claim.id: _summary([one.verdict for one in of if one.decides]) for of in by_claim}
 
 
-def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
-    if apart:
-        return "not judged"
+def _summary(verdicts: Sequence[Verdict]) -> Summary:
     if not verdicts:
+        return "not judged"
+    ran = {*verdicts} - {"not run"}
+    if not ran:
         return "not run"
-    decided = verdicts - {"undecided"}
+    decided = ran - {"undecided"}
     if not decided:
         return "undecided"
     for alone in _ALONE:
@@ -221,13 +213,12 @@ def _check(
     claims: Claims, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
 ) -> Finding:
     """One check against the cells of its matrix, if there are any."""
-    rows = every.get(check.matrix)
-    if rows is None:
-        reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
-        return Finding(claim, check, "not run", None, None, "", (reason,))
-    samples = check.compute.samples(rows)
-    if not samples:
+    rows, use = every.get(check.matrix), claims.matrices[check.matrix]
+    samples = [] if rows is None else check.compute.samples(rows)
+    if rows is None or not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
+        if rows is None:
+            reason = "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", (reason,))
     # A matrix that was run in several ways is judged by what was really measured, if it was.
     evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
@@ -240,44 +231,32 @@ def _check(
     if verdict == "reproduced" and claim.number is None:  # its paper says so in words
         verdict = "as stated"
     timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
-    interval = None
+    interval, unsure, rounds = None, None, ""
     if timed is not None:
         low, high = (end * SCALES[claim.unit] for end in timed.interval)
         interval = low, high
-    unsure = _unsure(timed, interval, claim, check)
+        plural = "s" if timed.rounds > 1 else ""
+        rounds = f"; {timed.rounds} round{plural}: {between(interval, claim.unit)}"
+        if not timed.enough:
+            unsure = (
+                f"Timed over fewer than {FEWEST} rounds in a cell: it is not told from noise, and "
+                "decides nothing."
+            )
+        elif not check.tolerance.decides(interval, claim.number):
+            unsure = "Its interval is in part near enough, and in part not."
     if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
     # A matrix's note on its times goes with what compares them.
     times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
-    noise = claims.matrices[check.matrix].noise if times else None
-    reasons = [check.note, noise, unsure]
+    reasons = [check.note, use.noise if times else None, unsure]
     if not near:
         why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
         if verdict == "not reproduced" and not any(why):
             why = ["No reason has been found yet."]
         reasons += why
-    cells = _cells(samples, check.compute.take) + _lacking(check, rows)
-    if timed is not None:
-        plural = "s" if timed.rounds > 1 else ""
-        cells += f"; {timed.rounds} round{plural}: {between(interval, claim.unit)}"
+    cells = _cells(samples, check.compute.take) + _lacking(check, rows) + rounds
     said = tuple(filter(None, reasons))
     return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
-
-
-def _unsure(
-    timed: Timing | None, interval: tuple[float, float] | None, claim: Claim, check: Check
-) -> str | None:
-    """Why a timed comparison decides nothing, if it does not."""
-    if timed is None or interval is None:
-        return None
-    if not timed.enough:
-        return (
-            f"Timed over fewer than {FEWEST} rounds in a cell: it is not told from noise, and "
-            "decides nothing."
-        )
-    if check.tolerance.decides(interval, claim.number):
-        return None
-    return "Its interval is in part near enough, and in part not."
 
 
 def _lacking(check: Check, rows: Sequence[Row]) -> str:
@@ -336,6 +315,11 @@ def _cells(samples: Sequence[Sample], take: str) -> str:
 def quoted(value: float | None, unit: Unit | None) -> str:
     """A paper's number as it stands in the file, with its unit; a dash where there is none."""
     return text.ABSENT if value is None else _with_unit(f"{value:,.12g}", unit)
+
+
+def labelled(claim: Claim) -> str:
+    """A paper's number, and how well it is known."""
+    return f"{quoted(claim.number, claim.unit)} [{claim.label}]"
 
 
 def rounded(value: float | None, unit: Unit | None) -> str:

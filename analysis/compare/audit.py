@@ -95,18 +95,17 @@ def markdown(findings: Sequence[Finding]) -> str:
     rows = []
     for finding in findings:
         notes = [f" [{reasons.setdefault(why, len(reasons) + 1)}]" for why in finding.explanations]
-        cell = finding.cell
-        columns = [
-            cell.variant,
-            cell.tuning,
-            str(cell.accumulation),
+        row = (
+            finding.cell.variant,
+            finding.cell.tuning,
+            str(finding.cell.accumulation),
             text.megabytes(finding.sent),
             text.megabytes(finding.least),
             text.times(finding.factor) + "".join(notes),
             text.number(finding.loss_difference, 2),
             text.escaped("; ".join(finding.problems)) or "fair",
-        ]
-        rows.append(columns)
+        )
+        rows.append(row)
     words = ("Strategy", "Tuning", "verdict")
     shown = text.table((*words[:2], *numbers, words[2]), rows, words)
     below = [f"[{index}] {reason}." for reason, index in reasons.items()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,9 +16,8 @@ from experiments.records.comparison import Comparison, groups, reference
 from experiments.records.record import Record
 from simulation.quantities import format_link
 
-_CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
-SETTINGS = ["matrix", "evidence", *(name for name in _CONDITIONS if name != "matrix")]
+SETTINGS = list(dict.fromkeys(["matrix", "evidence", *settings.names(Cell, "condition")]))
 #: Times as fast as the baseline, and the ends of its interval.
 SPEED = ("speed_up", "speed_up_low", "speed_up_high")
 _BESIDE = (
@@ -34,15 +32,6 @@ _BESIDE = (
 )
 
 
-class Headline(NamedTuple):
-    """The subject next to the baseline under one way of tuning, as rows of the comparison."""
-
-    #: The cell with the largest speed-up.
-    best: pd.Series
-    #: All that have this baseline, the best included.
-    cells: pd.DataFrame
-
-
 def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> pd.DataFrame:
     """A row per cell in display order with, beside each, how it compares; none is lost.
 
@@ -54,39 +43,40 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``; and
     ``comparison``, a number that cells have in common which are compared.
     """
-    beside: dict[int, dict[str, object]] = {}
-    order: list[int] = []
-    place = {id(record): at for at, record in enumerate(records)}
+    ordered, beside = list[Record](), list[dict[str, object]]()
     for number, group in enumerate(groups(records)):
         # The baseline, else a usual one, else the first that has finished.
         finished = strategies.ordered(of.cell.subject for of in group if of.state == "ok")
         over = reference(group, baseline) or reference(group, next(iter(finished), None))
-        for record in group:
-            order.append(place[id(record)])
-            beside[order[-1]] = {
+        ordered += group
+        beside += [
+            {
                 "baseline": None if over is None else over.cell.subject,
                 **dict.fromkeys(_BESIDE, math.nan),
                 **_compared(Comparison(record, over)),
                 **_with_fastest(record, group),
                 "comparison": number,
             }
-    columns = pd.DataFrame([beside[at] for at in range(len(records))])
-    table: pd.DataFrame = pd.concat([frame(records), columns], axis=1).iloc[order]
-    return _in_display_order(table)
+            for record in group
+        ]
+    return _in_display_order(pd.concat([frame(ordered), pd.DataFrame(beside)], axis=1))
 
 
-def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
-    """One headline for each evidence and tuning, over the baseline that most cells have."""
+def headlines(compared: pd.DataFrame) -> list[tuple[pd.Series, pd.DataFrame]]:
+    """For each evidence and tuning, the subject's cells over the baseline that most of them have.
+
+    Before them, the cell with the largest speed-up.
+    """
     rows = compared[
-        (compared["strategy"] == subject)
-        & (compared["baseline"] != subject)
+        (compared["strategy"] == strategies.SUBJECT)
+        & (compared["baseline"] != strategies.SUBJECT)
         & compared["speed_up"].notna()
     ]
     found = []
     for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
         baseline = cells["baseline"].value_counts().index[0]
         group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
-        found.append(Headline(group.iloc[-1], group))
+        found.append((group.iloc[-1], group))
     return found
 
 
@@ -139,23 +129,22 @@ def _with_fastest(record: Record, group: Sequence[Record]) -> dict[str, object]:
 
 def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, float]:
     """At the last step that both have, and the largest at any step."""
-    steps = min(len(losses), len(reference))
-    if steps == 0:
+    both = np.array([*zip(losses, reference, strict=False)])
+    if not both.size:
         return {}
-    apart = np.subtract(losses[:steps], reference[:steps])
-    return {
-        "loss_difference": float(apart[-1]),
-        "loss_difference_max": float(np.max(np.abs(apart))),
-    }
+    apart = both[:, 0] - both[:, 1]
+    return {"loss_difference": float(apart[-1]), "loss_difference_max": float(abs(apart).max())}
 
 
 def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:
     """By setting, slowest link first and unshaped last, then by strategy as in the figures."""
     place = {name: at for at, name in enumerate(strategies.ordered(table["strategy"]))}
-    placed: pd.DataFrame = table.assign(_place=table["strategy"].map(place))
-    placed = placed.sort_values([*SETTINGS, "_place"], na_position="last", kind="stable")
-    ordered: pd.DataFrame = placed.drop(columns="_place").reset_index(drop=True)
-    return ordered
+    return table.sort_values(
+        [*SETTINGS, "strategy"],
+        key=lambda column: column.map(place) if column.name == "strategy" else column,
+        na_position="last",
+        ignore_index=True,
+    )
 
 
 #: Settings that a table names only where they differ between its cells.

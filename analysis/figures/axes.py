@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -35,11 +34,11 @@ SEEN = 30
 
 def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """Lines over shaped links; a link without a limit stands apart, as it has no bandwidth."""
-    places = _places(panel)
-    panel = panel.assign(
-        place=panel["inter_bandwidth_bits_per_s"].map(places.at),
-        shaped=panel["inter_bandwidth_bits_per_s"].notna(),
-    )
+    links = panel["inter_bandwidth_bits_per_s"]
+    # In Mbit/s; the link without a limit a fair step to the right of the others.
+    shaped = sorted({bits / 1e6 for bits in links.dropna()})
+    beyond = shaped[-1] * max(4.0, (shaped[-1] / shaped[0]) ** 0.6) if shaped else 1.0
+    panel = panel.assign(place=(links / 1e6).fillna(beyond), shaped=links.notna())
     finished = panel[panel["state"] == "ok"]
     if finished["shaped"].any():
         shown = finished[finished["shaped"]]
@@ -58,7 +57,7 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         look = looks[cell["strategy"]]
         _draw_spread(ax, cell, look, sizes[look.colour], hollow=not cell["shaped"])
     ax.set(xscale="log", yscale="log", xlabel="", ylabel="")
-    _tick_links(ax, places)
+    _tick_links(ax, shaped, [beyond] if links.isna().any() else [])
     _mark_missing(ax, panel[panel["state"] != "ok"], looks)
     _annotate_speed_up(ax, finished)
     ax.margins(y=0.18)
@@ -70,42 +69,13 @@ def _hues(looks: Looks) -> dict[str, Any]:
     return {"hue": "strategy", "hue_order": list(looks), "palette": colours, "legend": False}
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where each link of a panel stands on the x axis, in Mbit/s."""
-
-    shaped: list[float]
-    #: Right of the fastest shaped link; ``None`` where every link is shaped.
-    unshaped: float | None
-
-    def at(self, bits_per_s: float) -> float:
-        """The place of one link."""
-        if self.unshaped is not None and math.isnan(bits_per_s):
-            return self.unshaped
-        return bits_per_s / 1e6
-
-
-def _places(panel: pd.DataFrame) -> _Places:
-    """The panel's links, the unshaped one a fair step to the right of the others."""
-    links = panel["inter_bandwidth_bits_per_s"]
-    shaped = sorted({bits / 1e6 for bits in links.dropna()})
-    if links.notna().all():
-        return _Places(shaped, None)
-    if not shaped:
-        return _Places(shaped, 1.0)
-    return _Places(shaped, shaped[-1] * max(4.0, (shaped[-1] / shaped[0]) ** 0.6))
-
-
-def _tick_links(ax: Axes, places: _Places) -> None:
+def _tick_links(ax: Axes, shaped: list[float], unshaped: list[float]) -> None:
     """A tick for each link that was run."""
-    ticks, names = list(places.shaped), [f"{place:,g}" for place in places.shaped]
-    if places.unshaped is not None:
-        ticks.append(places.unshaped)
-        names.append("unshaped")
-        if places.shaped:
-            ax.axvline((places.shaped[-1] * places.unshaped) ** 0.5, color=SOFT, ls=":", lw=0.8)
+    ticks = shaped + unshaped
+    if shaped and unshaped:
+        ax.axvline((shaped[-1] * unshaped[0]) ** 0.5, color=SOFT, ls=":", lw=0.8)
     ax.xaxis.set_major_locator(FixedLocator(ticks))
-    ax.set_xticklabels(names)
+    ax.set_xticklabels([f"{place:,g}" for place in shaped] + ["unshaped"] * len(unshaped))
     ax.xaxis.set_minor_locator(NullLocator())
     # Room for the figures above the outermost points.
     margin = max((ticks[-1] / ticks[0]) ** 0.16, 2.0)
@@ -126,11 +96,7 @@ def _draw_spread(
 ) -> None:
     """The middle half of the rounds; on an unshaped link the marker too, which has no line."""
     if hollow:
-        mark: dict[str, Any] = {
-            "marker": look.marker,
-            "markerfacecolor": "none",
-            "markersize": size,
-        }
+        mark: dict[str, Any] = {"marker": look.marker, "mfc": "none", "markersize": size}
         at = [cell["place"]], [cell["tokens_per_s"]]
         ax.plot(*at, color=look.colour, linestyle="none", **mark)
     if cell["step_seconds_iqr"] > OUTGROWS_MARKER * cell["step_seconds_median"]:
@@ -140,15 +106,12 @@ def _draw_spread(
 
 def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
     """A cross on the axis for each cell without a result, side by side where several meet."""
+    cross: dict[str, Any] = {"marker": "x", "markersize": 6, "markeredgewidth": 1.8}
+    where: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "clip_on": False}
     for _, group in cells.groupby("place"):
         for at, (place, strategy) in enumerate(zip(group["place"], group["strategy"], strict=True)):
-            cross: dict[str, Any] = {"marker": "x", "markersize": 6, "markeredgewidth": 1.8}
-            where: dict[str, Any] = {
-                "transform": ax.get_xaxis_transform(),
-                "clip_on": False,
-                "linestyle": "none",
-            }
-            ax.plot([place * 1.35**at], [0.035], color=looks[strategy].colour, **cross, **where)
+            look = cross | where | {"color": looks[strategy].colour, "linestyle": "none"}
+            ax.plot([place * 1.35**at], [0.035], **look)
 
 
 def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
@@ -281,7 +244,6 @@ def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None
 
 
 def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
-    """The value at the bar's end."""
     if math.isnan(end) or value == text.ABSENT:
         ax.text(0, place, "  no result", va="center", color=SOFT, fontsize=7)
         return

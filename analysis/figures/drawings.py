@@ -47,34 +47,39 @@ class Drawing:
     matrix: str = ""
 
 
-@dataclass(frozen=True)
-class Saved:
-    drawing: Drawing
-    png: Path
-    svg: Path
-
-
 def drawing(
-    figure: Figure, cells: pd.DataFrame, what: str, title: str, setting: str, caption: str
+    figure: Figure,
+    cells: pd.DataFrame,
+    setting: str,
+    what: str,
+    title: str,
+    *caption: str,
+    source: bool = False,
 ) -> Drawing:
-    """A finished figure with its name and full title."""
-    full = ", ".join(part for part in (title, setting) if part)
-    return Drawing(_name(cells, setting, what), full, caption, figure, str(cells.iloc[0]["matrix"]))
+    """A finished figure with its name, full title and caption, which ends with the cells' origin.
 
-
-def _name(cells: pd.DataFrame, setting: str, what: str) -> str:
+    With ``source`` the figure says it too.
+    """
+    if source:
+        put_source(figure, cells, setting)
     first = cells.iloc[0]
     words = [first["matrix"], first["evidence"], setting, what]
-    return "-".join(re.sub(r"[^\w.]+", "-", word) for word in words if word)
+    return Drawing(
+        "-".join(re.sub(r"[^\w.]+", "-", word) for word in words if word),
+        ", ".join(part for part in (title, setting) if part),
+        _joined(*caption, provenance(cells)),
+        figure,
+        str(first["matrix"]),
+    )
 
 
-def save(drawing: Drawing, directory: Path) -> Saved:
+def save(drawing: Drawing, directory: Path) -> tuple[Path, Path]:
     """Write the PNG and the SVG; the same records give the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    saved = Saved(drawing, *(directory / f"{drawing.name}.{end}" for end in ("png", "svg")))
-    drawing.figure.savefig(saved.png, dpi=200)
-    saved.svg.write_bytes(svg(drawing))
-    return saved
+    png, vector = (directory / f"{drawing.name}.{end}" for end in ("png", "svg"))
+    drawing.figure.savefig(png, dpi=200)
+    vector.write_bytes(svg(drawing))
+    return png, vector
 
 
 def svg(drawing: Drawing) -> bytes:
@@ -86,9 +91,14 @@ def svg(drawing: Drawing) -> bytes:
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Small type in a font that ships with matplotlib, faint grid, no box."""
-    settings = {
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure of so many inches, and its axes, row by row.
+
+    Small type in a font that ships with matplotlib, faint grid, no box.
+    """
+    style = {
         **sns.axes_style("whitegrid"),
         **sns.plotting_context("paper", font_scale=0.9),
         "font.family": "sans-serif",
@@ -103,16 +113,7 @@ def style() -> Iterator[None]:
         "xtick.color": axes.INK,
         "ytick.color": axes.INK,
     }
-    with mpl.rc_context(settings):
-        yield
-
-
-@contextmanager
-def canvas(
-    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
-) -> Iterator[tuple[Figure, Any]]:
-    """A figure of so many inches in this style, and its axes, row by row."""
-    with style():
+    with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
@@ -193,61 +194,12 @@ def missing_mark(cells: pd.DataFrame) -> list[Line2D]:
     return [handle(marker="x", markersize=6, label="no result", **_MARK)] * bool(lacking)
 
 
-def caption_of_both(cells: pd.DataFrame) -> str:
-    """How to read the figure of throughput and bytes, and how its numbers were obtained."""
-    return _joined(
-        f"Top: {_throughput(cells)}", f"Bottom: {_bytes(cells)}", _missing(cells), provenance(cells)
-    )
-
-
-def caption_of_throughput(cells: pd.DataFrame) -> str:
-    how = _throughput(cells)
-    return _joined(how[0].upper() + how[1:], _missing(cells), provenance(cells))
-
-
-def caption_of_traffic(cells: pd.DataFrame) -> str:
-    return _joined(_bytes(cells), _missing(cells), provenance(cells))
-
-
-def caption_of_slots(cells: pd.DataFrame) -> str:
-    """How to read the figure of slots, and how its numbers were obtained."""
-    return _joined(
-        "A slot is a stage's forward or backward of one micro-batch. MB: 10⁶ bytes, parameters "
-        "and gradients that a rank sends in the slot, and what autograd keeps at most in it.",
-        "All at once: what DDP sends in its one exchange, by its node's counter; what a step's "
-        "micro-batches side by side would keep.",
-        provenance(cells),
-    )
-
-
-def caption_of_phases(cells: pd.DataFrame) -> str:
-    """How to read phases of an iteration, and how its numbers were obtained."""
-    return _joined(
-        "Means per iteration: seconds of the slowest rank, and 10⁶ bytes that leave the busiest "
-        "node; beside a bar all phases together. Right: the mean reward of each iteration by the "
-        "time at which it had ended, in the colour of its strategy's name.",
-        provenance(cells),
-    )
-
-
-def caption_of_intervals(cells: pd.DataFrame) -> str:
-    """How to read held-out losses over the interval."""
-    seeds = cells["seed"].nunique()
-    points = f"A point per seed, of {seeds}; lines" if seeds > 1 else "Lines"
-    level = (cells["steps_per_round"] == 1).any()
-    return _joined(
-        "Loss of data that none trained on, after as many steps and the same batches.",
-        f"{points} join medians.",
-        "Level: exchanged in each step." if level else "",
-        provenance(cells),
-    )
-
-
 def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _bytes(cells: pd.DataFrame) -> str:
+def caption_of_bytes(cells: pd.DataFrame) -> str:
+    """How to read axes of bytes."""
     over = ""
     if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) > 1:
         over = f", median over the links (which differ by up to {text.percent(_spread(cells))})"
@@ -258,7 +210,7 @@ def _bytes(cells: pd.DataFrame) -> str:
     )
 
 
-def _throughput(cells: pd.DataFrame) -> str:
+def caption_of_throughput(cells: pd.DataFrame) -> str:
     """How to read axes of throughput, which are bars where there is but one link."""
     timed = [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
     steps = text.one_or_range(timed, "whole")
@@ -305,17 +257,16 @@ def caption_of_losses(cells: pd.DataFrame) -> str:
     step = "each optimizer step"
     if longest > axes.MOST_STEPS:
         step = f"{axes.MOST_STEPS} optimizer steps of each line, or all if fewer, and the last"
-    return _joined(
+    said = (
         f"Mean loss over ranks and micro-batches at {step}, warm-up included; one line "
-        "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible.",
-        f"Largest difference to the baseline at any step of any cell: {apart:.2g}."
-        if not math.isnan(apart)
-        else "",
-        provenance(cells),
+        "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible."
     )
+    if math.isnan(apart):
+        return said
+    return f"{said} Largest difference to the baseline at any step of any cell: {apart:.2g}."
 
 
-def _missing(cells: pd.DataFrame) -> str:
+def caption_of_missing(cells: pd.DataFrame) -> str:
     """Which cells the figure lacks."""
     lacking = cells[cells["state"] != "ok"]
     if lacking.empty:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -38,15 +37,12 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
     """
     looks = strategies.styles(compared.loc[compared["state"] != "skipped", "strategy"])
-    drawings = []
+    found = list[drawings.Drawing]()
     for cells, setting in parted(compared):
-        if (cells["state"] != "ok").all():
-            continue
-        present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
-        drawings += _draw(cells, present, setting)
-        drawings += _draw_slots(cells, present, setting)
-        drawings += _draw_phases(cells, present, setting)
-    return drawings
+        if (cells["state"] == "ok").any():
+            present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
+            found += _drawn(cells, present, setting)
+    return found
 
 
 def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
@@ -64,19 +60,25 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
             yield cells, _setting(cells, matrix, apart)
 
 
-def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
+def _drawn(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Iterator[drawings.Drawing]:
+    """All figures of these cells that there is something to draw in."""
+    draw_loss = draw_losses
     if len(looks) > CROWD:
-        drawn = [_crowd_throughput(cells, looks, setting), _crowd_bytes(cells, looks, setting)]
         draw_loss = _crowd_losses
+        yield _crowd_throughput(cells, looks, setting)
+        yield _crowd_bytes(cells, looks, setting)
     else:
-        drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
-    # A simulation has no losses.
+        yield _draw_traffic(cells, looks, setting)
     finished = cells[cells["state"] == "ok"]
-    if finished["losses"].str.len().any():
-        drawn.append(draw_loss(cells, looks, setting))
+    if finished["losses"].str.len().any():  # a simulation has none
+        yield draw_loss(cells, looks, setting)
     if has_intervals(finished):
-        drawn.append(_draw_intervals(finished, setting))
-    return drawn
+        yield _draw_intervals(finished, setting)
+    if finished[[*_SLOTS]].notna().any(axis=None):
+        yield _draw_slots(finished, looks, setting)
+    if finished["update_seconds"].notna().any():
+        phased = finished[finished["update_seconds"].notna()]
+        yield _draw_phases(phased, looks, setting)
 
 
 def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str:
@@ -88,13 +90,23 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     return ", ".join(words + own)
 
 
-def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
-    """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel."""
-    panels = drawings.panels_of(cells)
-    with drawings.style():
-        figure, pairs = _pairs_of_axes(len(panels), drawings.label_width(looks))
-        links = cells["inter_bandwidth_bits_per_s"].unique()
-        one_link = format_link(links[0]) if len(links) == 1 else None
+def _draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
+    """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel.
+
+    Panels are columns while they are few, and rows otherwise.
+    """
+    panels, label = drawings.panels_of(cells), drawings.label_width(looks)
+    links = cells["inter_bandwidth_bits_per_s"].unique()
+    one_link = format_link(links[0]) if len(links) == 1 else None
+    many = len(panels)
+    stacked = many > WIDEST
+    if stacked:
+        canvas = drawings.canvas(7.5 + 2 * label, 2.0 * many + 0.6, many, 2)
+    else:
+        shared: dict[str, Any] = {"sharey": "row", "height_ratios": [1.5, 1]}
+        canvas = drawings.canvas(max(1.95 * many + 1.1, 5.0) + label * many, 4.5, 2, many, **shared)
+    with canvas as (figure, grid):
+        pairs = grid if stacked else grid.T
         for (title, panel), (upper, lower) in zip(panels, pairs, strict=True):
             upper.set_title(title)
             if one_link:
@@ -102,23 +114,30 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> d
             else:
                 axes.draw_throughput(upper, panel, looks)
             axes.draw_bytes(lower, panel, looks)
-        _name_outer_axes(pairs, len(panels) <= WIDEST, one_link)
-        drawings.put_legend(
-            figure,
-            [
-                *map(drawings.line, looks.values()),
-                *drawings.least_mark(cells),
-                *drawings.missing_mark(cells),
-            ],
-        )
-        drawings.put_source(figure, cells, setting)
-    caption = drawings.caption_of_both(cells)
+        # Labels once a row or column, not once a panel.
+        for upper, lower in pairs[-1:] if stacked else pairs:
+            upper.set_xlabel(f"tokens/s, {one_link}" if one_link else "link between nodes, Mbit/s")
+            lower.set_xlabel("MB a step, busiest node")
+        if not one_link:
+            for upper, _ in pairs if stacked else pairs[:1]:
+                upper.set_ylabel("tokens/s")
+                axes.tick_throughput(upper)
+        marks = [*drawings.least_mark(cells), *drawings.missing_mark(cells)]
+        drawings.put_legend(figure, [*map(drawings.line, looks.values()), *marks])
     return drawings.drawing(
-        figure, cells, "traffic", "Throughput and traffic between nodes", setting, caption
+        figure,
+        cells,
+        setting,
+        "traffic",
+        "Throughput and traffic between nodes",
+        f"Top: {drawings.caption_of_throughput(cells)}",
+        f"Bottom: {drawings.caption_of_bytes(cells)}",
+        drawings.caption_of_missing(cells),
+        source=True,
     )
 
 
-def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> drawings.Drawing:
+def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
     panels = drawings.panels_of(cells)
     columns = min(len(panels), WIDEST)
@@ -130,9 +149,8 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> dr
             axes.draw_loss(ax, panel, looks)
         grid[0].set_ylabel("training loss")
         drawings.put_legend(figure, [drawings.stroke(look) for look in looks.values()])
-    return drawings.drawing(
-        figure, cells, "losses", "Training loss", setting, drawings.caption_of_losses(cells)
-    )
+    said = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
 
 
 @contextmanager
@@ -144,29 +162,6 @@ def _grid(
         for ax in grid.flat[len(panels) :]:
             ax.set_axis_off()
         yield figure, [*grid.flat]
-
-
-def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
-    """Panels as columns while they are few, as rows otherwise."""
-    if panels <= WIDEST:
-        size = (max(1.95 * panels + 1.1, 5.0) + label * panels, 4.5)
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(2, panels, sharey="row", squeeze=False, height_ratios=[1.5, 1])
-        return figure, [(grid[0, at], grid[1, at]) for at in range(panels)]
-    figure = Figure(figsize=(7.5 + 2 * label, 2.0 * panels + 0.6), layout="constrained")
-    grid = figure.subplots(panels, 2, squeeze=False)
-    return figure, [(grid[at, 0], grid[at, 1]) for at in range(panels)]
-
-
-def _name_outer_axes(pairs: list[tuple[Axes, Axes]], columns: bool, one_link: str | None) -> None:
-    """Axis labels once a row or column, not once a panel."""
-    for at, (upper, lower) in enumerate(pairs):
-        if columns or at == len(pairs) - 1:
-            upper.set_xlabel(f"tokens/s, {one_link}" if one_link else "link between nodes, Mbit/s")
-            lower.set_xlabel("MB a step, busiest node")
-        if not one_link and (at == 0 or not columns):
-            upper.set_ylabel("tokens/s")
-            axes.tick_throughput(upper)
 
 
 #: Width of a column and height of a row of small multiples, in inches.
@@ -184,45 +179,41 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> d
         name = f"tokens/s, {format_link(links[0])}"
         figure = _bars(cells, looks, axes.draw_throughput_of_one_link, name, [])
     else:
-        name = "link between nodes, Mbit/s"
+        names = "link between nodes, Mbit/s", "tokens/s"
         legend = _legend(looks, drawings.line, drawings.missing_mark(cells))
-        figure = _multiples(cells, looks, axes.draw_throughput, name, legend)
-        for ax in _first_column(figure, looks):
-            ax.set_ylabel("tokens/s")
+        figure, column = _multiples(cells, looks, axes.draw_throughput, names, legend)
+        for ax in column:
             axes.tick_throughput(ax)
-    drawings.put_source(figure, cells, setting)
-    return drawings.drawing(
-        figure, cells, "throughput", "Throughput", setting, drawings.caption_of_throughput(cells)
-    )
+    said = drawings.caption_of_throughput(cells)
+    captions = said[0].upper() + said[1:], drawings.caption_of_missing(cells)
+    named = "throughput", "Throughput"
+    return drawings.drawing(figure, cells, setting, *named, *captions, source=True)
 
 
 def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """Bytes between nodes a step, a bar a strategy."""
     name = "MB a step, busiest node"
     figure = _bars(cells, looks, axes.draw_bytes, name, drawings.least_mark(cells))
-    drawings.put_source(figure, cells, setting)
-    title = "Traffic between nodes"
-    return drawings.drawing(
-        figure, cells, "traffic", title, setting, drawings.caption_of_traffic(cells)
-    )
+    captions = drawings.caption_of_bytes(cells), drawings.caption_of_missing(cells)
+    named = "traffic", "Traffic between nodes"
+    return drawings.drawing(figure, cells, setting, *named, *captions, source=True)
 
 
 def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
-    figure = _multiples(
-        cells, looks, axes.draw_loss, "optimizer step", _legend(looks, drawings.stroke)
-    )
-    for ax in _first_column(figure, looks):
-        ax.set_ylabel("training loss")
-    return drawings.drawing(
-        figure, cells, "losses", "Training loss", setting, drawings.caption_of_losses(cells)
-    )
+    names, legend = ("optimizer step", "training loss"), _legend(looks, drawings.stroke)
+    figure, _ = _multiples(cells, looks, axes.draw_loss, names, legend)
+    said = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
 
 
 def _multiples(
-    cells: pd.DataFrame, looks: axes.Looks, draw_on: axes.Draw, name: str, legend: list[Line2D]
-) -> Figure:
-    """A row a panel, a column an engine, one scale a row."""
+    cells: pd.DataFrame,
+    looks: axes.Looks,
+    draw_on: axes.Draw,
+    names: tuple[str, str],
+    legend: list[Line2D],
+) -> tuple[Figure, Sequence[Axes]]:
+    """A row a panel, a column an engine, one scale a row; and the axes of the first column."""
     panels, engines = drawings.panels_of(cells), strategies.by_engine(looks)
     rows, columns = len(panels), len(engines)
     size = WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7
@@ -231,14 +222,11 @@ def _multiples(
             for (engine, present), ax in zip(engines.items(), row, strict=True):
                 draw_on(ax, panel[panel["strategy"].isin(present)], present)
                 ax.set(title=f"{engine}\n{title.replace(chr(10), ', ')}", xlabel="")
+            row[0].set_ylabel(names[1])
         for ax in grid[-1]:
-            ax.set_xlabel(name)
+            ax.set_xlabel(names[0])
         drawings.put_legend(figure, legend, columns)
-    return figure
-
-
-def _first_column(figure: Figure, looks: axes.Looks) -> list[Axes]:
-    return figure.axes[:: len(strategies.by_engine(looks))]
+    return figure, grid[:, 0]
 
 
 def _legend(
@@ -291,16 +279,23 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> drawings.Drawing:
     known = known.assign(strategy=known["strategy"].str.replace(_INTERVAL, "", regex=True))
     looks = strategies.styles(known["strategy"])
     panels = drawings.panels_of(known)
-    size = max(3.2 * len(panels), 5.0), 3.4
-    with _grid(panels, size, 1, len(panels)) as (figure, grid):
+    with drawings.canvas(max(3.2 * len(panels), 5.0), 3.4, 1, len(panels)) as (figure, (grid,)):
         for (title, panel), ax in zip(panels, grid, strict=True):
             ax.set_title(title)
             _interval_lines(ax, panel, looks)
         grid[0].set_ylabel("held-out loss")
         drawings.put_legend(figure, [*map(drawings.line, looks.values())])
-    caption = drawings.caption_of_intervals(known)
+    seeds = known["seed"].nunique()
+    points = f"A point per seed, of {seeds}; lines" if seeds > 1 else "Lines"
     return drawings.drawing(
-        figure, cells, "intervals", "Held-out loss over the interval", setting, caption
+        figure,
+        known,
+        setting,
+        "intervals",
+        "Held-out loss over the interval",
+        "Loss of data that none trained on, after as many steps and the same batches.",
+        f"{points} join medians.",
+        "Level: exchanged in each step." if (known["steps_per_round"] == 1).any() else "",
     )
 
 
@@ -321,98 +316,95 @@ def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
     ax.set_xticklabels([f"{tick:g}" for tick in ticks])
 
 
-BYTES, KEPT = "bytes_by_slot", "activation_bytes_by_slot"
-
-
-@dataclass(frozen=True)
-class _Panel:
-    column: str
-    title: str
-    slots: str
-    #: The cells whose level is drawn, and the column that has it.
-    level_of: Callable[[pd.DataFrame], pd.DataFrame]
-    level: str
-
-
-_PANELS = (
-    _Panel(
-        BYTES,
+#: Columns of slots: the title of their axes, and what a slot is.
+_SLOTS = {
+    "bytes_by_slot": (
         "MB that a rank sends, at most",
         "slot of the rank's step: forwards, then backwards",
-        lambda cells: cells[cells["strategy"] == "ddp"],
-        "inter_node_bytes_per_step",
     ),
-    _Panel(
-        KEPT,
-        "MB kept for backward",
-        "slot of the step",
-        lambda cells: cells[cells[KEPT].notna()],
-        "activation_bytes_together",
-    ),
-)
+    "activation_bytes_by_slot": ("MB kept for backward", "slot of the step"),
+}
 
 
-def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
-    """A pair of axes for what there is; no figure where no cell has slots."""
-    cells = cells[cells["state"] == "ok"]
-    panels = [panel for panel in _PANELS if cells[panel.column].notna().any()]
-    if not panels:
-        return []
-    size, drawn = (max(3.4 * len(panels), 5.0), 3.4), dict[str, Line2D]()
-    with _grid(panels, size, 1, len(panels)) as (figure, grid):
-        for panel, ax in zip(panels, grid, strict=True):
-            _slot_lines(ax, panel, cells, looks)
-            having = [*cells.loc[cells[panel.column].notna(), "strategy"]]
-            drawn |= {name: drawings.line(looks[name]) for name in having}
+def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
+    """A pair of axes for what there is."""
+    columns = [column for column in _SLOTS if cells[column].notna().any()]
+    drawn = dict[str, Line2D]()
+    with drawings.canvas(max(3.4 * len(columns), 5.0), 3.4, 1, len(columns)) as (figure, (grid,)):
+        for column, ax in zip(columns, grid, strict=True):
+            having = cells[cells[column].notna()]
+            at_once = having["activation_bytes_together"]
+            if column == "bytes_by_slot":
+                at_once = cells.loc[cells["strategy"] == "ddp", "inter_node_bytes_per_step"]
+            _slot_lines(ax, having, column, sorted({*at_once}), looks)
+            drawn |= {name: drawings.line(looks[name]) for name in having["strategy"]}
         level = drawings.handle(color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")
         drawings.put_legend(figure, [*drawn.values(), level])
-        drawings.put_source(figure, cells, setting)
-    return [
-        drawings.drawing(
-            figure, cells, "slots", "Slots of a step", setting, drawings.caption_of_slots(cells)
-        )
-    ]
+    return drawings.drawing(
+        figure,
+        cells,
+        setting,
+        "slots",
+        "Slots of a step",
+        "A slot is a stage's forward or backward of one micro-batch. MB: 10⁶ bytes, parameters "
+        "and gradients that a rank sends in the slot, and what autograd keeps at most in it.",
+        "All at once: what DDP sends in its one exchange, by its node's counter; what a step's "
+        "micro-batches side by side would keep.",
+        source=True,
+    )
 
 
-def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> None:
-    for _, cell in cells[cells[panel.column].notna()].iterrows():
-        values = [value / 1e6 for value in cell[panel.column]]
+def _slot_lines(
+    ax: Axes, cells: pd.DataFrame, column: str, levels: list[float], looks: axes.Looks
+) -> None:
+    for _, cell in cells.iterrows():
+        values = [value / 1e6 for value in cell[column]]
         look, slots = looks[cell["strategy"]], range(1, len(values) + 1)
         mark: dict[str, Any] = {"marker": look.marker, "markersize": 5}
         ax.plot(slots, values, color=look.colour, linestyle=look.dashes, **mark)
-    for level in sorted({*panel.level_of(cells)[panel.level]}):
+    for level in levels:
         ax.axhline(level / 1e6, color=axes.SOFT, linestyle="--", linewidth=1)
-    ax.set_title(panel.title)
-    ax.set_xlabel(panel.slots)
+    title, slot = _SLOTS[column]
+    ax.set(title=title, xlabel=slot)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
 
 
-#: Phases of an iteration as fields of a measurement begin with them, in their order, and colours.
-_PHASES = {"sync": "#666666", "generation": "#0072B2", "scoring": "#56B4E9", "update": "#D55E00"}
-_PHASE_NAMES = {"sync": "weight sync", "scoring": "log-probabilities"}
+#: Phases of an iteration as fields of a measurement begin with them, in their order: in words, and
+#: their colours.
+_PHASES = {
+    "sync": ("weight sync", "#666666"),
+    "generation": ("generation", "#0072B2"),
+    "scoring": ("log-probabilities", "#56B4E9"),
+    "update": ("update", "#D55E00"),
+}
 
 
-def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[drawings.Drawing]:
+def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     """A row per panel: seconds and bytes of an iteration by phase, and rewards over time."""
-    cells = cells[(cells["state"] == "ok") & cells["update_seconds"].notna()]
-    if cells.empty:
-        return []
     panels = drawings.panels_of(cells)
     size = 11.0 + drawings.label_width(looks), len(panels) * (PITCH * len(looks) + 0.9) + 0.8
     with drawings.canvas(*size, len(panels), 3) as (figure, grid):
         for (title, panel), (seconds, sent, reward) in zip(panels, grid, strict=True):
-            axes.draw_phases(seconds, panel, looks, {f"{p}_seconds": c for p, c in _PHASES.items()})
-            axes.draw_phases(sent, panel, looks, {f"{p}_bytes": c for p, c in _PHASES.items()}, 1e6)
+            for ax, of, unit in ((seconds, "seconds", 1.0), (sent, "bytes", 1e6)):
+                colours = {f"{name}_{of}": colour for name, (_, colour) in _PHASES.items()}
+                axes.draw_phases(ax, panel, looks, colours, unit)
             axes.draw_rewards(reward, panel, looks)
             seconds.set(title=title, xlabel="seconds per iteration")
             sent.set(xlabel="MB per iteration, busiest node", yticklabels=[])
-        colours = {_PHASE_NAMES.get(name, name): colour for name, colour in _PHASES.items()}
         handles = [
-            drawings.handle(color=colour, linewidth=5, label=name)
-            for name, colour in colours.items()
+            drawings.handle(color=colour, linewidth=5, label=words)
+            for words, colour in _PHASES.values()
         ]
         drawings.put_legend(figure, handles)
-        drawings.put_source(figure, cells, setting)
-    caption = drawings.caption_of_phases(cells)
-    return [drawings.drawing(figure, cells, "phases", "Phases of an iteration", setting, caption)]
+    return drawings.drawing(
+        figure,
+        cells,
+        setting,
+        "phases",
+        "Phases of an iteration",
+        "Means per iteration: seconds of the slowest rank, and 10⁶ bytes that leave the busiest "
+        "node; beside a bar all phases together. Right: the mean reward of each iteration by the "
+        "time at which it had ended, in the colour of its strategy's name.",
+        source=True,
+    )

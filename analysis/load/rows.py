@@ -110,10 +110,8 @@ def _over(value: float | None, whole: float | None) -> float | None:
     return value / whole if value is not None and whole else None
 
 
-def _gathered_model_bytes(columns: _Columns) -> float:
-    """W parameters in the type that is gathered."""
-    width = {"float32": 4, "bfloat16": 2}[columns["dtype"]]
-    return float(columns["parameters"] * width)
+#: Bytes of an element in the type that is gathered.
+_WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 def _largest_slot_share(columns: _Columns) -> float | None:
@@ -151,7 +149,7 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "all_nodes_backward_bytes": lambda c: _times(_ledger(c, "backward", "reduce"), c["nodes"]),
     "peak_device_bytes": lambda c: c["peak_device_bytes"],
     "host_cache_share": lambda c: _over(
-        _times(c["host_cache_bytes"], c["ranks_per_node"]), _gathered_model_bytes(c)
+        _times(c["host_cache_bytes"], c["ranks_per_node"]), c["parameters"] * _WIDTH[c["dtype"]]
     ),
     "largest_slot_share": _largest_slot_share,
     "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),

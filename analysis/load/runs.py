@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import pandas as pd
 
@@ -28,36 +28,16 @@ from simulation.quantities import format_link
 MEMORY = "memory/memory.jsonl"
 BOUND = "bound/bound.jsonl"
 
-_Any = TypeVar("_Any", Record, MemoryRecord, BoundRecord)
-
 
 @dataclass(frozen=True)
-class _Held(Generic[_Any]):
-    """Records that claims are compared with, in one file."""
+class Run:
+    """The records of one matrix."""
 
     matrix: str
     #: Relative to the folder of results.
     file: str
-    #: One a cell, a case or a point.
-    records: list[_Any]
-
-    @property
-    def origin(self) -> list[tuple[str, str]]:
-        """What made the records, each by its name."""
-        commits = sorted({record.commit for record in self.records if record.commit})
-        return [("Commit", ", ".join(commits) or "unknown")]
-
-    @property
-    def _days(self) -> str:
-        """The days between which the records were written."""
-        days = sorted(record.started_at[:10] for record in self.records)
-        return f"{days[0]} to {days[-1]}."
-
-
-@dataclass(frozen=True)
-class Run(_Held[Record]):
-    """The records of one matrix."""
-
+    #: One a cell.
+    records: list[Record]
     #: Predictions of the same cells, and the file of it if there is one; see
     #: ``python -m experiments validate``.
     predicted: str | None
@@ -71,10 +51,9 @@ class Run(_Held[Record]):
     def resources(self) -> str:
         """The cost of the run: cells, time, processors."""
         ran = [record for record in self.records if record.state != "skipped"]
-        minutes = sum(record.seconds for record in ran) / 60
         cores = sorted({record.hardware["cores"] for record in ran if "cores" in record.hardware})
-        parts = [f"{len(ran)} cells", f"{text.number(minutes, 2)} min"]
-        return ", ".join(parts + [f"{count} cores" for count in cores])
+        parts = [f"{len(ran)} cells", _minutes(ran), *(f"{count} cores" for count in cores)]
+        return ", ".join(parts)
 
     @property
     def summary(self) -> str:
@@ -83,7 +62,8 @@ class Run(_Held[Record]):
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        found = super().origin
+        """What made the records, each by its name."""
+        found = [_commit(self.records)]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
                 words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
@@ -96,88 +76,85 @@ class Run(_Held[Record]):
 
 
 @dataclass(frozen=True)
-class MemoryStudy(_Held[MemoryRecord]):
-    """The study of memory at paper scale."""
-
-    @property
-    def rows(self) -> list[Row]:
-        """One a case; what runs out of memory has a largest batch of none."""
-        return [_memory_row(record) for record in self.records]
-
-    @property
-    def resources(self) -> str:
-        minutes = sum(record.seconds for record in self.records) / 60
-        return f"{len(self.records)} cases, {text.number(minutes, 2)} min"
-
-    @property
-    def summary(self) -> str:
-        """Where the records come from, in a sentence."""
-        case = self.records[0].case
-        models = ", ".join(sorted({record.case.model.name for record in self.records}))
-        how = ", ".join(sorted({f"{r.evidence} ({r.method})" for r in self.records}))
-        return (
-            f"One of {case.nodes} nodes × {case.ranks_per_node} ranks with "
-            f"{case.device_bytes / 1e9:g} GB, {how} · {models} · {self._days}"
-        )
-
-    @property
-    def origin(self) -> list[tuple[str, str]]:
-        versions = {json.dumps(record.versions, sort_keys=True) for record in self.records}
-        return super().origin + [
-            ("Versions", ", ".join(f"{key} {value}" for key, value in json.loads(item).items()))
-            for item in sorted(versions)
-        ]
-
-
-@dataclass(frozen=True)
-class BoundStudy(_Held[BoundRecord]):
-    """The bound of memory and bandwidth."""
-
-    @property
-    def rows(self) -> list[Row]:
-        return [_bound_row(record) for record in self.records]
-
-    @property
-    def resources(self) -> str:
-        return f"{len(self.records)} points"
-
-    @property
-    def summary(self) -> str:
-        """Where the records come from, in a sentence."""
-        models = ", ".join(dict.fromkeys(record.point.model for record in self.records))
-        evidence = ", ".join(sorted({record.evidence for record in self.records}))
-        return f"A closed form, {evidence} · {models} · {self._days}"
-
-
-@dataclass(frozen=True)
-class FuyouTable:
-    """The table that Fuyou's authors published, predicted by its cost model."""
+class Study:
+    """What claims are compared with that is no run of a matrix; its fields are those of ``Run``."""
 
     matrix: str
     file: str
-    points: list[fuyou.Point]
+    records: Sequence[MemoryRecord] | Sequence[BoundRecord] | Sequence[fuyou.Point]
+    rows: list[Row]
+    resources: str
+    summary: str
+    origin: list[tuple[str, str]]
 
-    @property
-    def rows(self) -> list[Row]:
-        """One a point; the one fitted constant is that of the points of one GPU."""
-        adam = fuyou.fitted([point for point in self.points if point.gpus == 1])
-        return [_fuyou_row(point, fuyou.predicted(point, adam)) for point in self.points]
 
-    @property
-    def resources(self) -> str:
-        return f"{len(self.points)} points"
+def of_memory(file: str, records: Sequence[MemoryRecord]) -> Study:
+    """The study of memory at paper scale: one record a case, the latest."""
+    by_age = sorted(records, key=lambda record: record.started_at)
+    records = [*{record.case: record for record in by_age}.values()]
+    case = records[0].case
+    models = ", ".join(sorted({record.case.model.name for record in records}))
+    how = ", ".join(sorted({f"{r.evidence} ({r.method})" for r in records}))
+    versions = {json.dumps(record.versions, sort_keys=True) for record in records}
+    return Study(
+        "memory",
+        file,
+        records,
+        [_memory_row(record) for record in records],
+        f"{len(records)} cases, {_minutes(records)}",
+        f"One of {case.nodes} nodes × {case.ranks_per_node} ranks with "
+        f"{case.device_bytes / 1e9:g} GB, {how} · {models} · {_days(records)}",
+        [_commit(records)]
+        + [
+            ("Versions", ", ".join(f"{key} {value}" for key, value in json.loads(item).items()))
+            for item in sorted(versions)
+        ],
+    )
 
-    @property
-    def summary(self) -> str:
-        return "The authors' published points, and the cost model that the strategy itself has"
 
-    @property
-    def origin(self) -> list[tuple[str, str]]:
-        return [("Source", self.summary)]
+def _of_bound(file: str, records: Sequence[BoundRecord]) -> Study:
+    models = ", ".join(dict.fromkeys(record.point.model for record in records))
+    evidence = ", ".join(sorted({record.evidence for record in records}))
+    return Study(
+        "bound",
+        file,
+        records,
+        [_bound_row(record) for record in records],
+        f"{len(records)} points",
+        f"A closed form, {evidence} · {models} · {_days(records)}",
+        [_commit(records)],
+    )
+
+
+def _of_fuyou(points: Sequence[fuyou.Point]) -> Study:
+    """The table that Fuyou's authors published, predicted by its cost model.
+
+    The one fitted constant is that of the points of one GPU.
+    """
+    adam = fuyou.fitted([point for point in points if point.gpus == 1])
+    rows = [_fuyou_row(point, fuyou.predicted(point, adam)) for point in points]
+    said = "The authors' published points, and the cost model that the strategy itself has"
+    found = f"{len(points)} points"
+    return Study("fuyou-published", fuyou.FILE, points, rows, found, said, [("Source", said)])
+
+
+def _commit(records: Sequence[Record | MemoryRecord | BoundRecord]) -> tuple[str, str]:
+    commits = sorted({record.commit for record in records if record.commit})
+    return "Commit", ", ".join(commits) or "unknown"
+
+
+def _days(records: Sequence[MemoryRecord | BoundRecord]) -> str:
+    """The days between which the records were written."""
+    days = sorted(record.started_at[:10] for record in records)
+    return f"{days[0]} to {days[-1]}."
+
+
+def _minutes(records: Sequence[Record | MemoryRecord]) -> str:
+    return f"{text.number(sum(record.seconds for record in records) / 60, 2)} min"
 
 
 #: Whatever claims are compared with.
-AnyRun = Run | MemoryStudy | BoundStudy | FuyouTable
+AnyRun = Run | Study
 
 
 def load(results: Path, only: str | None = None) -> list[AnyRun]:
@@ -193,12 +170,11 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
             found.append(Run(name, file, latest(read(results / file)), predicted, known))
     if only is None:
         if file := _file(results, MEMORY):
-            found.append(MemoryStudy("memory", file, of_memory(results / file)))
+            found.append(of_memory(file, imitated.read(results / file)))
         if file := _file(results, BOUND):
-            found.append(BoundStudy("bound", file, bound.read(results / file)))
+            found.append(_of_bound(file, bound.read(results / file)))
         if (results / fuyou.FILE).exists():
-            points = fuyou.published(results / fuyou.FILE)
-            found.append(FuyouTable("fuyou-published", fuyou.FILE, points))
+            found.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
     if not found:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
@@ -209,12 +185,6 @@ def _file(results: Path, name: str) -> str | None:
     """The file of records of this name, compressed or not; ``None`` if there is none."""
     file = stored(results / name)
     return file.relative_to(results).as_posix() if file.exists() else None
-
-
-def of_memory(file: Path) -> list[MemoryRecord]:
-    """One record a case, the latest; raises ``ValueError`` for a malformed one."""
-    by_age = sorted(imitated.read(file), key=lambda record: record.started_at)
-    return list({record.case: record for record in by_age}.values())
 
 
 def _memory_row(record: MemoryRecord) -> Row:

@@ -75,10 +75,8 @@ def latest(records: Sequence[Record]) -> list[Record]:
 
     What a matrix repeats counts as one cell, with the steps of all its repetitions.
     """
-    kept: dict[tuple[str, str], Record] = {}
-    for record in sorted(records, key=lambda record: record.started_at):
-        kept[record.cell_id, record.evidence] = record
-    return pooled(kept.values())
+    by_age = sorted(records, key=lambda record: record.started_at)
+    return pooled({(record.cell_id, record.evidence): record for record in by_age}.values())
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -119,7 +117,8 @@ def values(record: Record) -> dict[str, Any]:
 
 def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
     """The columns that only a cell with a measurement has."""
-    found: dict[str, Any] = {
+    low, high = spread(record) or (math.nan, math.nan)
+    return {
         **{name: getattr(measurement, name) for name in _MEASURED},
         "loss_final": measurement.losses[-1] if measurement.losses else None,
         **ledger(measurement.ledger_bytes_per_step),
@@ -130,9 +129,6 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
             f"{_identifier(name)}_bytes_per_step": count
             for name, count in (measurement.link_bytes_per_step or {}).items()
         },
-    }
-    low, high = spread(record) or (math.nan, math.nan)
-    return found | {
         "step_seconds_median": record.step_seconds_median,
         "step_seconds_q1": low,
         "step_seconds_q3": high,

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
+from analysis.claims.verdicts import Finding, Summary, between, labelled, rounded
 from analysis.figures.drawings import Drawing
-from analysis.load.runs import AnyRun, BoundStudy, Run
+from analysis.load.runs import AnyRun, Run
 from analysis.paper import figures, tables
 from analysis.paper.contents import Contents, Section
 from analysis.paper.region import Region, in_words
 from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
+from simulation.bound import BoundRecord
 from simulation.transformer import ModelSpec
 
 #: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
 #: communication to computation, if there is one.
 _SAME_RATIO = "paper-emulated"
+#: The column of simulated numbers over all that the paper leaves open.
+_RANGED = "The paper's system, over its unknowns"
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,14 @@ class Part:
 
     section: Section
     table: Table
-    #: Notes that stand here, by id, and the ids of those that stand in earlier sections;
-    #: a document has each note once.
+    #: Its notes, by id.
     notes: Mapping[str, str]
-    earlier: tuple[str, ...]
     pivots: tuple[Table, ...]
     assumptions: str
     commands: tuple[str, ...]
     drawing: Drawing | None
+    #: The ids of notes that stand in earlier sections of a document, which has each note once.
+    earlier: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,6 @@ class Chapter:
         own = [table for part in self.parts for table in (part.table, *part.pivots)]
         return own + list(self.tables)
 
-    @property
-    def noted(self) -> set[str]:
-        """The notes that stand in its sections, by id."""
-        return {at for part in self.parts for at in part.notes}
-
 
 def chapter(
     holds: Contents,
@@ -86,20 +86,18 @@ def chapter(
     """
     by_matrix = {run.matrix: run for run in runs}
     shown = _Shown(claims, findings, verdicts, of)
-    notes = _placed(holds.sections, shown, number)
     sized = set[str]()
     parts = tuple(
         Part(
             section,
             shown.table(section),
-            own,
-            earlier,
+            {number[note]: note for note in shown.notes(section) if note in number},
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix, sized),
             tuple(map(claims.command, section.matrices)),
             _drawing(section, shown, by_matrix),
         )
-        for section, (own, earlier) in zip(holds.sections, notes, strict=True)
+        for section in holds.sections
     )
     opening = tuple(
         (short, *shown.row(name, briefly=True)[1:], shown.why(section, name), section.id)
@@ -121,27 +119,25 @@ def chapter(
 
 
 def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) -> Table:
-    rows = []
-    for claim in numbers:
-        found, asks = of.ranges[claim.id], of.paper[claim.id]
-        near = "" if asks.away(found.best) <= 1 else ", too far"
-        rows.append(
-            (
-                first.get(claim.id, claim.claim),
-                f"{quoted(claim.number, claim.unit)} [{claim.label}]",
-                f"{rounded(found.best, claim.unit)}{near}",
-            )
-        )
-    columns = ("Number", "Paper", "At the best point")
-    return Table("together", "The paper's numbers together", columns, tuple(rows))
+    best = {name: ranged.best for name, ranged in of.ranges.items()}
+    far = {name: ", too far" * (of.paper[name].away(at) > 1) for name, at in best.items()}
+    columns = {
+        "Number": [first.get(one.id, one.claim) for one in numbers],
+        "Paper": [*map(labelled, numbers)],
+        "At the best point": [rounded(best[one.id], one.unit) + far[one.id] for one in numbers],
+    }
+    return Table("together", "The paper's numbers together", pd.DataFrame(columns))
 
 
 def _point(of: Region) -> Table:
     """The point that the paper leaves open: where its numbers hold together, and its ranges."""
-    best, every = of.found.best.point, of.holds.unknowns.items()
-    rows = tuple((one.words, one.written(best[name]), one.range) for name, one in every)
-    columns = ("What the paper does not say", "At the best point", "May be")
-    return Table("point", "The best point", columns, rows)
+    best, every = of.found.best.point, of.holds.unknowns
+    columns = {
+        "What the paper does not say": [one.words for one in every.values()],
+        "At the best point": [one.written(best[name]) for name, one in every.items()],
+        "May be": [one.range for one in every.values()],
+    }
+    return Table("point", "The best point", pd.DataFrame(columns))
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
@@ -151,21 +147,6 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
         run = runs.get(seeds.matrix)
         found += [tables.over_seeds(seeds, run)] if isinstance(run, Run) else []
     return tuple(found)
-
-
-def _placed(
-    sections: Sequence[Section], shown: _Shown, number: Mapping[str, str]
-) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """Notes that stand first in each section, and the ids of the others."""
-    there = set[str]()
-    found = []
-    for section in sections:
-        reasons = [note for note in shown.notes(section) if note in number]
-        notes = {number[note]: note for note in reasons}
-        own = {at: note for at, note in notes.items() if at not in there}
-        found.append((own, tuple(at for at in notes if at in there)))
-        there |= set(own)
-    return found
 
 
 @dataclass(frozen=True)
@@ -182,45 +163,33 @@ class _Shown:
 
     def table(self, section: Section) -> Table:
         ranges = self.region.ranges if self.region else {}
-        rows = [
-            (
-                *self.row(name),
-                ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT,
-            )
+        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
+        frame = pd.DataFrame([self.row(name) for name in section.claims], columns=names)
+        frame[_RANGED] = [
+            ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT
             for name in section.claims
         ]
-        # A column that no claim has a value in is left out: simulated numbers, and ranges.
-        simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
-        order = [0, 4, 1, *([2] if simulated else []), *([5] if ranged else []), 3]
-        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
-        columns = (*names, "The paper's system, over its unknowns")
-        return Table(
-            section.id,
-            section.title,
-            tuple(columns[place] for place in order),
-            tuple(tuple(row[place] for place in order) for row in rows),
-        )
+        # Left out where no claim has a value in it.
+        some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
+        order = ["Result", "Verdict", "Paper", *some, "Emulated"]
+        return Table(section.id, section.title, frame[order])
 
     def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
         """Result, paper, simulated, emulated, verdict; briefly without intervals."""
-        claim = self.of(name)
-        paper = f"{quoted(claim.number, claim.unit)} [{claim.label}]"
+        claim, verdict = self.of(name), str(self.verdicts[name])
+        if verdict == "not judged":
+            verdict = next(f.verdict for f in self._found(name) if not f.decides)
         simulated, emulated = (
             self._ours(claim, kind, briefly) for kind in ("simulated", "emulated")
         )
-        verdict = self.verdicts[name]
-        apart = [f.verdict for f in self.findings if f.claim.id == name and not f.decides]
-        return (
-            claim.claim,
-            paper,
-            simulated,
-            emulated,
-            (apart[0] if verdict == "not judged" else verdict),
-        )
+        return claim.claim, labelled(claim), simulated, emulated, verdict
+
+    def _found(self, name: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.claim.id == name]
 
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
-        found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
+        found = [finding for finding in self._found(claim.id) if finding.evidence == evidence]
         found.sort(
             key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO)))
         )
@@ -241,7 +210,7 @@ class _Shown:
             if ranged.fitted:
                 how = "which was read from it"
             return f"{ranged.span(claim.unit)} by the paper's system, {how}"
-        every = [f for f in self.findings if f.claim.id == name]
+        every = self._found(name)
         finding = next((f for f in every if f.decides), every[0])
         because = finding.check.because if finding.check else None
         if because and finding.verdict == "not reproduced":
@@ -272,25 +241,20 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) 
         if isinstance(run := runs.get(name), Run)
         for record in run.records
     ]
-    models = _distinct([_sized(c.model, sized) for c in cells])
+    texts = [c for c in cells if not isinstance(c.data, Images)]
+    parts = [
+        [_sized(c.model, sized) for c in cells],
+        [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells],
+        [f"{c.sequence_length} tokens per sequence" for c in texts],
+    ]
+    said = [words for part in parts if (words := _distinct(part))]
     sized |= {c.model.name for c in cells}
-    clusters = _distinct(
-        [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
-    )
-    lengths = _distinct(
-        [
-            f"{c.sequence_length} tokens per sequence"
-            for c in cells
-            if not isinstance(c.data, Images)
-        ]
-    )
-    parts = [models, clusters, lengths]
     simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
     if simulated:
         shares = _distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
         again = _distinct([f"{c.recomputed * 100:g} %" for c in cells])
-        parts += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
-    return "; ".join(part for part in parts if part)
+        said += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
+    return "; ".join(said)
 
 
 def _sized(model: AnyModel, sized: Collection[str]) -> str:
@@ -309,19 +273,15 @@ def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Dra
         return figures.ranges(
             f"paper-{section.id}", section.title, drawn, shown.region, section.first
         )
-    run = runs.get(section.matrices[0])
-    if isinstance(run, BoundStudy):
-        return figures.bound([shown.of(name) for name in section.claims], run)
-    if not isinstance(run, Run):
-        return None
-    if section.figure in ("throughput", "traffic", "intervals", "slots"):
-        return figures.of_kind(run, section.figure)
-    claims = [shown.of(name) for name in section.claims]
-    if section.figure in ("volume", "bandwidth"):
-        return getattr(figures, section.figure)(claims, run)  # type: ignore[no-any-return]
-    return getattr(figures, section.figure)(run)  # type: ignore[no-any-return]
+    run, claims = runs.get(section.matrices[0]), [shown.of(name) for name in section.claims]
+    if isinstance(run, Run):
+        if section.figure in ("throughput", "traffic", "intervals", "slots"):
+            return figures.of_kind(run, section.figure)
+        given = (claims, run) if section.figure in ("volume", "bandwidth") else (run,)
+        return getattr(figures, section.figure)(*given)  # type: ignore[no-any-return]
+    points = [one for one in (run.records if run else ()) if isinstance(one, BoundRecord)]
+    return figures.bound(claims, points, run.summary) if run and points else None
 
 
 def _distinct(words: Sequence[str]) -> str:
-    """Each once, in order."""
     return ", ".join(dict.fromkeys(words))

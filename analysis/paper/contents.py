@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from analysis.claims.computations import Selection
 from analysis.claims.papers import Claims
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines
-from simulation.files import Name, Strict
+from simulation.files import Name, Strict, validated
 
 CONTENTS = Path(__file__).with_suffix(".yaml")
 #: Files of the papers whose chapters follow, in their order.
@@ -54,8 +54,6 @@ class Pivot(Strict):
     of: Selection | None = None
     rows: Name = "strategy"
     columns: Name
-    #: The column of which the others are shares.
-    share_of: str | None = None
 
 
 class Seeds(Strict):
@@ -103,15 +101,10 @@ class Contents(Strict):
 
 def load(claims: Claims, path: Path = CONTENTS) -> Contents:
     """Read and check the chapter's contents; ``ValueError`` as said above."""
-    try:
-        contents = Contents.model_validate(yaml_lines.load(path).values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path.name}: {where}: {first['msg']}") from error
+    contents = validated(Contents, yaml_lines.load(path).values, path.name)
     known = {claim.id for claim in claims.claims if claim.paper == contents.paper}
-    named = [(section.id, name) for section in contents.sections for name in section.claims]
-    for where, name in named:
-        if name not in known:
-            raise ValueError(f"{path.name}: {where}: {name!r} is no claim of the paper")
+    for section in contents.sections:
+        for name in section.claims:
+            if name not in known:
+                raise ValueError(f"{path.name}: {section.id}: {name!r} is no claim of the paper")
     return contents

@@ -15,10 +15,12 @@ from analysis.claims.papers import Claim
 from analysis.claims.verdicts import quoted
 from analysis.compare.baseline import compare
 from analysis.figures import axes, matrix
-from analysis.figures.drawings import Drawing, canvas, line, put_legend
+from analysis.figures.drawings import Drawing, canvas, handle, line, put_legend
 from analysis.load.rows import Quantity, Row
-from analysis.load.runs import BoundStudy, MemoryStudy, Run
+from analysis.load.runs import Run
 from analysis.paper.region import Region
+from experiments.records.comparison import grouped
+from simulation.bound import BoundRecord
 from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link, link
 from simulation.transformer import Tuning
@@ -56,20 +58,14 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
             sent = rows[name].quantities["all_nodes_bytes"] / 1e9
             ax.barh(at, sent, axes.BAR, color=looks[name].colour)
             # At the edge, where no mark of the paper's stands on it.
-            ax.annotate(
-                f"{sent:.3g}",
-                (1, at),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="center",
-                fontsize=7.5,
-            )
+            edge: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
+            ax.annotate(f"{sent:.3g}", (1, at), va="center", fontsize=7.5, **edge)
         for of, number in _numbers(claims, "all_nodes_bytes"):
             ax.plot([number], [list(looks).index(str(of.strategy))], **_PAPERS_MARK)
         axes.name_bars(ax, [look.label for look in looks.values()])
         ax.set(xscale="log", xlabel="GB a step, all nodes")
         ax.set_xlim(right=3000)
-        put_legend(figure, [Line2D([], [], **_PAPERS_MARK, label="the paper's")])
+        put_legend(figure, [handle(**_PAPERS_MARK, label="the paper's")])
     caption = "Bytes between nodes, LoRA. The paper's table stands on the systems that it may mean."
     return Drawing("paper-volume", "Bytes between nodes", caption, figure)
 
@@ -97,7 +93,7 @@ def scaling(run: Run) -> Drawing:
             ax.set_title(model)
             ax.set(xlabel="nodes of 8 A40", xticks=[1, 2, 4], ylim=(0, None))
         figure.axes[0].set_ylabel("tokens/s")
-        put_legend(figure, [line(look) for look in looks.values()])
+        put_legend(figure, [*map(line, looks.values())])
     caption = (
         "Tokens a second of the cluster with as many sequences a step on one, two and four nodes; "
         "a point that is missing ran out of memory."
@@ -121,8 +117,8 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
         ax.set_xticks([1, 10, 25, 100], ["1", "10", "25", "100"])
         ax.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
         ax.minorticks_off()
-        marks = [line(look) for look in looks.values()]
-        put_legend(figure, [*marks, Line2D([], [], **_PAPERS_MARK, label="the paper's")])
+        paper = handle(**_PAPERS_MARK, label="the paper's")
+        put_legend(figure, [*map(line, looks.values()), paper])
     caption = f"Throughput with LoRA of {LARGEST} over bandwidth, as a share of its own."
     return Drawing("paper-bandwidth", "What is kept on slower links", caption, figure)
 
@@ -132,12 +128,9 @@ def _kept(claims: Sequence[Claim]) -> list[tuple[float, float]]:
     return [
         (_gigabits(check.compute.of.link), claim.number)
         for claim in claims
+        if claim.unit == "%" and claim.number is not None
         for check in claim.checks
-        if check.role == "result"
-        and isinstance(check.compute, Ratio)
-        and check.compute.of.link is not None
-        and claim.unit == "%"
-        and claim.number is not None
+        if check.role == "result" and isinstance(check.compute, Ratio) and check.compute.of.link
     ]
 
 
@@ -145,7 +138,7 @@ def policies(run: Run) -> Drawing:
     """Device memory over τ; throughput, which hardly moves, as a sentence."""
     rows = [row for row in run.rows if row.quantities and row.settings["model"] == LARGEST]
     kinds = sorted({(str(r.settings["tuning"]), int(str(r.settings["micro_batch"]))) for r in rows})
-    moves = list[float]()
+    moves, drawn = list[float](), list[Line2D]()
     with canvas(5.2, 3.2) as (figure, ((ax,),)):
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
@@ -153,12 +146,12 @@ def policies(run: Run) -> Drawing:
             found = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
             taus, used = _points(found, of, "policy", "peak_device_bytes", _tau)
             label = f"{tuning}, micro-batch {batch}"
-            ax.plot(taus, [value / 1e9 for value in used], label=label, markersize=3.5, **look)
+            memory = [value / 1e9 for value in used]
+            drawn += ax.plot(taus, memory, label=label, markersize=3.5, **look)
             _, speeds = _points(found, of, "policy", "tokens_per_s", _tau)
             moves.append(max(speeds) / min(speeds) - 1)
         ax.set(xlabel="threshold τ", ylabel="device memory, GB", ylim=(0, None))
-        handles, _ = ax.get_legend_handles_labels()
-        put_legend(figure, [h for h in handles if isinstance(h, Line2D)])
+        put_legend(figure, drawn)
     most = text.percent(max(moves))
     caption = f"FCDP's threshold policy, {LARGEST}; over τ throughput moves by at most {most}."
     return Drawing("paper-policies", "Memory over τ", caption, figure)
@@ -209,34 +202,32 @@ def losses(run: Run) -> Drawing:
     return matrix.draw_losses(cells, strategies.styles(cells["strategy"]), setting)
 
 
-def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
+def bound(claims: Sequence[Claim], records: Sequence[BoundRecord], summary: str) -> Drawing:
     """The bound on utilisation over the size of models, and the claims' numbers."""
-    sizes = {one.point.model: one.point.named_parameters for one in study.records}
-    links = sorted({one.point.bandwidth_bits_per_s for one in study.records})
+    sizes = {one.point.model: one.point.named_parameters for one in records}
+    by_link = grouped(records, lambda one: one.point.bandwidth_bits_per_s)
+    by_link.sort(key=lambda of: of[0].point.bandwidth_bits_per_s)
+    marks = list[Line2D]()
     with canvas(5.2, 3.4) as (figure, ((ax,),)):
-        for bits_per_s, colour, dash in zip(links, COLOURS, DASHES, strict=False):
-            of = [one for one in study.records if one.point.bandwidth_bits_per_s == bits_per_s]
-            ax.plot(
+        for of, colour, dash in zip(by_link, COLOURS, DASHES, strict=False):
+            marks += ax.plot(
                 [one.point.named_parameters for one in of],
                 [one.hfu_bound for one in of],
                 color=colour,
                 linestyle=dash,
                 marker="o",
                 markersize=3.5,
-                label=f"{format_link(int(bits_per_s))} per GPU",
+                label=f"{format_link(int(of[0].point.bandwidth_bits_per_s))} per GPU",
             )
         for cells, number in _numbers(claims, "hfu_bound"):
             ax.plot([sizes[str(cells.model)]], [number], **_PAPERS_MARK)
         ax.axhline(1, color="0.5", linewidth=0.8)
         ax.set(xscale="log", yscale="log", xlabel="parameters")
         ax.set_ylabel("bound, as a share of the GPU's peak")
-        handles, _ = ax.get_legend_handles_labels()
-        marks = [handle for handle in handles if isinstance(handle, Line2D)]
-        given = Line2D([], [], **_PAPERS_MARK, label="numbers of the claims")
-        put_legend(figure, [*marks, given])
+        put_legend(figure, [*marks, handle(**_PAPERS_MARK, label="numbers of the claims")])
     caption = (
         "The most of a GPU's peak that FSDP can reach, by memory and bandwidth alone; above the "
-        f"line at 1 kernels are the limit. {study.summary}"
+        f"line at 1 kernels are the limit. {summary}"
     )
     return Drawing("paper-bound", "The bound on utilisation", caption, figure)
 
@@ -277,13 +268,13 @@ def _tau(policy: str) -> float:
 WIDTH, PITCH = 1.9, 0.19
 
 
-def memory_study(study: MemoryStudy) -> Drawing:
+def memory_study(records: Sequence[MemoryRecord], summary: str) -> Drawing:
     """The largest micro-batch of each strategy: rows by length and model, columns by tuning."""
-    models = sorted({_model(record) for record in study.records})
+    models = sorted({_model(record) for record in records})
     kinds = list(product(get_args(Tuning), (False, True)))
-    names = strategies.ordered(record.case.strategy for record in study.records)
+    names = strategies.ordered(record.case.strategy for record in records)
     labels = sorted(
-        {(names.index(r.case.strategy), r.case.label, r.case.strategy) for r in study.records}
+        {(names.index(r.case.strategy), r.case.label, r.case.strategy) for r in records}
     )
     size = WIDTH * len(kinds) + 1.4, len(models) * (PITCH * len(labels) + 0.7)
     panels = len(models), len(kinds)
@@ -291,7 +282,7 @@ def memory_study(study: MemoryStudy) -> Drawing:
         for (at, (tuning, again)), ax in zip(product(models, kinds), grid.flat, strict=True):
             found = {
                 record.case.label: record
-                for record in study.records
+                for record in records
                 if (_model(record), record.case.tuning, record.case.checkpointing)
                 == (at, tuning, again)
             }
@@ -303,7 +294,7 @@ def memory_study(study: MemoryStudy) -> Drawing:
             ax.set_xlabel("largest micro-batch")
     caption = (
         "Sequences a rank in the largest step that fits; 0: not one does. "
-        f"{study.summary} Forward, backward and optimizer step are the real code, on tensors "
+        f"{summary} Forward, backward and optimizer step are the real code, on tensors "
         "without contents."
     )
     return Drawing("memory-largest-micro-batch", "Largest micro-batch that fits", caption, figure)
@@ -362,9 +353,9 @@ def ranges(
         ax.spines["left"].set_visible(False)
         ax.set_ylim(len(numbers) - 0.5, -0.9)
         handles = [
-            Line2D([], [], color=COLOURS[1], lw=2.5, label="over all that it does not say"),
-            Line2D([], [], color=COLOURS[2], marker="o", linestyle="none", label="best point"),
-            Line2D([], [], color=PAPER, lw=5, alpha=0.4, label="near enough"),
+            handle(color=COLOURS[1], lw=2.5, label="over all that it does not say"),
+            handle(color=COLOURS[2], marker="o", linestyle="none", label="best point"),
+            handle(color=PAPER, lw=5, alpha=0.4, label="near enough"),
         ]
         put_legend(figure, handles)
     caption = (

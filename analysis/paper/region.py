@@ -102,31 +102,23 @@ class Unknowns(Strict):
     fitted: tuple[Name, ...] = ()
 
 
-def load(path: Path = UNKNOWNS) -> Unknowns:
+def load() -> Unknowns:
     """Read the file; ``ValueError`` for a mistake in it."""
-    return Unknowns.model_validate(yaml_lines.load(path).values)
+    return Unknowns.model_validate(yaml_lines.load(UNKNOWNS).values)
 
 
 @cache
 def _predicted(
-    strategy: str,
-    experiment: str,
-    policy: str,
-    bits: float,
-    share: float,
-    peak: float,
-    pcie: float,
-    micro_batch: int,
-    length: int,
-    recomputed: float,
+    strategy: str, experiment: str, policy: str, bits: float, *settings: float
 ) -> Prediction:
     full = experiment == "full"
+    share, peak, pcie, length, recomputed, micro_batch = settings
     workload = Workload(
         strategy=strategy,
         model=_MODEL,
         lora=None if full else _MODEL.lora(8),
-        sequence_length=length,
-        micro_batch=micro_batch,
+        sequence_length=int(length),
+        micro_batch=int(micro_batch),
         recomputed=recomputed,
         policy=policy,
         exchanges="flat" if strategy.startswith("fcdp") else "hierarchical",
@@ -147,11 +139,10 @@ def numbers(point: Point) -> dict[str, float]:
     """The claims' numbers at a point, in their units; NaN where a system is out of memory."""
 
     def cell(strategy: str, of: str, *, policy: str = "host", bits: float = _FAST) -> Prediction:
-        share = point["fast_share" if bits == _FAST else "slow_share"]
-        batch = int(point.get(f"{of}_micro_batch", 8))
-        length, again = int(point[f"{of}_length"]), point[f"{of}_recomputed"]
-        peak, pcie = point["peak_share"], point["pcie_share"]
-        return _predicted(strategy, of, policy, bits, share, peak, pcie, batch, length, again)
+        link = "fast_share" if bits == _FAST else "slow_share"
+        names = link, "peak_share", "pcie_share", f"{of}_length", f"{of}_recomputed"
+        batch = point.get(f"{of}_micro_batch", 8)
+        return _predicted(strategy, of, policy, bits, *(point[name] for name in names), batch)
 
     def over(a: Prediction, b: Prediction) -> float:
         return a.tokens_per_s / b.tokens_per_s if a.state == b.state == "ok" else math.nan
@@ -258,9 +249,9 @@ class Found(Strict):
     drawn: tuple[Simulated, ...]
 
 
-def found(path: Path = FOUND) -> Found:
+def found() -> Found:
     """Read what is committed."""
-    return Found.model_validate_json(path.read_text(encoding="utf-8"))
+    return Found.model_validate_json(FOUND.read_text(encoding="utf-8"))
 
 
 def draw(holds: Unknowns) -> list[dict[str, float]]:
@@ -284,17 +275,16 @@ def ranges(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> dict[str, 
     ]
     result = {}
     for name, asks in paper.items():
-        if name not in of.best.numbers:
+        best = of.best.numbers.get(name)
+        pairs = [(one, value) for one in inside if (value := one.numbers.get(name)) is not None]
+        if not pairs or best is None:
             continue
-        pairs = [(one, value) for one in inside if (value := one.numbers[name]) is not None]
-        near = [one.point for one, value in pairs if asks.away(value) <= 1]
         values = [value for _, value in pairs]
-        best = of.best.numbers[name]
-        if values and best is not None:
-            share = len(near) / len(pairs)
-            part = _part(holds, near) if 0 < share < 1 else ""
-            fitted = name in holds.fitted
-            result[name] = Ranged(min(values), max(values), share, part, best, fitted)
+        near = [one.point for one, value in pairs if asks.away(value) <= 1]
+        share = len(near) / len(pairs)
+        part = _part(holds, near) if 0 < share < 1 else ""
+        ends = min(values), max(values)
+        result[name] = Ranged(*ends, share, part, best, name in holds.fitted)
     return result
 
 

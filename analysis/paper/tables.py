@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pandas as pd
 
 from analysis import strategies, text
 from analysis.compare.baseline import compare, seeds_in_words
@@ -18,62 +18,49 @@ from experiments.records.cell import Cell
 from experiments.records.record import METRICS
 
 #: Signs that LaTeX reads as commands, and signs that its fonts lack.
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "×": r"$\times$",
-    "τ": r"$\tau$",
-    "–": "--",
-    "−": "$-$",
-    "³": "$^3$",
-    "²": "$^2$",
-    "✓": r"$\surd$",
-    "±": r"$\pm$",
-    "β": r"$\beta$",
-}
+_LATEX = str.maketrans(
+    {
+        **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "×": r"$\times$",
+        "τ": r"$\tau$",
+        "–": "--",
+        "−": "$-$",
+        "³": "$^3$",
+        "²": "$^2$",
+        "✓": r"$\surd$",
+        "±": r"$\pm$",
+        "β": r"$\beta$",
+    }
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under named columns; the first column is words, the others are set right."""
+    """Text under named columns; the first column is words, the others are set right."""
 
     #: The stem of its files' names.
     name: str
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def as_markdown(table: Table) -> str:
-    """The table with escaped bars."""
-    rows = ([*map(text.escaped, row)] for row in table.rows)
-    return text.table(table.columns, rows)
+    frame: pd.DataFrame
 
 
 def as_csv(table: Table) -> str:
-    """The same as comma-separated values."""
-    content = io.StringIO()
-    csv.writer(content, lineterminator="\n").writerows([table.columns, *table.rows])
-    return content.getvalue()
+    """The table as comma-separated values."""
+    return table.frame.to_csv(index=False, lineterminator="\n")
 
 
 def as_latex(table: Table) -> str:
     """The same as a ``tabular`` that needs the package booktabs."""
-    places = "l" + "r" * (len(table.columns) - 1)
-    head, *body = (
-        " & ".join("".join(_LATEX.get(sign, sign) for sign in value) for value in row) + r" \\"
-        for row in [table.columns, *table.rows]
-    )
-    lines = [rf"\begin{{tabular}}{{{places}}}", r"\toprule", head, r"\midrule", *body]
-    return "\n".join([f"% {table.title}", *lines, r"\bottomrule", r"\end{tabular}", ""])
+    cells = table.frame.rename(columns=_as_latex).map(_as_latex)
+    places = "l" + "r" * (len(cells.columns) - 1)
+    return f"% {table.title}\n" + cells.to_latex(index=False, escape=False, column_format=places)
+
+
+def _as_latex(value: str) -> str:
+    return value.translate(_LATEX)
 
 
 def write(tables: Sequence[Table], directory: Path) -> None:
@@ -95,7 +82,10 @@ _WRITTEN: dict[Quantity, Callable[[float], str]] = {
 def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
     """The pivot of these cells; how one ended that left no figures, a dash where there is none."""
     chosen = [row for row in rows if pivot.of is None or pivot.of.matches(row)]
-    cells = {(_of(row, pivot.rows), _of(row, pivot.columns)): row for row in chosen}
+    cells = {
+        (str(row.settings[pivot.rows]), str(row.settings[pivot.columns])): _cell(pivot, row)
+        for row in chosen
+    }
     sides = list(dict.fromkeys(side for side, _ in cells))
     if pivot.rows == "strategy":
         sides = strategies.ordered(sides)
@@ -103,38 +93,21 @@ def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
     if all(top.isdigit() for top in tops):
         tops.sort(key=int)
     lines = [
-        (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
+        (_word(pivot.rows, side), *(cells.get((side, top), text.ABSENT) for top in tops))
         for side in sides
     ]
-    heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
-    return Table(pivot.id, pivot.title, heads, tuple(lines))
+    heads = [_label(pivot.rows), *(_head(pivot.columns, top) for top in tops)]
+    return Table(pivot.id, pivot.title, pd.DataFrame(lines, columns=heads))
 
 
 def over_seeds(seeds: Seeds, run: Run) -> Table:
     """Mean ± standard deviation of held-out metrics, and of differences seed by seed."""
-    found = seeds_in_words(compare(run.records, seeds.over))
-    rows = (tuple(map(str, row)) for row in found.itertuples(index=False))
-    return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
+    return Table(seeds.id, seeds.title, seeds_in_words(compare(run.records, seeds.over)))
 
 
-_Cells = dict[tuple[str, str], Row]
-
-
-def _cell(pivot: Pivot, cells: _Cells, side: str, top: str) -> str:
-    row = cells.get((side, top))
-    if row is None:
-        return text.ABSENT
+def _cell(pivot: Pivot, row: Row) -> str:
     value = row.quantities.get(pivot.quantity)
-    if value is None:
-        return row.state
-    if pivot.share_of is None:
-        return _WRITTEN[pivot.quantity](value)
-    whole = cells[side, pivot.share_of].quantities[pivot.quantity]
-    return f"{text.number(100 * value / whole)} %"
-
-
-def _of(row: Row, setting: str) -> str:
-    return str(row.settings[setting])
+    return row.state if value is None else _WRITTEN[pivot.quantity](value)
 
 
 def _word(setting: str, value: str) -> str:
@@ -150,5 +123,4 @@ def _head(setting: str, value: str) -> str:
 
 
 def _label(setting: str) -> str:
-    """A setting's name for readers."""
     return "System" if setting == "strategy" else settings.described(Cell)[setting].setting.label

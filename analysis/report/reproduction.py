@@ -17,49 +17,36 @@ from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
-from analysis.load.runs import AnyRun, MemoryStudy, Run
+from analysis.load.runs import AnyRun, Run
 from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
-from analysis.paper.region import Region, region
+from analysis.paper.region import region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
+from simulation.imitated.records import MemoryRecord
 
 
-@dataclass(frozen=True)
-class Written:
-    document: Path
-    page: Path
-    #: The chapter's tables as CSV and LaTeX, and its figures.
-    tables: Path
-    figures: Path
+def write(results: Path) -> dict[str, Path]:
+    """Write REPRODUCTION.md beside the folder of results, and the rest into it; say where.
 
-
-def write(results: Path) -> Written:
-    """Write REPRODUCTION.md beside the folder of results, and the rest into it.
-
-    The other papers, every claim and the records have pages of their own beside tables and figures.
+    The other papers, every claim and the records have pages of their own beside tables (as CSV and
+    LaTeX) and figures.
 
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
     claims, of = papers.load(), runs.load(results)
-    where = Written(
-        results.resolve().parent / DOCUMENT,
-        results / "report.html",
-        results / "paper" / "tables",
-        results / "paper" / "figures",
-    )
+    root, page = results.resolve().parent, results / "report.html"
+    tables, drawings = (results / "paper" / name for name in ("tables", "figures"))
     made = document(claims, of)
-    chapters = made.chapters
-    where.tables.parent.mkdir(parents=True, exist_ok=True)
+    drawings.mkdir(parents=True, exist_ok=True)
     for name, written in made.markdown.items():
-        (where.document.parent / name).write_text(written, encoding="utf-8")
-    where.page.write_text(_page(claims, of, made.values), encoding="utf-8")
-    papers_tables.write([table for one in chapters for table in one.written], where.tables)
-    where.figures.mkdir(parents=True, exist_ok=True)
-    for drawing in (drawing for one in chapters for drawing in one.drawn):
-        (where.figures / f"{drawing.name}.svg").write_bytes(svg(drawing))
-    return where
+        (root / name).write_text(written, encoding="utf-8")
+    page.write_text(_page(claims, of, made.values), encoding="utf-8")
+    papers_tables.write([table for one in made.chapters for table in one.written], tables)
+    for drawing in (drawing for one in made.chapters for drawing in one.drawn):
+        (drawings / f"{drawing.name}.svg").write_bytes(svg(drawing))
+    return {"claims": root / DOCUMENT, "report": page, "tables": tables, "figures": drawings}
 
 
 @dataclass(frozen=True)
@@ -81,27 +68,28 @@ DOCUMENT, PAGES = "REPRODUCTION.md", "results/paper"
 def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     """The pages of these claims and records, which are not written anywhere."""
     values = _values(claims, of)
+    chapters: list[Chapter] = values["chapters"]
 
     def page(template: str, **more: Any) -> str:
         given = values | more
-        return pages.render(template, **given, cell=text.escaped, table=papers_tables.as_markdown)
+        return pages.render(template, **given, cell=text.escaped, table=text.markdown)
 
-    written = {DOCUMENT: page("reproduction.md.j2", base=f"{PAGES}/")}
-    for other in values["others"]:
+    first, *others = (_once([one])[0] for one in chapters)
+    both = {"chapter": first, "others": others}
+    written = {DOCUMENT: page("reproduction.md.j2", base=f"{PAGES}/", **both)}
+    for other in others:
         title = values["titles"][other.paper]
-        written[f"{PAGES}/{other.paper}.md"] = page(
-            "paper.md.j2", base="", chapter=other, title=title
-        )
+        more = {"base": "", "chapter": other, "title": title}
+        written[f"{PAGES}/{other.paper}.md"] = page("paper.md.j2", **more)
     for name in ("claims", "runs"):
         written[f"{PAGES}/{name}.md"] = page(f"{name}.md.j2", base="")
-    return Document(written, [values["chapter"], *values["others"]], values)
+    return Document(written, chapters, values)
 
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
-    first, *others = _once([values["chapter"], *values["others"]])
-    values = {**values, "chapter": first, "others": others}
+    first, *others = _once(values["chapters"])
     predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
     drawn = {run.matrix: [figure(drawing, [run.file]) for drawing in _drawn(run)] for run in of}
     pairs = values["pairs"]
@@ -110,7 +98,9 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     return pages.render(
         "reproduction.html.j2",
         **values,
-        noted={note for one in (first, *others) for note in one.noted},
+        chapter=first,
+        others=others,
+        noted={at for one in (first, *others) for part in one.parts for at in part.notes},
         figures=drawn,
         validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
@@ -122,18 +112,15 @@ def _drawn(run: AnyRun) -> list[Drawing]:
     """A run's figures; none of the bound's, whose table is the claims'."""
     if isinstance(run, Run):
         return matrix.draw(compare(run.records))
-    if isinstance(run, MemoryStudy) and any(record.finding for record in run.records):
-        return [figures.memory_study(run)]
-    return []
+    cases = [record for record in run.records if isinstance(record, MemoryRecord)]
+    return [figures.memory_study(cases, run.summary)] if any(one.finding for one in cases) else []
 
 
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
-    """Values that both documents show."""
     by_matrix = {run.matrix: run for run in of}
     where = region(claims)
     findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
     notes = _notes(claims, findings)
-    first, *others = _written(claims, of, findings, notes, where)
     lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
     summary = summarise(findings)
     verdicts = Counter(summary.values())
@@ -154,10 +141,20 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "chapter": first,
+        "chapters": [
+            chapter(
+                contents.load(claims, path),
+                claims,
+                of,
+                findings,
+                summary,
+                notes,
+                where if path == contents.CONTENTS else None,
+            )
+            for path in (contents.CONTENTS, *contents.OTHERS)
+        ],
         "ours": {f.claim.id: rounded(f.ours, f.claim.unit) for f in findings if f.decides},
         "cells": [(name, ran[name]) for name in text.EVIDENCE],
-        "others": others,
         "titles": {name: paper.title for name, paper in claims.papers.items()},
         "notes": notes,
         "labels": LABELS,
@@ -178,21 +175,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     }
 
 
-def _written(
-    claims: Claims,
-    of: Sequence[AnyRun],
-    findings: Sequence[Finding],
-    notes: Mapping[str, str],
-    where: Region,
-) -> list[Chapter]:
-    verdicts, written = summarise(findings), list[Chapter]()
-    for path in (contents.CONTENTS, *contents.OTHERS):
-        holds = contents.load(claims, path)
-        together = where if path == contents.CONTENTS else None
-        written.append(chapter(holds, claims, of, findings, verdicts, notes, together))
-    return written
-
-
 def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
     """The chapters as one page has them: each note stands in the first that has it."""
     there, found = set[str](), []
@@ -201,7 +183,7 @@ def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
         for part in one.parts:
             own = {at: note for at, note in part.notes.items() if at not in there}
             earlier = tuple(at for at in part.notes if at in there)
-            parts.append(replace(part, notes=own, earlier=(*part.earlier, *earlier)))
+            parts.append(replace(part, notes=own, earlier=earlier))
             there |= set(own)
         found.append(replace(one, parts=tuple(parts)))
     return found

@@ -28,16 +28,8 @@ class Written:
     report: Path
     table: Path
     data: Path
-    figures: tuple[drawings.Saved, ...]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the large table: one model, one way of tuning, and what else differs."""
-
-    title: str
-    columns: list[str]
-    rows: list[dict[str, str]]
+    #: Each as PNG and as SVG.
+    figures: list[tuple[Path, Path]]
 
 
 def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
@@ -46,33 +38,33 @@ def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str
     records = [record for of in found.values() for record in of]
     kept = latest(records)
     compared = compare(kept, baseline)
-    saved = [drawings.save(drawing, directory) for drawing in draw(compared)]
+    drawn = draw(compared)
     written = Written(
         report=directory / "report.html",
         table=directory / "comparison.md",
         data=directory / "cells.parquet",
-        figures=tuple(saved),
+        figures=[drawings.save(drawing, directory) for drawing in drawn],
     )
     write_parquet(compared, written.data)
     written.table.write_text(markdown(compared), encoding="utf-8")
     files = {Path(os.path.relpath(file, directory)): of for file, of in found.items()}
-    page = render(compared, saved, files, replaced=len(records) - len(kept))
+    page = render(compared, drawn, files, replaced=len(records) - len(kept))
     written.report.write_text(page, encoding="utf-8")
     return written
 
 
 def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
-    table = tables.markdown(tables.presentable(compared))
+    every, seeds = tables.presentable(compared), seeds_in_words(compared)
+    table, by_seed = (text.markdown(each, tables.WORDS) for each in (every, seeds))
     notes = "\n".join(f"- {note}" for note in tables.notes(compared))
-    seeds = seeds_in_words(compared)
-    over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{tables.markdown(seeds)}\n"
+    over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{by_seed}\n"
     return f"{table}\n\n{notes}\n{over}"
 
 
 def render(
     compared: pd.DataFrame,
-    saved: Sequence[drawings.Saved],
+    drawn: Sequence[drawings.Drawing],
     files: Mapping[Path, Sequence[Record]],
     replaced: int = 0,
 ) -> str:
@@ -84,7 +76,7 @@ def render(
         summary=provenance.provenance(compared),
         headlines=headlines(compared),
         tunings=text.TUNINGS,
-        figures=[figure(item.drawing, _records(item.drawing, files)) for item in saved],
+        figures=[figure(drawing, _records(drawing, files)) for drawing in drawn],
         sections=_sections(compared),
         words=tables.WORDS,
         notes=tables.notes(compared),
@@ -111,8 +103,8 @@ def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) 
     ]
 
 
-def _sections(compared: pd.DataFrame) -> list[Section]:
-    """The table cut by model and tuning; a section does not repeat what its title says."""
+def _sections(compared: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The table cut by model and tuning, under titles that a section does not repeat."""
     shown = tables.presentable(compared)
     titles = [name for name in ("Matrix", "Model", "Tuning", "Accumulation") if name in shown]
     sections = []
@@ -120,17 +112,9 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
         words = [text.TUNINGS.get(str(key), str(key)) for key in keys]
         if "Accumulation" in titles:
             words[-1] = f"accumulation {words[-1]}"
-        columns = [name for name in shown.columns if name not in titles]
-        sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
+        sections.append((" · ".join(words), rows.drop(columns=titles)))
     seeds = seeds_in_words(compared)
-    if not seeds.empty:
-        finished = _as_text(seeds.assign(State="ok"))
-        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))
-    return sections
-
-
-def _as_text(rows: pd.DataFrame) -> list[dict[str, str]]:
-    return [{str(name): str(value) for name, value in row.items()} for _, row in rows.iterrows()]
+    return sections if seeds.empty else [*sections, (tables.OVER_SEEDS, seeds)]
 
 
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:

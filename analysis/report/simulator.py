@@ -24,7 +24,7 @@ from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
-from experiments.records.comparison import Comparison, groups, once, pooled
+from experiments.records.comparison import Comparison, groups, once, paired, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
@@ -93,16 +93,13 @@ def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
     """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
-    by_id = {prediction.cell_id: prediction for prediction in predictions}
     found: list[dict[str, object]] = []
-    for record in records:
-        prediction = by_id.get(record.cell_id)
-        if prediction is None or prediction.measurement is None:
+    for record, prediction in paired(records, predictions, lambda record: record.cell_id):
+        if (told := prediction.measurement) is None:
             continue
         if (step := measured_step(record, cluster_of(record.cell))) is None:
             continue
-        seconds = median(prediction.measurement.round_seconds)
-        sent = prediction.measurement.inter_node_bytes_per_step
+        seconds, sent = median(told.round_seconds), told.inter_node_bytes_per_step
         found.append(
             {
                 "matrix": matrix,
@@ -138,9 +135,8 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
             "median_error": text.percent(median_error(compared)),
             "largest_error": largest_error(compared),
             "bytes_agree": sum(one.bytes_agree for one in compared),
-            **dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT),
         }
-        found.append(row | counted)
+        found.append(row | dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT) | counted)
     return found
 
 
@@ -198,8 +194,7 @@ def order(
 
 def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
     """Pairs, the faster first."""
-    for pair in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
-        fast, slow = pair
+    for fast, slow in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
         apart = slow.seconds > (1 + _APART) * fast.seconds
         if apart and Comparison(fast.record, slow.record).differs:
             yield fast, slow
@@ -275,19 +270,16 @@ def draw(pairs: pd.DataFrame) -> Drawing:
         ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
         ax.legend(frameon=False)
-    return Drawing("validation", "Simulated against emulated steps", _caption(pairs), figure)
-
-
-def _caption(pairs: pd.DataFrame) -> str:
     parts = [
         f"{link} links: {text.percent(median_error(cells['comparison']))} median absolute error of "
         f"{len(cells)} cells"
         for link, cells in pairs.groupby("link")
     ]
-    return (
+    caption = (
         f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
         f"±{100 * _BAND:g} %. {FITTED}"
     )
+    return Drawing("validation", "Simulated against emulated steps", caption, figure)
 
 
 def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:

@@ -64,13 +64,6 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
     return filled(pd.DataFrame(columns))
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A Markdown table; words flush left, numbers flush right."""
-    header = [str(name) for name in table.columns]
-    rows = ([*map(text.escaped, row)] for row in table.itertuples(index=False))
-    return text.table(header, rows, WORDS)
-
-
 def notes(compared: pd.DataFrame) -> list[str]:
     """Notes below the table: what it compares with, and how it was obtained."""
     found = [
@@ -101,24 +94,16 @@ def notes(compared: pd.DataFrame) -> list[str]:
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
     if lacking:
         found.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
-    return found + skip_reasons(compared)
-
-
-def skip_reasons(compared: pd.DataFrame) -> list[str]:
-    """How many cells each rule of the matrix leaves out."""
+    # How many cells each rule of the matrix leaves out.
     reasons = compared.loc[compared["state"] == "skipped", "error"].fillna("no reason given")
-    return [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
+    found += [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
+    return found
 
 
 def _baselines(compared: pd.DataFrame) -> list[str]:
     """Each baseline that was used and, where there are several, for how many settings."""
     chosen = compared.drop_duplicates(SETTINGS)["baseline"].dropna()
-    counts = chosen.value_counts()
-    if counts.empty:
-        return ["no baseline, as no cell finished"]
-    if len(counts) == 1:
-        return [strategies.label(str(counts.index[0]))]
-    return [
-        f"{strategies.label(str(name))} ({count} of {len(chosen)} settings)"
-        for name, count in counts.items()
-    ]
+    counts = {strategies.label(str(k)): count for k, count in chosen.value_counts().items()}
+    if len(counts) < 2:
+        return [*counts] or ["no baseline, as no cell finished"]
+    return [f"{name} ({count} of {len(chosen)} settings)" for name, count in counts.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from analysis.load.runs import MemoryStudy
+from analysis.load.runs import Study, of_memory
 from simulation.imitated.records import MemoryRecord
 from simulation.transformer import ModelSpec
 from tests.simulation.imitated.small import case, settled
@@ -27,7 +27,7 @@ def made(strategy: str, model: ModelSpec, tuning: str, again: bool, largest: int
 LARGEST = {"fcdp": (20, 7), "zero3": (20, 8), "zeropp": (16, 0), "ddp": (0, 0)}
 
 
-def study() -> MemoryStudy:
+def study() -> Study:
     """Each strategy with each model and way of tuning, with and without checkpointing."""
     records = [
         made(name, model, tuning, again, LARGEST[name][at] * (1 + again))
@@ -35,4 +35,4 @@ def study() -> MemoryStudy:
         for at, model in enumerate(MODELS)
         for tuning, again in product(("full", "lora"), (False, True))
     ]
-    return MemoryStudy("memory", "memory/memory.jsonl", records)
+    return of_memory("memory/memory.jsonl", records)

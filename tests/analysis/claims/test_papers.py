@@ -85,11 +85,11 @@ def test_a_mistake_is_named_with_its_line_and_claim(
         assert message in str(error.value)
 
 
-def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
+def test_a_matrix_must_exist_or_have_a_command(tmp_path: Path) -> None:
     path = written(made_up.content(CLAIM, matrices={"parity": {}, "soon": {}}), tmp_path)
     with pytest.raises(ValueError, match=r"claims.yaml:\d+: matrices.soon: no such matrix"):
         papers.load(path)
-    use = {"parity": {}, "study": {"command": "run"}, "soon": {"planned": "Not yet."}}
+    use = {"parity": {}, "study": {"command": "run"}}
     papers.load(written(made_up.content(CLAIM, matrices=use), tmp_path))
 
 

@@ -21,7 +21,7 @@ RATIO = {
 def claims(*checks: dict[str, Any]) -> Claims:
     values = content(claim(*checks, number=0.3))
     values["papers"]["fcdp"]["untested"] = "Not built."
-    values["matrices"]["soon"] = {"planned": "Not run yet."}
+    values["matrices"]["study"] = {"command": "run"}
     return Claims.model_validate(values)
 
 
@@ -42,14 +42,14 @@ def found(of: Claims, **changes: Any) -> Finding:
 def test_what_was_not_run_says_why_and_a_missing_reason_is_said() -> None:
     without = found(claims(check(tolerance={"at_most": 0.1})))
     assert without.reasons == ("No reason has been found yet.",)
-    planned = found(claims(check(matrix="soon")))
+    without_records = found(claims(check(matrix="study")))
     nothing = found(claims(check(compute={**RATIO, "of": {"strategy": "ddp"}})))
     untested = found(claims())
-    assert {f.verdict for f in (planned, nothing, untested)} == {"not run"}
-    assert planned.reasons == ("Not run yet.",)
+    assert {f.verdict for f in (without_records, nothing, untested)} == {"not run"}
+    assert without_records.reasons == ("There are no records of its matrix.",)
     assert nothing.reasons == ("No cell of parity has a result with which to compare.",)
     assert untested.reasons == ("Not built.",)
-    assert planned.ours is None
+    assert without_records.ours is None
 
 
 def test_a_comparison_of_times_says_that_they_are_noisy() -> None:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
-from analysis.figures.drawings import Drawing, put_legend, style
+from analysis.figures.drawings import Drawing, canvas, put_legend
 from analysis.load.table import COLUMNS, frame
 from experiments.records.record import Record
 from tests.analysis import made_up
@@ -20,16 +20,15 @@ from tests.analysis import made_up
 
 def drawn(count: int, label: str) -> Figure:
     """A small figure whose legend has so many lines."""
-    figure = Figure(figsize=(2.0, 2.0), layout="constrained")
-    figure.subplots()
-    put_legend(figure, [Line2D([], [], label=f"{label} {number}") for number in range(count)])
+    with canvas(2.0, 2.0) as (figure, _):
+        put_legend(figure, [Line2D([], [], label=f"{label} {number}") for number in range(count)])
     return figure
 
 
 @pytest.mark.parametrize("count", [1, 4, 12, 24])
 def test_a_legend_fits_and_leaves_axes_their_height(count: int) -> None:
     # Warnings are of a layout that was not applied.
-    with style(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure = drawn(count, "fuyou 44 MiB of DRAM overlapped swap none SSD 15 MB/s")
         figure.draw_without_rendering()

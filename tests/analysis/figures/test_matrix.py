@@ -158,10 +158,10 @@ def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_pa
     first, again = (
         [save(drawing, tmp_path / name) for drawing in matrix.draw(few)] for name in ("a", "b")
     )
-    for one, other in zip(first, again, strict=True):
-        assert one.png.read_bytes()[:4] == b"\x89PNG"
-        assert one.png.read_bytes() == other.png.read_bytes()
-        assert one.svg.read_bytes() == other.svg.read_bytes()
+    for (png, svg), (other_png, other_svg) in zip(first, again, strict=True):
+        assert png.read_bytes()[:4] == b"\x89PNG"
+        assert png.read_bytes() == other_png.read_bytes()
+        assert svg.read_bytes() == other_svg.read_bytes()
 
 
 def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -> None:

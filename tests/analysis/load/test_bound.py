@@ -9,30 +9,30 @@ import pytest
 from analysis.claims import papers
 from analysis.claims.verdicts import judge
 from analysis.load import runs
-from analysis.load.runs import BoundStudy
+from analysis.load.runs import Study
 from tests.experiments.command_line import printed
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> BoundStudy:
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     results = tmp_path_factory.mktemp("results")
     (results / "bound").mkdir()
     # Written anew, not once more.
     (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
     printed("bound", "--output", results / "bound")
     (found,) = runs.load(results)
-    assert isinstance(found, BoundStudy)
+    assert isinstance(found, Study)
     return found
 
 
-def test_it_says_what_it_is(study: BoundStudy) -> None:
+def test_it_says_what_it_is(study: Study) -> None:
     assert study.resources == "12 points"
     assert study.summary.startswith("A closed form, simulated · 1.3B, 7B, 13B, 66B, 175B, 310B · ")
     assert [name for name, _ in study.origin] == ["Commit"]
 
 
 def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_one(
-    study: BoundStudy,
+    study: Study,
 ) -> None:
     for record in study.records:
         assert record.gains.twice_bandwidth == pytest.approx(2)
@@ -43,7 +43,7 @@ def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_on
         assert 0 < record.best_mfu <= 1 + 1e-9
 
 
-def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:
+def test_the_papers_vectors_are_judged_by_it(study: Study) -> None:
     found = judge(papers.load(), {study.matrix: study.rows})
     vectors = [
         f for f in found if f.claim.paper == "fsdp-bound" and f.claim.where.endswith("vectors")
@@ -53,7 +53,7 @@ def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:
     assert {finding.evidence for finding in vectors} == {"simulated"}
 
 
-def test_the_committed_points_are_what_the_command_finds(study: BoundStudy) -> None:
+def test_the_committed_points_are_what_the_command_finds(study: Study) -> None:
     results = Path(__file__).parents[3] / "results"
     committed = next(run for run in runs.load(results) if run.matrix == "bound")
     assert [row.settings for row in committed.rows] == [row.settings for row in study.rows]

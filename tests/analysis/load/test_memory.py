@@ -24,8 +24,7 @@ def test_claims_are_compared_with_it(tmp_path: Path) -> None:
     assert "[records](../memory/memory.jsonl)" in pages["results/paper/runs.md"]
 
 
-def test_of_a_case_that_was_settled_again_the_last_record_counts(tmp_path: Path) -> None:
+def test_of_a_case_that_was_settled_again_the_last_record_counts() -> None:
     first = memory_study.study().records[0]
     later = first.model_copy(update={"started_at": "2026-01-03T00:00:00+00:00"})
-    files.write([later, first], tmp_path / "memory.jsonl")
-    assert runs.of_memory(tmp_path / "memory.jsonl") == [later]
+    assert runs.of_memory("memory.jsonl", [later, first]).records == [later]

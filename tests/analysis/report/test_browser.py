@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_records(made_up.records(), results / "parity" / "records.jsonl")
     found = {root / "records.jsonl": made_up.records()}
     pages = {
-        "claims": (reproduction.write(results).page, '["Paper"]'),
+        "claims": (reproduction.write(results)["report"], '["Paper"]'),
         "report": (run.write(found, root, "deepspeed-zero3").report, '["s/step"]'),
     }
     for name, (page, columns) in pages.items():

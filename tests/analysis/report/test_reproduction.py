@@ -33,8 +33,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     (results / "memory").mkdir()
     (results / "memory" / "records.jsonl").write_text('{"of": "another schema"}\n', "utf-8")
     written = reproduction.write(results)
-    assert written.document == results.parent / "REPRODUCTION.md"
-    return written.page.read_text("utf-8")
+    assert written["claims"] == results.parent / "REPRODUCTION.md"
+    return written["report"].read_text("utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     none = {"error": None, "measurement": None, "network": {}}
     failed = made_up.record(made_up.cell("fcdp"), state="failed", **none)
     written = run.write({tmp_path / "records.jsonl": [failed]}, tmp_path, "deepspeed-zero3")
-    assert written.figures == ()
+    assert written.figures == []
     assert "no error text" in written.report.read_text("utf-8")
 
 

@@ -23,7 +23,7 @@ def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(compared: pd.
 
 
 def test_markdown_fields_cannot_break_the_table() -> None:
-    table = tables.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
+    table = text.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
     assert table.splitlines()[2] == "| a\\|b c |"
 
 
