@@ -18,8 +18,8 @@ import psutil
 
 from baselines import pins, registry
 from baselines.pins import Pin
+from experiments.clusters import start_barrier
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
-from experiments.clusters.start_barrier import StartBarrier
 from experiments.matrix.reader import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
@@ -33,6 +33,7 @@ from simulation import files
 
 WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
+_CELL = "cell.json"
 #: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
 #: Starts in a row without a new checkpoint, after which a cell has failed: what fails at the same
@@ -94,6 +95,31 @@ def run(
     return [by_id[entry.cell.id] for entry in cells]
 
 
+def write(cell: Cell, directory: Path) -> None:
+    """Write the cell to its directory, where its ranks read it."""
+    (directory / _CELL).write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def launch(
+    cluster: Cluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
+) -> tuple[Outcome, dict[str, Any]]:
+    """Launch the ranks of a cell that is written, or another ``entry`` of the worker's form.
+
+    Returns also what the links between nodes were set to once the ranks were ready.
+    """
+    cluster.shape(None)
+    with start_barrier.limiting(directory, lambda: cluster.shape(*cell.links)) as network:
+        outcome = cluster.run(
+            entry,
+            [str(directory / _CELL), str(directory), *arguments],
+            logs=directory / "logs",
+            environment=pins.variables(cell.deepspeed),
+            timeout_s=cell.timeout_s,
+            extra=cell.extra,
+        )
+    return outcome, network
+
+
 class _Runner:
     def __init__(
         self, cluster: Cluster, directory: RunDirectory, observers: Sequence[Observer]
@@ -125,8 +151,7 @@ class _Runner:
 
     def _run(self, cell: Cell) -> Record:
         directory = self._directory.new_cell(cell.id)
-        file = directory / "cell.json"
-        file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write(cell, directory)
         started_at, started = files.now(), time.monotonic()
         for observer in self._observers:
             observer.cell_started(cell, directory, started_at)
@@ -172,20 +197,11 @@ class _Runner:
         fruitless = 0
         while True:
             before = _commit(directory)
-            self._cluster.shape(None)
-            with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:
-                outcome = self._cluster.run(
-                    WORKER,
-                    [str(directory / "cell.json"), str(directory)],
-                    logs=directory / "logs",
-                    environment=pins.variables(cell.deepspeed),
-                    timeout_s=cell.timeout_s,
-                    extra=cell.extra,
-                )
+            outcome, network = launch(self._cluster, cell, directory)
             fruitless = fruitless + 1 if _commit(directory) == before else 0
             again = cell.checkpoint_every and outcome.state == "failed" and fruitless < _FRUITLESS
             if not again:
-                return outcome, barrier.network
+                return outcome, network
 
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
         """Have the operators ready that the cell's engine compiles at their first use.
