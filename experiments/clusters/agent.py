@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from pyroute2 import netns
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from experiments.clusters import lifetimes, preload
 from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.launch import SECRET, Launch, Machine, Node, function
+from experiments.clusters.launch import SECRET, Launch, Machine, Node
 
 #: Seconds between two looks at the ranks, and for those of a node to end by themselves after the
 #: first failure.
@@ -59,7 +60,7 @@ def serve_beside(machine: Machine, entry: str, log: Path, parent: Connection) ->
     error = None
     try:
         _settle(machine)
-        function(entry)()
+        resolve_name(entry)()
     except BaseException:
         error = f"{log.stem}: {traceback.format_exc()}"
         traceback.print_exc()
@@ -194,7 +195,7 @@ def _run(launch: Launch, variables: Mapping[str, str], returned: Barrier, agent:
         try:
             # OpenMP has read the variable where torch was imported, in another process.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            function(launch.entry)(*launch.arguments)
+            resolve_name(launch.entry)(*launch.arguments)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 launch.board.report(rank, error)

@@ -21,7 +21,7 @@ from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import ClusterError, Outcome, check_port
-from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, split, start_agent
+from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, start_agent
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -103,15 +103,13 @@ class EmulatedCluster:
         there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
         node. A launch that does not end within ``timeout_s`` seconds is ended.
 
-        Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
-        not of the form "package.module:function". Whatever is raised, no process is left.
+        Raises ``ClusterError`` if the port is taken. Whatever is raised, no process is left.
 
         A process of ``extra`` is on a machine of its own, whose link is limited like a node's; its
         log has its name. It and the ranks find the address of each in ``FCDP_<NAME>``, and a
         secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._built()
-        split(entry)
         namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,12 @@ forked from the fork server, a rented one's is started afresh by ``node``.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from pkgutil import resolve_name
 
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult, describe_exit
@@ -73,20 +72,6 @@ class Node(Machine):
     port: int
 
 
-def split(entry: str) -> tuple[str, str]:
-    """Module and name of "package.module:function"; ``ValueError`` if it is not of that form."""
-    module, _, name = entry.partition(":")
-    if not module or not name.isidentifier():
-        raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
-    return module, name
-
-
-def function(entry: str) -> Callable[..., object]:
-    module, name = split(entry)
-    found: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return found
-
-
 class Started:
     """A process on a machine, which says once how it, or the ranks that it launches, ended."""
 
@@ -143,4 +128,4 @@ def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: L
 
 def _serve(entry: str, *arguments: object) -> None:
     # By its name: the process that starts this one needs no torch, which it imports.
-    function(entry)(*arguments)
+    resolve_name(entry)(*arguments)

@@ -25,7 +25,6 @@ from baselines.description import ExtraProcess
 from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
-from experiments.clusters.launch import split
 from experiments.clusters.messages import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
@@ -117,11 +116,9 @@ class RentedCluster:
         Ranks see what passes of their node's environment, the runner's variables of NCCL and FCDP
         and those that ``FCDP_PASS`` names, ``environment``, what torchrun sets, and
         ``FCDP_INTERFACE``. Arguments that name text files here are carried to nodes that do not
-        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer, and
-        ``ValueError`` for an ``entry`` that is not of the form "package.module:function".
+        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer.
         """
         assert not extra, "matrices skip cells that need some"
-        split(entry)
         self._built()
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)

@@ -203,11 +203,6 @@ def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> Non
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")
 
 
-def test_an_entry_of_another_form_is_refused(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"entry = 'module\.function': allowed is"):
-        cluster.run("module.function", [], logs=tmp_path, environment={}, timeout_s=1)
-
-
 def test_a_cluster_that_is_not_or_cannot_be_built_says_so() -> None:
     broken = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1), preload=["no.such.module"])
     with pytest.raises(ClusterError, match="inside its `with` block"):
