@@ -222,8 +222,6 @@ class Network:
     """
 
     def __init__(self, nodes: int, groups: int = 1) -> None:
-        if nodes < 1:
-            raise ValueError(f"nodes = {nodes}: allowed are whole numbers from 1")
         assert nodes % groups == 0, "groups have as many nodes each"
         prefix = lifetimes.new_prefix()
         self._switch = f"{prefix}-switch"
@@ -243,19 +241,21 @@ class Network:
     def __enter__(self) -> Network:
         try:
             self._build()
-        except (OSError, NetlinkError) as error:
-            self._remove()
+        except BaseException as error:
+            self.__exit__()
+            if not isinstance(error, (OSError, NetlinkError)):
+                raise
             raise ClusterError(
                 f"cannot build the emulated network: {error}; it needs the kernel's network "
                 "namespaces, veth and bridge"
             ) from error
-        except BaseException:
-            self._remove()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
+        # A veth pair ends with either of its ends, so nothing but the names has to go.
+        beside = (namespace for namespace, _ in self.beside.values())
+        for name in (*beside, *self.nodes, self._switch):
+            namespaces.remove(name)
 
     def _build(self) -> None:
         for name in (self._switch, *self.nodes):
@@ -298,30 +298,27 @@ class Network:
         for node in range(len(self.nodes)):
             _shape_link(self._switch, f"{INTERFACE}-{node}", None)
 
-    def _settle(self, namespace: str, address: str) -> None:
-        namespaces.call_in(namespace, self._settle_protocols)
-        with IPRoute(netns=namespace) as route:
-            self._connect(route, address)
-
     def _plug(self, route: IPRoute, interface: str, port: str, namespace: str) -> None:
         """Give a machine this interface, which leads to a port of the bridge of the same name."""
         peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
         route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
         route.link("set", index=_index(route, port), master=_index(route, interface), state="up")
 
-    def _connect(self, route: IPRoute, own: str) -> None:
-        index = _index(route, INTERFACE)
-        # By the address: others go on to know it where a machine takes the place of an earlier one.
-        hardware = ipaddress.ip_address(own).packed.hex(":")
-        route.link("set", index=index, address=f"02:00:{hardware}")
-        route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
-        for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
-            route.link("set", index=each, state="up")
-        if self.groups > 1:
-            there, size = _index(route, TO_GROUPS), len(self.nodes) // self.groups
-            node = self.addresses.index(own)
+    def _settle(self, namespace: str, own: str) -> None:
+        namespaces.call_in(namespace, self._settle_protocols)
+        with IPRoute(netns=namespace) as route:
+            index = _index(route, INTERFACE)
+            # By the address: others go on to know it where a machine takes an earlier one's place.
+            hardware = ipaddress.ip_address(own).packed.hex(":")
+            route.link("set", index=index, address=f"02:00:{hardware}")
+            route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
+            for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
+                route.link("set", index=each, state="up")
+            size = len(self.nodes) // self.groups
+            group = self.nodes.index(namespace) // size if self.groups > 1 else 0
             for other, address in enumerate(self.addresses):
-                if other // size != node // size:
+                if other // size != group:
+                    there = _index(route, TO_GROUPS)
                     route.route("add", dst=f"{address}/32", oif=there, scope="link", prefsrc=own)
 
     def _settle_protocols(self) -> None:
@@ -332,15 +329,10 @@ class Network:
         an exchange of both directions; Reno never meets a loss here, and every namespace may
         choose it.
         """
-        for interface in self.interfaces:
-            _write_setting(f"ipv6/conf/{interface}/disable_ipv6", "1")
-        _write_setting("ipv4/tcp_congestion_control", "reno")
-
-    def _remove(self) -> None:
-        # A veth pair ends with either of its ends, so nothing but the names has to go.
-        beside = (namespace for namespace, _ in self.beside.values())
-        for name in (*beside, *self.nodes, self._switch):
-            namespaces.remove(name)
+        settings = {f"ipv6/conf/{name}/disable_ipv6": "1" for name in self.interfaces}
+        for name, value in {**settings, "ipv4/tcp_congestion_control": "reno"}.items():
+            with suppress(OSError):
+                Path("/proc/sys/net", name).write_text(f"{value}\n")
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
@@ -395,14 +387,31 @@ class Network:
 def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:
     with IPRoute(netns=name) as route:
         index = _index(route, interface)
+
+        def buckets() -> list[Any]:
+            queues = route.get_qdiscs(index=index)
+            return [queue for queue in queues if queue.get_attr("TCA_KIND") == "tbf"]
+
         # A new bucket rather than a changed one: each cell starts with the same full burst.
-        if _bucket(route, index) is not None:
+        if buckets():
             route.tc("del", index=index, parent=TC_H_ROOT)
-        if bits_per_s is not None:
-            rate = bits_per_s // 8
-            burst = burst_bytes(bits_per_s)
-            route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=_limit(rate))
-        return {"mtu_bytes": MTU, **_describe(_bucket(route, index))}
+        if bits_per_s is None:
+            return {"mtu_bytes": MTU, "qdisc": None}
+        rate = bits_per_s // 8
+        # A fifth of a second of the link, and a full TCP window, may wait for tokens. So deep that
+        # nothing is dropped: links of a cluster hold senders back rather than lose packets.
+        limit = max(rate // 5, 4 * 1024 * 1024)
+        burst = burst_bytes(bits_per_s)
+        route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=limit)
+        found = buckets()[0].get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
+        return {
+            "mtu_bytes": MTU,
+            "qdisc": "tbf",
+            "rate_bits_per_s": 8 * found["rate"],
+            # The kernel keeps the burst as the time it takes, in ticks of 64 ns.
+            "burst_bytes": round(found["buffer"] * 64e-9 * found["rate"]),
+            "limit_bytes": found["limit"],
+        }
 
 
 def burst_bytes(bits_per_s: int) -> int:
@@ -415,42 +424,6 @@ def burst_bytes(bits_per_s: int) -> int:
     return max(4 * _FRAME, bits_per_s // 8 // 200)
 
 
-def _limit(rate: int) -> int:
-    """Bytes that may wait for tokens: a fifth of a second of the link, and a full TCP window.
-
-    Deep enough that nothing is dropped: links between nodes of a cluster hold senders back
-    rather than lose packets.
-    """
-    return max(rate // 5, 4 * 1024 * 1024)
-
-
 def _index(route: IPRoute, interface: str) -> int:
     (index,) = route.link_lookup(ifname=interface)
     return int(index)
-
-
-def _bucket(route: IPRoute, index: int) -> Any | None:
-    """The parameters of an interface's token bucket; ``None`` if it has none."""
-    for qdisc in route.get_qdiscs(index=index):
-        if qdisc.get_attr("TCA_KIND") == "tbf":
-            return qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
-    return None
-
-
-def _describe(bucket: Any | None) -> dict[str, Any]:
-    if bucket is None:
-        return {"qdisc": None}
-    rate = bucket["rate"]
-    # The kernel keeps the burst as the time it takes, in ticks of 64 ns.
-    burst = round(bucket["buffer"] * 64e-9 * rate)
-    return {
-        "qdisc": "tbf",
-        "rate_bits_per_s": 8 * rate,
-        "burst_bytes": burst,
-        "limit_bytes": bucket["limit"],
-    }
-
-
-def _write_setting(name: str, value: str) -> None:
-    with suppress(OSError):
-        Path(f"/proc/sys/net/{name}").write_text(f"{value}\n")
