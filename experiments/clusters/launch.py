@@ -40,7 +40,7 @@ class Machine:
     """One machine, as a process on it needs to know it."""
 
     #: The network namespace that is the machine; ``None`` for one that is real.
-    namespace: str | None
+    namespace: str | None = None
     #: The whole environment of its processes, but for what torchrun adds and the secret.
     environment: dict[str, str]
     #: A secret that all processes of the launch share, if it has processes beside its ranks.
@@ -48,7 +48,7 @@ class Machine:
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()
     #: A directory, not there yet, for temporary files of its processes.
-    scratch: str
+    scratch: str = ""
 
     def end_processes(self, spare: frozenset[int] = frozenset()) -> None:
         """Kill what this process has started on the machine, but for ``spare``."""

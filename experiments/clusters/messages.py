@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from experiments.clusters.causes import NodeResult, Report
+from experiments.clusters.launch import Node
 from simulation.files import Strict
 
 #: Seconds between two empty lines, and without any after which the other side is taken for lost.
@@ -45,12 +46,9 @@ class Order(Strict):
     """An order to start the ranks of one launch on the node."""
 
     kind: Literal["order"] = "order"
-    node: int
-    nodes: int
-    ranks: int
+    #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
+    node: Node
     address: str
-    master_address: str
-    port: int
     entry: str
     arguments: list[str]
     #: Content of those arguments that are names of text files on the runner's machine.
@@ -58,7 +56,6 @@ class Order(Strict):
     #: Where logs go on the runner's machine, and a file in there that tells whether a node sees it.
     logs: str
     marker: str
-    environment: dict[str, str]
     #: Seconds after which the node ends its ranks even if nobody asks for it.
     at_most_s: float
 

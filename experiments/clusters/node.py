@@ -26,7 +26,7 @@ from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes, messages
 from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.interface import ClusterError, check_port
-from experiments.clusters.launch import Launch, Node, start_agent
+from experiments.clusters.launch import Launch, start_agent
 from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
 
@@ -114,19 +114,21 @@ def run(order: messages.Order) -> messages.Ended:
     lifetimes.adopt_orphans()
     kills_before = lifetimes.out_of_memory_kills()
     own = dict(os.environ)
+    node = order.node
     with lifetimes.folder() as folder:
         logs = Path(order.logs)
         shared = (logs / order.marker).exists()
         if not shared:
             logs = folder / "logs"
             logs.mkdir()
-        board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
+        first = node.node * node.ranks_per_node
+        board = Board(folder, range(first, first + node.ranks_per_node))
         board.create()
         if why := _why_not_here(order, shared=shared):
             result = NodeResult(error=why)
         else:
             launch = Launch(order.entry, _arguments(order, folder), logs, board)
-            result = _launched(order, launch, str(folder / "temporary"))
+            result = _launched(order, launch, folder / "temporary")
         return messages.Ended(
             result=result,
             reports=[
@@ -140,33 +142,33 @@ def run(order: messages.Order) -> messages.Ended:
 
 def _why_not_here(order: messages.Order, *, shared: bool) -> str | None:
     """Why the first node cannot begin; ``None`` on the others."""
-    if order.node:
+    if order.node.node:
         return None
     if not shared:
         return f"node 0 does not see {order.logs}: {_APART}"
     try:
-        check_port(order.address, order.port)
+        check_port(order.address, order.node.port)
     except ClusterError as error:
         return str(error)
     return None
 
 
-def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult:
+def _launched(order: messages.Order, launch: Launch, scratch: Path) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
+    interface = _interface_with(order.address)
+    given = order.node.environment
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        **passed_on(os.environ, named(given)),
+        **given,
+    }
     # The kernel shows the environment with which a process was started from here.
-    environment = _environment(order)
     os.environ.clear()
     os.environ.update(environment)
-    node = Node(
-        namespace=None,
-        environment=environment,
-        scratch=scratch,
-        node=order.node,
-        nodes=order.nodes,
-        ranks_per_node=order.ranks,
-        master_address=order.master_address,
-        port=order.port,
-    )
+    node = replace(order.node, environment=environment, scratch=str(scratch))
     agent = start_agent(get_context("spawn"), node, launch)
     try:
         deadline = time.monotonic() + order.at_most_s
@@ -180,18 +182,6 @@ def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult
         return agent.result or NodeResult()
     finally:
         agent.end()
-
-
-def _environment(order: messages.Order) -> dict[str, str]:
-    interface = _interface_with(order.address)
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",
-        **passed_on(os.environ, named(order.environment)),
-        **order.environment,
-    }
 
 
 def _arguments(order: messages.Order, folder: Path) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from baselines.description import ExtraProcess
 from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
+from experiments.clusters.launch import Node
 from experiments.clusters.messages import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
@@ -81,7 +82,7 @@ class RentedCluster:
             counted_interface=os.environ.get("FCDP_INTERFACE") or None,
         )
         with launched(self._launcher, [inquiry] * self.nodes) as nodes:
-            described = _answers(nodes, Description, time.monotonic() + _DESCRIBING_S)
+            described = _all_answers(nodes, Description, _DESCRIBING_S)
         commit = provenance.gather().commit
         for host, found in zip(self._launcher.hosts, described, strict=True):
             if found.commit != commit:
@@ -127,27 +128,29 @@ class RentedCluster:
 
         def order(node: int) -> Order:
             return Order(
-                node=node,
-                nodes=self.nodes,
-                ranks=self.ranks_per_node,
+                node=Node(
+                    node=node,
+                    nodes=self.nodes,
+                    ranks_per_node=self.ranks_per_node,
+                    master_address=self._described[0].address,
+                    port=self._port,
+                    environment=self._passed_on(node) | dict(environment),
+                ),
                 address=self._described[node].address,
-                master_address=self._described[0].address,
-                port=self._port,
                 entry=entry,
                 arguments=list(arguments),
                 files={name: Path(name).read_text() for name in arguments if Path(name).is_file()},
                 logs=str(logs),
                 marker=marker.name,
-                environment=self._passed_on(node) | dict(environment),
                 at_most_s=timeout_s + _GRACE_S,
             )
 
         try:
             with launched(self._launcher, [*map(order, range(self.nodes))]) as nodes:
-                in_time = _wait_for_ranks(nodes, timeout_s)
+                in_time = len(_answers(nodes, Ended, timeout_s, _GRACE_S)) == len(nodes)
                 for each in nodes:
-                    each.close()
-                ended = _answers(nodes, Ended, time.monotonic() + _FINISHING_S)
+                    each.closing.set()
+                ended = _all_answers(nodes, Ended, _FINISHING_S)
         finally:
             marker.unlink(missing_ok=True)
         for answer in ended:
@@ -175,30 +178,35 @@ class RentedCluster:
         return {**chosen, "FCDP_INTERFACE": counted}
 
 
-def _answers(nodes: Sequence[Launched], kind: type[AnyAnswer], deadline: float) -> list[AnyAnswer]:
-    """All nodes' answers. Raises ``LostNodeError`` for the first that ends without one."""
+def _answers(
+    nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float, grace_s: float
+) -> dict[int, AnyAnswer]:
+    """Answers that come in time, by node: within the grace after one that tells of a failure.
+
+    Raises ``LostNodeError`` for a node that ends without one.
+    """
+    deadline = time.monotonic() + timeout_s
     answers: dict[int, AnyAnswer] = {}
     while waiting := [each for each in nodes if each.node not in answers]:
         came = wait_for_one(waiting, deadline - time.monotonic())
         if not came:
-            raise waiting[0].lost("it has not answered in time")
-        answers |= {each.node: each.read(kind) for each in came}
+            break
+        new = {each.node: each.read(kind) for each in came}
+        ended = [each for each in new.values() if isinstance(each, Ended)]
+        if any(not each.result.ok or each.reports for each in ended):
+            deadline = min(deadline, time.monotonic() + grace_s)
+        answers |= new
+    return answers
+
+
+def _all_answers(
+    nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float
+) -> list[AnyAnswer]:
+    answers = _answers(nodes, kind, timeout_s, timeout_s)
+    for each in nodes:
+        if each.node not in answers:
+            raise each.lost("it has not answered in time")
     return [answers[each.node] for each in nodes]
-
-
-def _wait_for_ranks(nodes: Sequence[Launched], timeout_s: float) -> bool:
-    """Wait for the ranks, but not long for those that others' failures hold up."""
-    deadline = time.monotonic() + timeout_s
-    running = list(nodes)
-    while running:
-        came = wait_for_one(running, deadline - time.monotonic())
-        if not came:
-            return False
-        ended = [each.read(Ended) for each in came]
-        if not all(each.result.ok and not each.reports for each in ended):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        running = [each for each in running if each not in came]
-    return True
 
 
 def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
@@ -216,7 +224,7 @@ def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
 
 
 class Launched:
-    """One node's process; its input is open until ``close``."""
+    """One node's process."""
 
     def __init__(
         self, node: int, host: str, command: list[str], environment: Mapping[str, str]
@@ -226,7 +234,8 @@ class Launched:
         self.heard_ns = time.monotonic_ns()
         self.answer: Future[bytes] = Future()
         self._host = host
-        self._closing = Event()
+        #: Set to have the node end what runs there; it answers afterwards.
+        self.closing = Event()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by end
         try:
             # A session of its own: the terminal's Ctrl-C reaches the runner only.
@@ -255,7 +264,7 @@ class Launched:
         with suppress(OSError), self._process.stdin as node:  # the launcher may have ended
             node.write(line)
             node.flush()
-            while not self._closing.wait(BEAT_S):
+            while not self.closing.wait(BEAT_S):
                 node.write(b"\n")
                 node.flush()
 
@@ -265,13 +274,8 @@ class Launched:
         while answer == b"\n":
             answer = self._process.stdout.readline()
             self.heard_ns = time.monotonic_ns()
-        self._closing.set()
+        self.closing.set()
         self.answer.set_result(answer)
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing has come from the node for too long."""
-        return time.monotonic_ns() - self.heard_ns > SILENCE_S * 1e9
 
     def read(self, kind: type[AnyAnswer]) -> AnyAnswer:
         """The answer, which has come. Raises ``LostNodeError`` if the launcher ended without."""
@@ -292,10 +296,6 @@ class Launched:
         return LostNodeError(
             f"node {self.node}, {self._host}, is lost: {reason}" + (f":\n{said}" if said else "")
         )
-
-    def close(self) -> None:
-        """Have the node end what runs there; it answers afterwards."""
-        self._closing.set()
 
     def end(self, within_s: float) -> None:
         """Have the launcher end, if need be without the node's consent."""
@@ -326,7 +326,7 @@ def launched(launcher: Launcher, questions: Sequence[Strict]) -> Iterator[list[L
         yield nodes
     finally:
         for each in nodes:
-            each.close()
+            each.closing.set()
         deadline = time.monotonic() + _ENDING_S
         for each in nodes:
             each.end(deadline - time.monotonic())
@@ -345,5 +345,5 @@ def wait_for_one(nodes: Sequence[Launched], timeout_s: float) -> list[Launched]:
         if came or left <= 0:
             return came
         for each in nodes:
-            if each.silent:
+            if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
                 raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
