@@ -66,24 +66,20 @@ class EmulatedCluster:
         self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
         self._preload = (AGENT, *preload)
-        self._network: Network | None = None
-        self._context: ForkServerContext | None = None
 
     def __enter__(self) -> EmulatedCluster:
         privileges.require()
         namespaces.remove_stale()
-        self._context = preload.start(self._preload)
+        self._context: ForkServerContext = preload.start(self._preload)
         self._network = Network(self.nodes, self._groups).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._network is not None:
-            self._network.__exit__()
-            self._network = None
+        self._network.__exit__()
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress for the next runs; see ``Network.shape``."""
-        return self._built()[0].shape(bits_per_s, to_groups)
+        return self._network.shape(bits_per_s, to_groups)
 
     def run(
         self,
@@ -109,7 +105,7 @@ class EmulatedCluster:
         log has its name. It and the ranks find the address of each in ``FCDP_<NAME>``, and a
         secret of this launch in ``FCDP_RUN_SECRET``.
         """
-        network, context = self._built()
+        network, context = self._network, self._context
         namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
@@ -151,11 +147,6 @@ class EmulatedCluster:
                 agents.append(start_agent(context, node, launch))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, timeout_s)
-
-    def _built(self) -> tuple[Network, ForkServerContext]:
-        if self._network is None or self._context is None:
-            raise ClusterError("the cluster is not built: use it inside its `with` block")
-        return self._network, self._context
 
     def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
         """The environment of a launch's processes, but for what torchrun adds."""

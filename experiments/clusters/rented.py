@@ -74,30 +74,26 @@ class RentedCluster:
         self._launcher = allocation.launcher
         self._allocation = allocation
         self._port = spec.port
-        self._described: list[Description] = []
 
     def __enter__(self) -> RentedCluster:
-        inquiry = Inquiry(
-            head=self._allocation.head_address(),
-            counted_interface=os.environ.get("FCDP_INTERFACE") or None,
-        )
+        counted = os.environ.get("FCDP_INTERFACE")
+        inquiry = Inquiry(head=self._allocation.head_address(), counted_interface=counted)
         with launched(self._launcher, [inquiry] * self.nodes) as nodes:
-            described = _all_answers(nodes, Description, _DESCRIBING_S)
+            self._described = _all_answers(nodes, Description, _DESCRIBING_S)
         commit = provenance.gather().commit
-        for host, found in zip(self._launcher.hosts, described, strict=True):
+        for host, found in zip(self._launcher.hosts, self._described, strict=True):
             if found.commit != commit:
                 raise ClusterError(f"{host} has commit {found.commit}, the runner {commit}")
-        self._described = described
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._described = []
+        return None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Describe the network. Raises ``ClusterError`` for a limit, which nobody sets here."""
         if bits_per_s is not None or to_groups is not None:
             raise ClusterError("the links of rented nodes are not limited to a bandwidth")
-        networks = [found.network for found in self._built()]
+        networks = [found.network for found in self._described]
         if all(network == networks[0] for network in networks):
             return networks[0]
         return {f"node{node}": network for node, network in enumerate(networks)}
@@ -120,7 +116,6 @@ class RentedCluster:
         see them. Raises ``LostNodeError`` if a node's launcher ends without an answer.
         """
         assert not extra, "matrices skip cells that need some"
-        self._built()
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         marker = logs / f".{secrets.token_hex(8)}"
@@ -160,11 +155,6 @@ class RentedCluster:
         if outcome.state == "ok" and not in_time:
             return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
         return outcome
-
-    def _built(self) -> list[Description]:
-        if not self._described:
-            raise ClusterError("the cluster is not built: use it inside its `with` block")
-        return self._described
 
     def _passed_on(self, node: int) -> dict[str, str]:
         """Variables of the runner that the ranks of a node see, and what is counted there."""
