@@ -401,11 +401,14 @@ class Live:
     def __init__(
         self, directory: Path, link: Callable[[str], None], sweep_run: str | None = None
     ) -> None:
-        self.directory = directory
+        self._directory = directory
         self._link = link
         self._sweep_run = sweep_run
         self._mode, _ = asked_mode()
-        self._follower: _Follower | None = None
+        #: Follows the cell that runs until it has ``_ended``, with a ``_record`` by then.
+        self._follower: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._record: Record | None = None
 
     def __enter__(self) -> Live:
         return self
@@ -418,8 +421,11 @@ class Live:
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wandb_run = cell_run(cell, started_at, self._sweep_run)
-        self._follower = _Follower(self, wandb_run, directory / PROGRESS)
+        wanted = cell_run(cell, started_at, self._sweep_run), directory / PROGRESS
+        self._ended.clear()
+        self._follower = threading.Thread(
+            target=self._follow, args=wanted, name="wandb", daemon=True
+        )
         self._follower.start()
 
     def cell_finished(self, record: Record) -> None:
@@ -427,43 +433,20 @@ class Live:
         self._end(record)
 
     def _end(self, record: Record | None) -> None:
+        """Have what is left logged, and the W&B run end: as failed, if there is no record."""
         follower, self._follower = self._follower, None
         if follower is not None:
-            follower.end(record)
+            self._record = record
+            self._ended.set()
+            follower.join()
 
-    def begin(self, wandb_run: WandbRun) -> Any:
-        """Begin a W&B run, and all after it offline if W&B is not reached."""
-        run, self._mode = begin(wandb_run, self.directory, self._mode, [], **_LIVE_SETTINGS)
-        if self._mode == "online":
-            self._link(run.url)
-        return run
-
-
-class _Follower(threading.Thread):
-    """Logs one cell's steps until it has ended.
-
-    The runner's thread sets ``_record`` before ``_ended``; all else is this thread's own.
-    """
-
-    def __init__(self, live: Live, wandb_run: WandbRun, progress: Path) -> None:
-        super().__init__(name="wandb", daemon=True)
-        self._live = live
-        self._wandb_run = wandb_run
-        self._progress = progress
-        self._record: Record | None = None
-        self._ended = threading.Event()
-
-    def end(self, record: Record | None) -> None:
-        """Have it log what is left, and end the W&B run: as failed, if there is no record."""
-        self._record = record
-        self._ended.set()
-        self.join()
-
-    def run(self) -> None:
-        """Log the steps, then what the record says."""
+    def _follow(self, wandb_run: WandbRun, progress: Path) -> None:
+        """Log the cell's steps, then what its record says; all runs offline once W&B is lost."""
         try:
-            run = self._live.begin(self._wandb_run)
-            for step in self._steps():
+            run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
+            if self._mode == "online":
+                self._link(run.url)
+            for step in self._steps(progress):
                 point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
                 run.log(point, step=step.step, commit=True)
             if self._record is not None:
@@ -473,16 +456,16 @@ class _Follower(threading.Thread):
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
-            mark_whole(self._wandb_run, self._live.directory)  # nothing is left to ``export``
+            mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self, progress: Path) -> Iterator[Step]:
         """The steps as their lines are there, until the cell has ended."""
         offset, ended = 0, False
         while not ended:
             ended = self._ended.wait(_INTERVAL_S)
-            if not self._progress.exists():
+            if not progress.exists():
                 continue
-            with self._progress.open("rb") as file:
+            with progress.open("rb") as file:
                 file.seek(offset)
                 *lines, rest = file.read().split(b"\n")
                 offset = file.tell() - len(rest)
