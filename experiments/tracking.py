@@ -160,7 +160,6 @@ def _write(wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str])
     except BaseException:
         run.finish(exit_code=1)
         raise
-    run.finish(exit_code=wandb_run.exit_code)
     return mode
 
 
@@ -221,8 +220,8 @@ class WandbRun:
     job_type: str
     config: dict[str, Any]
     tags: list[str] = field(default_factory=list)
+    #: Writes W&B's run, and ends it.
     fill: Callable[[Any], None] = lambda run: None
-    exit_code: int = 0
 
     def folders(self, directory: Path) -> list[Path]:
         """Where W&B has written it, whole or not."""
@@ -253,22 +252,17 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
             for step, point in enumerate(_history(record.measurement), start=1):
                 # With its number, a point that a resumed run has already is not added again.
                 run.log(point, step=step)
-        end(run, record)
+        finish(run, record)
 
-    return replace(
-        cell_run(record.cell, record.started_at, run_id), fill=fill, exit_code=exit_code(record)
-    )
+    return replace(cell_run(record.cell, record.started_at, run_id), fill=fill)
 
 
-def exit_code(record: Record | None) -> int:
-    """How W&B is told that a cell has ended, without a record if the run was ended in it."""
-    return 0 if record is not None and record.state == "ok" else 1
-
-
-def end(run: Any, record: Record) -> None:
-    """Give the cell's W&B run what only its record knows."""
-    run.tags = _tags(record)
-    run.summary.update(_summary(record))
+def finish(run: Any, record: Record | None) -> None:
+    """End the cell's W&B run with what only its record knows; as failed, if there is none."""
+    if record is not None:
+        run.tags = _tags(record)
+        run.summary.update(_summary(record))
+    run.finish(exit_code=0 if record is not None and record.state == "ok" else 1)
 
 
 def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
@@ -286,6 +280,7 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
             for file in sorted(path for path in report.rglob("*") if path.is_file()):
                 artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
             run.log_artifact(artifact)
+        run.finish(exit_code=0)
 
     return WandbRun(
         id=_digest("report", *sorted(cell_run(of.cell, of.started_at).id for of in records)),
@@ -449,9 +444,7 @@ class Live:
             for step in self._steps(progress):
                 point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
                 run.log(point, step=step.step, commit=True)
-            if self._record is not None:
-                end(run, self._record)
-            run.finish(exit_code=exit_code(self._record))
+            finish(run, self._record)
         except Exception:
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
