@@ -101,9 +101,9 @@ def write(cell: Cell, directory: Path) -> None:
 
 
 def launch(
-    cluster: Cluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
+    cluster: Cluster, cell: Cell, directory: Path, entry: str, *arguments: str
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Launch the ranks of a cell that is written, or another ``entry`` of the worker's form.
+    """Launch ``entry`` on the ranks of a cell that is written, with its file and its directory.
 
     Returns also what the links between nodes were set to once the ranks were ready.
     """
@@ -197,7 +197,7 @@ class _Runner:
         fruitless = 0
         while True:
             before = _commit(directory)
-            outcome, network = launch(self._cluster, cell, directory)
+            outcome, network = launch(self._cluster, cell, directory, WORKER)
             fruitless = fruitless + 1 if _commit(directory) == before else 0
             again = cell.checkpoint_every and outcome.state == "failed" and fruitless < _FRUITLESS
             if not again:

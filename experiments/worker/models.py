@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,9 +52,7 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         return _own(spec, cell)
     if isinstance(spec, ImageModel):
         return _network(spec, cell)
-    model: nn.Module = _FAMILIES[spec.family](spec, cell.sequence_length)
-    blocks: Any = model.get_submodule(_BLOCKS[spec.family])
-    return model, blocks
+    return _built_in(spec, cell.sequence_length)
 
 
 def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -70,31 +68,32 @@ def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Modul
 
 def small_llama(layers: int) -> Any:
     """The Llama of the examples, of width 64: random weights, and no wait for them."""
-    return _llama(ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4), 64)
+    spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
+    return _built_in(spec, 64)[0]
 
 
-def _gpt2(spec: ModelSpec, sequence_length: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _built_in(spec: ModelSpec, sequence_length: int) -> tuple[Any, Any]:
+    """A model of a built-in family, and its blocks."""
+    if spec.family == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=spec.vocabulary,
-            n_positions=sequence_length,
-            n_embd=spec.width,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            # No dropout: strategies must see the same losses.
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+        gpt2 = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=spec.vocabulary,
+                n_positions=sequence_length,
+                n_embd=spec.width,
+                n_layer=spec.layers,
+                n_head=spec.heads,
+                # No dropout: strategies must see the same losses.
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
         )
-    )
-
-
-def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
+        return gpt2, gpt2.transformer.h
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
+    llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=spec.vocabulary,
             max_position_embeddings=sequence_length,
@@ -105,10 +104,7 @@ def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
             num_key_value_heads=spec.heads,
         )
     )
-
-
-_FAMILIES: dict[str, Callable[[ModelSpec, int], Any]] = {"gpt2": _gpt2, "llama": _llama}
-_BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+    return llama, llama.model.layers
 
 
 def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -264,13 +260,18 @@ def find_function(name: str, where: str) -> Callable[..., Any]:
 
 def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Module:
     from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    family = _family(cell.model)
+    spec = cell.model
+    assert not isinstance(spec, ImageModel), "cells see to it"
+    family = getattr(spec, "model_type", None) or getattr(spec, "family", None)
+    # Attention, or what peft adapts of the family; all matrices in the blocks where it knows none.
+    targets = ATTENTION.get(family) or KNOWN.get(family) or _linear_layers(model, blocks)
     config = LoraConfig(
-        task_type=None if family is None else "CAUSAL_LM",
+        task_type=None if isinstance(spec, OwnModel) else "CAUSAL_LM",
         r=cell.lora_rank,
         lora_alpha=2 * cell.lora_rank,
-        target_modules=_targets(family) or _linear_layers(model, blocks),
+        target_modules=list(targets),
         fan_in_fan_out=family == "gpt2",  # GPT-2 stores its matrices transposed
     )
     return get_peft_model(model, config)
@@ -286,24 +287,7 @@ def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
 
 
-def _family(spec: AnyModel) -> str | None:
-    """The family of the language model; ``None`` for a user's own."""
-    assert not isinstance(spec, ImageModel), "cells see to it"
-    if isinstance(spec, OwnModel):
-        return None
-    return spec.model_type if isinstance(spec, ConfiguredModel) else spec.family
-
-
-def _targets(family: str | None) -> list[str]:
-    """Modules to adapt: attention, or what peft adapts of the family; none if it knows none."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]
-    return next((list(table[family]) for table in tables if family in table), [])
-
-
 def _linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """Names of the matrices in the blocks."""
     inside = {id(module) for block in blocks for module in block.modules()}
     return [
         name
