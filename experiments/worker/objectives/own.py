@@ -131,26 +131,23 @@ class Own:
             thread.join()
 
     def _look(self, over: Callable[[float], bool]) -> None:
-        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
-            self._compare(over)
-
-    def _compare(self, over: Callable[[float], bool]) -> None:
         rank = dist.get_rank()
         board: Board | None = None
         seen: tuple[int, int, str] | None = None
-        while not over(LOOK_S):
-            board = board or Board("objective")
-            ends, calls, at = state = self._state
-            key = f"{self._iteration}/{ends}"
-            if at and state == seen:
-                board.put(key, Announcement(f"another waits at {at}", calls))
-            there = board.read(key)
-            if there and (calls > there.exchanges or not there.text.endswith(at)):
-                self._wrong = (
-                    f"{self._where}: rank {rank} has called the model {calls} times and is "
-                    f"{f'at {at}' if at else 'in a call'}, {there.text} after {there.exchanges}; "
-                    "must be alike"
-                )
-                break_all(every_backend())
-                return
-            seen = state
+        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
+            while not over(LOOK_S):
+                board = board or Board("objective")
+                ends, calls, at = state = self._state
+                key = f"{self._iteration}/{ends}"
+                if at and state == seen:
+                    board.put(key, Announcement(f"another waits at {at}", calls))
+                there = board.read(key)
+                if there and (calls > there.exchanges or not there.text.endswith(at)):
+                    self._wrong = (
+                        f"{self._where}: rank {rank} has called the model {calls} times and is "
+                        f"{f'at {at}' if at else 'in a call'}, {there.text} after "
+                        f"{there.exchanges}; must be alike"
+                    )
+                    break_all(every_backend())
+                    return
+                seen = state
