@@ -89,18 +89,14 @@ class _Probe:
 
     def _links(self) -> dict[str, Any]:
         topology, ranks = self._topology, self._topology.ranks_per_node
-        links: dict[str, Any] = {
-            f"{where}_{what}": None
-            for where in ("inter_node", "intra_node")
-            for what in ("point_to_point", "all_gather")
+        across, inside = topology.nodes > 1, ranks > 1
+        between, within = topology.inter, topology.intra
+        return {
+            "inter_node_point_to_point": self._point_to_point(ranks) if across else None,
+            "inter_node_all_gather": self._all_gather(between, senders=ranks) if across else None,
+            "intra_node_point_to_point": self._point_to_point(1) if inside else None,
+            "intra_node_all_gather": self._all_gather(within, senders=1) if inside else None,
         }
-        if topology.nodes > 1:
-            links["inter_node_point_to_point"] = self._point_to_point(ranks)
-            links["inter_node_all_gather"] = self._all_gather(topology.inter, senders=ranks)
-        if ranks > 1:
-            links["intra_node_point_to_point"] = self._point_to_point(1)
-            links["intra_node_all_gather"] = self._all_gather(topology.intra, senders=1)
-        return links
 
     def _point_to_point(self, other: int) -> dict[str, Any]:
         """The link between ranks 0 and ``other``: there and back, halved."""

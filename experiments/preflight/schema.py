@@ -61,13 +61,15 @@ class Host(Strict):
     free_bytes: int = Field(ge=0)
 
 
-class BlockShape(Strict):
-    """A transformer block's sizes, and the sequences that it computes at once."""
+class TimedBlock(Strict):
+    """A transformer block's sizes, the sequences that it computes at once, and its time."""
 
     width: int = Field(ge=1)
     heads: int = Field(ge=1)
     sequence_length: int = Field(ge=1)
     sequences: int = Field(ge=1)
+    #: Forward and backward, on the slowest rank.
+    seconds: float = Field(gt=0)
 
     def work(self) -> Work:
         """Forward and backward of all tokens in bf16, as the simulator counts them."""
@@ -93,12 +95,6 @@ class BlockShape(Strict):
         return (forward + backward) * workload.tokens
 
 
-class BlockTime(BlockShape):
-    """Time of forward and backward of the block on the slowest rank."""
-
-    seconds: float = Field(gt=0)
-
-
 class Compute(Strict):
     """Rates of a rank's matrix products, in floating-point operations per second."""
 
@@ -112,7 +108,7 @@ class Compute(Strict):
     #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
     #: in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
-    block: BlockTime | None = None
+    block: TimedBlock | None = None
 
 
 class Probed(Strict):
