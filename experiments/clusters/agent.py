@@ -82,18 +82,14 @@ def _settle(machine: Machine) -> None:
     os.environ.update(machine.environment)
     if machine.secret is not None:
         os.environ[SECRET] = machine.secret
-    _put_temporary_files_in(machine.scratch)
+    # Temporary files of the machine's processes meet no others, and end with the launch.
+    os.mkdir(machine.scratch)
+    os.environ["TMPDIR"] = machine.scratch
+    tempfile.tempdir = None  # A module imported before may have asked for the directory already.
     if machine.namespace is not None:
         netns.setns(machine.namespace, flags=0)
     _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
     preload.import_modules(list(machine.preload))
-
-
-def _put_temporary_files_in(directory: str) -> None:
-    """Have temporary files of this node and its ranks meet no other's and end with the launch."""
-    os.mkdir(directory)
-    os.environ["TMPDIR"] = directory
-    tempfile.tempdir = None  # A module imported before may have asked for the directory already.
 
 
 def _search_first(folders: Sequence[str]) -> None:

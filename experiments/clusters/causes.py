@@ -178,7 +178,11 @@ def outcome(
     # A lost connection is an effect if anything else happened at all.
     moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in said.items()}
     for rank in silent:
-        moments[rank] = (False, _end_of_silent(rank, reports, exits.get(rank)))
+        # Before every report that knows of it.
+        known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
+        if rank in exits:
+            known.append(exits[rank].moment_ns)
+        moments[rank] = (False, min(known))
     first = min(moments, key=lambda rank: moments[rank])
     if first in said:
         return Outcome(said[first].state, first, said[first].error)
@@ -189,14 +193,6 @@ def outcome(
     if exits[first].code == -signal.SIGKILL and out_of_memory_kills > 0:
         return Outcome("oom", first, "killed by signal SIGKILL: the kernel ran out of memory")
     return Outcome("failed", first, describe_exit(exits[first].code))
-
-
-def _end_of_silent(rank: int, reports: Sequence[Report], exit_: Exit | None) -> int:
-    """A moment, in ns, before every report that knows of the end of a rank without a report."""
-    known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
-    if exit_ is not None:
-        known.append(exit_.moment_ns)
-    return min(known)
 
 
 def describe_exit(code: int) -> str:

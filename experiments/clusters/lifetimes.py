@@ -27,6 +27,9 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+#: Seconds that the kernel has to end what is killed.
+_KILLING_S = 10.0
+
 _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
 _things = itertools.count()
 
@@ -56,9 +59,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def end(alive: Callable[[], Collection[int]], within_s: float = 10.0) -> Collection[int]:
+def end(alive: Callable[[], Collection[int]]) -> Collection[int]:
     """Kill processes until none is ``alive``; return those that stay, stuck in the kernel."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _KILLING_S
     while left := alive():
         if time.monotonic() > deadline:
             return left
@@ -74,7 +77,16 @@ def end_descendants(spare: Collection[int] = ()) -> None:
 
     What the kernel cannot end (a device that hangs) stays.
     """
-    end(lambda: [pid for pid in _descendants() if pid not in spare])
+
+    def alive() -> list[int]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.pid not in spare and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+    end(alive)
 
 
 def out_of_memory_kills() -> int:
@@ -86,15 +98,6 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def _descendants() -> list[int]:
-    alive = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process.pid)
-    return alive
-
-
 def die_with_launcher(end_others: Callable[[], None]) -> None:
     """Call ``end_others`` and kill this process when the one that called ``Process.start`` ends.
 
@@ -102,12 +105,10 @@ def die_with_launcher(end_others: Callable[[], None]) -> None:
     fork server itself lives as long as any of its children.
     """
     launcher = parent_process()
-    if launcher is None:
-        raise RuntimeError("only a process that multiprocessing started has a launcher")
-    sentinel = launcher.sentinel
+    assert launcher is not None, "multiprocessing started this process"
 
     def watch() -> None:
-        connection.wait([sentinel])
+        connection.wait([launcher.sentinel])
         try:
             end_others()
         finally:
