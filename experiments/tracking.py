@@ -10,7 +10,6 @@ again under the same id, which online resumes it. A failure is a warning.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import netrc
 import os
@@ -28,8 +27,7 @@ from experiments.records.cell import Cell
 from experiments.records.provenance import scrub
 from experiments.records.record import Measurement, Record
 from experiments.records.select import FILE
-from experiments.runner.directory import Step
-from experiments.worker import PROGRESS
+from experiments.runner.directory import Step, steps
 from simulation.files import stored
 from simulation.quantities import format_link
 
@@ -416,7 +414,7 @@ class Live:
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wanted = cell_run(cell, started_at, self._sweep_run), directory / PROGRESS
+        wanted = cell_run(cell, started_at, self._sweep_run), directory
         self._ended.clear()
         self._follower = threading.Thread(
             target=self._follow, args=wanted, name="wandb", daemon=True
@@ -435,13 +433,13 @@ class Live:
             self._ended.set()
             follower.join()
 
-    def _follow(self, wandb_run: WandbRun, progress: Path) -> None:
+    def _follow(self, wandb_run: WandbRun, directory: Path) -> None:
         """Log the cell's steps, then what its record says; all runs offline once W&B is lost."""
         try:
             run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
             if self._mode == "online":
                 self._link(run.url)
-            for step in self._steps(progress):
+            for step in self._steps(directory):
                 point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
                 run.log(point, step=step.step, commit=True)
             finish(run, self._record)
@@ -451,15 +449,11 @@ class Live:
         if self._record is not None:
             mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
-    def _steps(self, progress: Path) -> Iterator[Step]:
+    def _steps(self, directory: Path) -> Iterator[Step]:
         """The steps as their lines are there, until the cell has ended."""
-        offset, ended = 0, False
+        seen, ended = 0, False
         while not ended:
             ended = self._ended.wait(_INTERVAL_S)
-            if not progress.exists():
-                continue
-            with progress.open("rb") as file:
-                file.seek(offset)
-                *lines, rest = file.read().split(b"\n")
-                offset = file.tell() - len(rest)
-            yield from (Step(**json.loads(line)) for line in lines)
+            new = steps(directory, seen)
+            seen += len(new)
+            yield from new

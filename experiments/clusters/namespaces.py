@@ -35,12 +35,10 @@ def remove(name: str) -> None:
         netns.remove(name)
 
 
-def remove_stale() -> list[str]:
-    """Remove the namespaces whose owner no longer runs; return their names."""
-    stale = [name for name in netns.listnetns() if lifetimes.is_orphan(name)]
-    for name in stale:
+def remove_stale() -> None:
+    """Remove the namespaces whose owner no longer runs."""
+    for name in filter(lifetimes.is_orphan, netns.listnetns()):
         remove(name)
-    return stale
 
 
 def call_in(name: str, function: Callable[[], _Value]) -> _Value:

@@ -124,11 +124,15 @@ def run(order: messages.Order) -> messages.Ended:
         first = node.node * node.ranks_per_node
         board = Board(folder, range(first, first + node.ranks_per_node))
         board.create()
-        if why := _why_not_here(order, shared=shared):
-            result = NodeResult(error=why)
-        else:
-            launch = Launch(order.entry, _arguments(order, folder), logs, board)
+        launch = Launch(order.entry, _arguments(order, folder), logs, board)
+        try:
+            if node.node == 0 and not shared:
+                raise ClusterError(f"node 0 does not see {order.logs}: {_APART}")
+            if node.node == 0:
+                check_port(order.address, node.port)
             result = _launched(order, launch, folder / "temporary")
+        except ClusterError as error:
+            result = NodeResult(error=str(error))
         return messages.Ended(
             result=result,
             reports=[
@@ -138,19 +142,6 @@ def run(order: messages.Order) -> messages.Ended:
             logs={} if shared else _logs(logs, own),
             out_of_memory_kills=lifetimes.out_of_memory_kills() - kills_before,
         )
-
-
-def _why_not_here(order: messages.Order, *, shared: bool) -> str | None:
-    """Why the first node cannot begin; ``None`` on the others."""
-    if order.node.node:
-        return None
-    if not shared:
-        return f"node 0 does not see {order.logs}: {_APART}"
-    try:
-        check_port(order.address, order.node.port)
-    except ClusterError as error:
-        return str(error)
-    return None
 
 
 def _launched(order: messages.Order, launch: Launch, scratch: Path) -> NodeResult:

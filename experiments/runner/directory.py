@@ -44,14 +44,18 @@ class Step:
     at: float
 
 
-def last_step(directory: Path) -> Step | None:
-    """The newest step of the cell that runs here, whose line is complete; ``None`` before one."""
+def steps(directory: Path, start: int) -> list[Step]:
+    """Steps of the cell that runs here, of complete lines from the index ``start`` on."""
     try:
-        written = (directory / PROGRESS).read_bytes()
+        lines = files.lines(directory / PROGRESS)
     except OSError:  # The worker has not come to its first step yet.
-        return None
-    *_, line, _ = (b"", *written.rsplit(b"\n", 2))
-    return Step(**json.loads(line)) if line else None
+        return []
+    return [Step(**json.loads(line)) for line in lines[start:]]
+
+
+def last_step(directory: Path) -> Step | None:
+    """The newest of ``steps``; ``None`` before one."""
+    return next(iter(steps(directory, -1)), None)
 
 
 class RunDirectory:
