@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,12 +51,8 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         return _configured(spec, cell)
     if isinstance(spec, OwnModel):
         return _own(spec, cell)
-    if isinstance(spec, ImageModel):
-        return _network(spec, cell)
-    return _built_in(spec, cell.sequence_length)
-
-
-def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    if isinstance(spec, ModelSpec):
+        return _built_in(spec, cell.sequence_length)
     assert isinstance(cell.data, Images), "cells see to it"
     source = images.SOURCES[cell.data.images]
     (channels, size, _), classes = source.shape, source.classes
@@ -137,13 +134,9 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
     if spec.weights == "pretrained":
         model = _pretrained(spec, config, cell)
     else:
-        try:
+        what = f"{spec.config}, of model_type {spec.model_type!r}, as a causal language model"
+        with telling(f"{where}: transformers cannot build {what}"):
             model = auto.from_config(config, dtype=torch.float32)
-        except Exception as error:  # each family refuses what it cannot build in its own way
-            raise ValueError(
-                f"{where}: transformers cannot build {spec.config}, of model_type "
-                f"{spec.model_type!r}, as a causal language model: {brief(error)}"
-            ) from error
     try:
         return model.train(), find_blocks(model)
     except ValueError as error:
@@ -174,16 +167,22 @@ def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     return model, found
 
 
-def brief(error: Exception) -> str:
-    """A library's error in one line that is not too long: it may name all that there is."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Raise ``ValueError`` of ``what`` for a library's error: each has its own.
+
+    It is quoted in one line that is not too long: it may name all that there is.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+        raise ValueError(f"{what}: {text}") from error
 
 
 def vocabulary(model: Any) -> int | None:
     """Tokens that the model has embeddings of; ``None`` where it does not say."""
-    if not hasattr(model, "get_input_embeddings"):
-        return None
     try:
         return int(model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
@@ -195,13 +194,9 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
     from transformers import AutoConfig
 
     said = {name: value for name, value in spec.configuration.items() if name != "model_type"}
-    try:
+    what = f"{spec.config}, of model_type {spec.model_type!r}"
+    with telling(f"{where}: transformers does not know {what}"):
         config = AutoConfig.for_model(spec.model_type, **said)
-    except Exception as error:  # of types and values, from wherever the family checks them
-        raise ValueError(
-            f"{where}: transformers does not know {spec.config}, of model_type "
-            f"{spec.model_type!r}: {brief(error)}"
-        ) from error
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for name, value in part.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -218,7 +213,7 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
     source = cell.origin.source(spec.config, where)
     if Path(source).is_file():
         source = str(Path(source).parent)
-    try:
+    with telling(f"{where}: no pretrained weights of {spec.config} on this node"):
         model, loaded = auto.from_pretrained(
             source,
             config=config,
@@ -227,10 +222,6 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of files, of the network, of shapes
-        raise ValueError(
-            f"{where}: no pretrained weights of {spec.config} on this node: {brief(error)}"
-        ) from error
     lacking = sorted([*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])])
     if lacking:
         raise ValueError(
