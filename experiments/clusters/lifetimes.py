@@ -91,11 +91,8 @@ def end_descendants(spare: Collection[int] = ()) -> None:
 
 def out_of_memory_kills() -> int:
     """Number of processes that the kernel has killed since it booted because memory ran out."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, value = line.split()
-        if name == "oom_kill":
-            return int(value)
-    return 0
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def die_with_launcher(end_others: Callable[[], None]) -> None:

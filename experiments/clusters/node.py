@@ -69,7 +69,9 @@ def describe(inquiry: messages.Inquiry, environment: Mapping[str, str]) -> messa
 
     Raises ``ValueError`` for an interface that is not there.
     """
-    address = _address_towards(inquiry.head)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((inquiry.head, 9))  # says from which address; nothing is sent
+        address = str(probe.getsockname()[0])
     interface = _interface_with(address)
     counted = inquiry.counted_interface or environment.get("FCDP_INTERFACE") or interface
     try:
@@ -93,13 +95,6 @@ def describe(inquiry: messages.Inquiry, environment: Mapping[str, str]) -> messa
     return messages.Description(
         address=address, interface=interface, commit=commit, network=network
     )
-
-
-def _address_towards(head: str) -> str:
-    """The address from which this machine would send to ``head``; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((head, 9))
-        return str(probe.getsockname()[0])
 
 
 def _interface_with(address: str) -> str:
@@ -139,7 +134,12 @@ def run(order: messages.Order) -> messages.Ended:
                 replace(each, error=without_secrets(each.error, own)) for each in board.reports()
             ],
             now_ns=time.monotonic_ns(),
-            logs={} if shared else _logs(logs, own),
+            logs={
+                file.name: without_secrets(
+                    file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace"), own
+                )
+                for file in ([] if shared else logs.glob("*.log"))
+            },
             out_of_memory_kills=lifetimes.out_of_memory_kills() - kills_before,
         )
 
@@ -190,14 +190,6 @@ def _arguments(order: messages.Order, folder: Path) -> tuple[str, ...]:
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
-
-
-def _logs(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    texts = {}
-    for file in sorted(directory.glob("*.log")):
-        text = file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace")
-        texts[file.name] = without_secrets(text, environment)
-    return texts
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
@@ -58,9 +57,15 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     _own_sockets()
-    # The kernel shows a forked process's environment as the fork server started with it.
-    with _environment({**passed_on(os.environ, named(os.environ)), **variables}):
+    before = dict(os.environ)
+    try:
+        # The kernel shows a forked process's environment as the fork server started with it.
+        os.environ.clear()
+        os.environ.update(passed_on(before, named(before)) | variables)
         forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     failures = _failures(context, list(modules))
     if failures:
         module, reason = next(iter(failures.items()))
@@ -84,18 +89,6 @@ def _own_sockets() -> None:
         util.get_temp_dir()  # It keeps to the first answer.
     finally:
         tempfile.tempdir = before
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:

@@ -137,17 +137,15 @@ class RunDirectory:
                         f"{self.records}: holds records {what} {theirs!r}, "
                         f"not {ours!r}; give another directory with --output"
                     )
-        return [
-            record
-            for record in finished
-            if not (record.state == "skipped" and record.cell_id in to_run)
-            if record.state not in RETRIED or not (retry_failed or self._never_began(record))
-        ]
 
-    def _never_began(self, record: Record) -> bool:
-        """Whether the cell's logs are here, and no step is in them."""
-        folder = self.cells / record.cell_id
-        return folder.is_dir() and not (folder / PROGRESS).exists()
+        def runs_again(record: Record) -> bool:
+            folder = self.cells / record.cell_id
+            never_began = folder.is_dir() and not (folder / PROGRESS).exists()
+            if record.state in RETRIED:
+                return retry_failed or never_began
+            return record.state == "skipped" and record.cell_id in to_run
+
+        return [record for record in finished if not runs_again(record)]
 
     def _all(self) -> list[Record]:
         return read_records(self.records) if files.stored(self.records).exists() else []

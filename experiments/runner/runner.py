@@ -253,26 +253,19 @@ def _commit(directory: Path) -> bytes | None:
 def _error(outcome: Outcome, logs: Path) -> str | None:
     if outcome.state == "ok":
         return None
-    error = outcome.error or "no error text"
-    if outcome.rank is None:
-        return provenance.scrub(error)
-    return provenance.scrub(f"{_last_words(outcome, logs)}rank {outcome.rank}: {error}")
-
-
-def _last_words(outcome: Outcome, logs: Path) -> str:
-    """The end of the log of a rank that a signal ended, which left no traceback."""
+    lines = [outcome.error or "no error text"]
+    if outcome.rank is not None:
+        lines[0] = f"rank {outcome.rank}: {lines[0]}"
     log = logs / f"rank{outcome.rank}.log"
-    if not (outcome.error or "").startswith("killed by signal"):
-        return ""
-    try:
+    # A signal leaves no traceback, but perhaps last words.
+    if (outcome.error or "").startswith("killed by signal") and log.exists():
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
             end = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    lines = end.strip().splitlines()[-_LAST_LINES:]
-    # In front, as a traceback: the last line is the one that names the error.
-    return "".join(f"{line}\n" for line in ["last lines of the log:", *lines]) if lines else ""
+        if said := end.strip().splitlines()[-_LAST_LINES:]:
+            # In front, as a traceback: the last line is the one that names the error.
+            lines = ["last lines of the log:", *said, *lines]
+    return provenance.scrub("\n".join(lines))
 
 
 #: Seconds over which a run looks before it starts.
