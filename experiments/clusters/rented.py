@@ -26,7 +26,7 @@ from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.launch import Node
-from experiments.clusters.messages import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
+from experiments.clusters.node import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec

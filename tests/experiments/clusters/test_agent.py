@@ -11,8 +11,7 @@ import pytest
 
 from experiments.clusters import lifetimes
 from experiments.clusters.launch import Node
-from experiments.clusters.messages import Order
-from experiments.clusters.node import _arguments
+from experiments.clusters.node import Order, _arguments
 from tests import programs
 
 
