@@ -77,15 +77,13 @@ class Report:
 
 
 class Board:
-    """A directory with a file per rank; the parent creates it, the ranks write, all may read."""
+    """A directory with a file per rank; the parent creates them, the ranks write, all may read."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         self._directory = directory
         #: Global ranks that share the directory.
         self.ranks = ranks
-
-    def create(self) -> None:
-        for rank in self.ranks:
+        for rank in ranks:
             self._life(rank).touch()
 
     @contextmanager

@@ -112,7 +112,6 @@ class EmulatedCluster:
         with ExitStack() as stack:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
-            board.create()
             launch = Launch(entry, tuple(arguments), logs, board)
             if extra:
                 stack.callback(network.withdraw)

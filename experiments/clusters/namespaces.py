@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+import psutil
 from pyroute2 import netns
 
 from experiments.clusters import lifetimes
@@ -63,12 +64,10 @@ def processes(name: str) -> list[int]:
     except FileNotFoundError:
         return []
     found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for pid in psutil.pids():
         with suppress(OSError):  # ended meanwhile, a zombie, or somebody else's
-            if os.path.samestat(os.stat(f"/proc/{entry}/ns/net"), inside):
-                found.append(int(entry))
+            if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), inside):
+                found.append(pid)
     return found
 
 

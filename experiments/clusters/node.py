@@ -176,7 +176,6 @@ def run(order: Order) -> Ended:
             logs.mkdir()
         first = node.node * node.ranks_per_node
         board = Board(folder, range(first, first + node.ranks_per_node))
-        board.create()
         launch = Launch(order.entry, _arguments(order, folder), logs, board)
         try:
             if node.node == 0 and not shared:

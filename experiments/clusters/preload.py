@@ -66,10 +66,7 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    failures = _failures(context, list(modules))
-    if failures:
-        module, reason = next(iter(failures.items()))
-        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
+    _check(context, list(modules))
     return context
 
 
@@ -91,8 +88,8 @@ def _own_sockets() -> None:
         tempfile.tempdir = before
 
 
-def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
-    """The tracebacks of the modules that a child of the fork server cannot import."""
+def _check(context: ForkServerContext, modules: list[str]) -> None:
+    """Raise ``ClusterError`` if a child of the fork server cannot import the modules."""
     receiver, sender = context.Pipe(duplex=False)
     with receiver:
         process = context.Process(target=_send_failures, args=(modules, sender))
@@ -111,7 +108,8 @@ def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
             "this process already runs a fork server that has not imported the modules to "
             "preload: enter the cluster before anything else uses multiprocessing's fork server"
         )
-    return dict(failures)
+    for module, reason in failures.items():
+        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
 
 
 def _send_failures(modules: list[str], sender: Connection) -> None:

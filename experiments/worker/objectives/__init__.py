@@ -36,7 +36,7 @@ def of(
         case specs.Distillation():
             return distillation.Distillation(spec, cell, model, shard)
         case specs.OwnObjective():
-            return own.make(spec, cell)
+            return own.Own(spec, cell)
 
 
 def iterate(
