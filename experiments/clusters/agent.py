@@ -28,15 +28,16 @@ from pyroute2 import netns
 from torch._C._distributed_c10d import TCPStore
 
 from experiments.clusters import lifetimes, preload
-from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.launch import SECRET, Launch, Machine, Node
+from experiments.clusters.causes import Board, Exit, NodeResult
+from experiments.clusters.interface import Launch
+from experiments.clusters.launch import SECRET, Machine, Node
 
 #: Seconds between two looks at the ranks, and for those of a node to end by themselves after the
 #: first failure.
 _LOOK_S, _GRACE_S = 0.05, 1.0
 
 
-def serve(node: Node, launch: Launch, parent: Connection) -> None:
+def serve(node: Node, launch: Launch, board: Board, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
     me = frozenset({os.getpid()})
     _begin(launch.logs / f"node{node.node}.log", lambda: node.end_processes(me))
@@ -44,7 +45,7 @@ def serve(node: Node, launch: Launch, parent: Connection) -> None:
         try:
             _settle(node)
             store = _store(node)
-            parent.send(_launched(node, launch))
+            parent.send(_launched(node, launch, board))
             # Other nodes may still use the store: until the parent, who closes its end, has heard
             # from all of them.
             parent.poll(None)
@@ -104,7 +105,7 @@ def _search_first(folders: Sequence[str]) -> None:
     sys.path[:0] = new
 
 
-def _launched(node: Node, launch: Launch) -> NodeResult:
+def _launched(node: Node, launch: Launch, board: Board) -> NodeResult:
     """Fork the ranks of the node and wait for them; return how they ended.
 
     Ranks of a failed node have a moment to end by themselves: the one that was the cause may not
@@ -115,7 +116,7 @@ def _launched(node: Node, launch: Launch) -> NodeResult:
     running: dict[int, ForkProcess] = {}
     for local in range(node.ranks_per_node):
         rank = node.node * node.ranks_per_node + local
-        arguments = launch, _variables(node, local, rank), returned, os.getpid()
+        arguments = launch, board, _variables(node, local, rank), returned, os.getpid()
         running[rank] = context.Process(target=_run, args=arguments)
         running[rank].start()
     exits: dict[int, Exit] = {}
@@ -127,7 +128,7 @@ def _launched(node: Node, launch: Launch) -> NodeResult:
             if (code := process.exitcode) is None:
                 continue
             del running[rank]
-            if code or rank in launch.board.silent():
+            if code or rank in board.silent():
                 exits[rank] = Exit(code, time.monotonic_ns())
                 ends = min(ends, time.monotonic() + _GRACE_S)
     for process in running.values():
@@ -177,7 +178,9 @@ def _store(node: Node) -> TCPStore | None:
     )
 
 
-def _run(launch: Launch, variables: Mapping[str, str], returned: Barrier, agent: int) -> None:
+def _run(
+    launch: Launch, board: Board, variables: Mapping[str, str], returned: Barrier, agent: int
+) -> None:
     """Call the launch's function with what torchrun sets for this rank.
 
     Its process stays until all ranks of the node have ``returned``; ``agent`` is the pid of the one
@@ -187,14 +190,14 @@ def _run(launch: Launch, variables: Mapping[str, str], returned: Barrier, agent:
     os.environ.update(variables)
     rank = int(os.environ["RANK"])
     _write_to(launch.logs / f"rank{rank}.log")
-    with launch.board.alive(rank):
+    with board.alive(rank):
         try:
             # OpenMP has read the variable where torch was imported, in another process.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             resolve_name(launch.entry)(*launch.arguments)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                launch.board.report(rank, error)
+                board.report(rank, error)
                 traceback.print_exc()
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,11 +18,10 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
-from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
-from experiments.clusters.interface import ClusterError, Outcome, check_port
-from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, start_agent
+from experiments.clusters.interface import ClusterError, Launch, Outcome, check_port
+from experiments.clusters.launch import AGENT, Machine, Node, Started, start_agent
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -81,23 +81,13 @@ class EmulatedCluster:
         """Limit every node's egress for the next runs; see ``Network.shape``."""
         return self._network.shape(bits_per_s, to_groups)
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
-        The ranks see what passes of this process's environment, ``environment``, what torchrun
+        The ranks see what passes of this process's environment, the launch's, what torchrun
         sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
         ``links.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
-        there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
-        node. A launch that does not end within ``timeout_s`` seconds is ended.
+        there are several. Logs are one ``rank<r>.log`` per rank and one ``node<n>.log`` per node.
 
         Raises ``ClusterError`` if the port is taken. Whatever is raised, no process is left.
 
@@ -107,17 +97,17 @@ class EmulatedCluster:
         """
         network, context = self._network, self._context
         namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
-        logs = logs.absolute()
+        logs, extra = launch.logs.absolute(), launch.extra
         logs.mkdir(parents=True, exist_ok=True)
+        launch = replace(launch, logs=logs)
         with ExitStack() as stack:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
-            launch = Launch(entry, tuple(arguments), logs, board)
             if extra:
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
-            variables = self._variables(network, environment)
+            variables = self._variables(network, launch.environment)
             common: dict[str, Any] = {
                 "secret": secrets.token_hex() if extra else None,
                 "preload": self._preload,
@@ -143,9 +133,9 @@ class EmulatedCluster:
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
                     **common,
                 )
-                agents.append(start_agent(context, node, launch))
+                agents.append(start_agent(context, node, launch, board))
                 stack.callback(agents[-1].end)
-            return _watch(agents, beside, board, timeout_s)
+            return _watch(agents, beside, board, launch.timeout_s)
 
     def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
         """The environment of a launch's processes, but for what torchrun adds."""

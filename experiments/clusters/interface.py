@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -41,9 +41,27 @@ class LostNodeError(ClusterError):
     """An error of a node that is gone, preempted or broken, and the cluster with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A function that every rank of a cluster calls once, in a process of its own."""
+
+    #: "package.module:function".
+    entry: str
+    arguments: tuple[str, ...] = ()
+    #: A folder: standard output and error of each rank go to a file in there.
+    logs: Path
+    #: Variables beside those that reach ranks anyway.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Seconds after which it is ended.
+    timeout_s: float
+    #: Processes beside the ranks, of clusters that can start some: each on a machine of its own,
+    #: ended with the ranks.
+    extra: tuple[ExtraProcess, ...] = ()
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one launch, a call of ``Cluster.run``, ended."""
+    """How the ranks of one launch ended."""
 
     state: Literal["ok", "oom", "failed", "timeout"]
     #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
@@ -73,21 +91,10 @@ class Cluster(Protocol):
         """
         ...
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Run the function ``entry`` ("package.module:function") on every rank and wait.
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in one fresh process per rank, and wait.
 
-        ``function(*arguments)`` is called in one fresh process per rank, in the environment that
-        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the launch. Standard
-        output and error of rank r go to files below ``logs``. ``extra`` are processes beside the
-        ranks, of clusters that can start some: each on a machine of its own, ended with the ranks.
+        Ranks have the environment that torchrun sets; ``TMPDIR`` is a directory of their node that
+        ends with the launch.
         """
         ...

@@ -1,4 +1,4 @@
-"""A launch of ranks: its processes, and what they are told of it and of their machine.
+"""Processes of a launch, and what they are told of their machine.
 
 The agent of a node (``agent``) is one of them, on every kind of cluster: an emulated node's is
 forked from the fork server, a rented one's is started afresh by ``node``.
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from pkgutil import resolve_name
 
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult, describe_exit
+from experiments.clusters.interface import Launch
 
 #: Module that the fork server imports for every agent, beside those that the launch needs.
 AGENT = "experiments.clusters.agent"
@@ -22,17 +22,6 @@ AGENT = "experiments.clusters.agent"
 _AGENT_END_S = 2.0
 #: The variable that has the secret of a launch with processes beside its ranks.
 SECRET = "FCDP_RUN_SECRET"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A function that every rank of a cluster calls once, in a process of its own."""
-
-    #: "package.module:function".
-    entry: str
-    arguments: tuple[str, ...]
-    logs: Path
-    board: Board
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +111,10 @@ class Started:
         self._process.close()
 
 
-def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: Launch) -> Started:
-    return Started(context, f"the agent of node {node.node}", "serve", node, launch)
+def start_agent(
+    context: ForkServerContext | SpawnContext, node: Node, launch: Launch, board: Board
+) -> Started:
+    return Started(context, f"the agent of node {node.node}", "serve", node, launch, board)
 
 
 def _serve(entry: str, *arguments: object) -> None:

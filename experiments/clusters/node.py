@@ -27,8 +27,8 @@ from pydantic import Field, TypeAdapter
 from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult, Report
-from experiments.clusters.interface import ClusterError, check_port
-from experiments.clusters.launch import Launch, Node, start_agent
+from experiments.clusters.interface import ClusterError, Launch, check_port
+from experiments.clusters.launch import Node, start_agent
 from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
 from simulation.files import Strict
@@ -74,15 +74,12 @@ class Order(Strict):
     #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
     node: Node
     address: str
-    entry: str
-    arguments: list[str]
+    #: Its logs go there on the runner's machine.
+    launch: Launch
     #: Content of those arguments that are names of text files on the runner's machine.
     files: dict[str, str]
-    #: Where logs go on the runner's machine, and a file in there that tells whether a node sees it.
-    logs: str
+    #: A file among the logs, which tells whether a node sees them.
     marker: str
-    #: Seconds after which the node ends its ranks even if nobody asks for it.
-    at_most_s: float
 
 
 class Ended(Strict):
@@ -169,20 +166,20 @@ def run(order: Order) -> Ended:
     own = dict(os.environ)
     node = order.node
     with lifetimes.folder() as folder:
-        logs = Path(order.logs)
+        logs = order.launch.logs
         shared = (logs / order.marker).exists()
         if not shared:
             logs = folder / "logs"
             logs.mkdir()
         first = node.node * node.ranks_per_node
         board = Board(folder, range(first, first + node.ranks_per_node))
-        launch = Launch(order.entry, _arguments(order, folder), logs, board)
+        launch = replace(order.launch, arguments=_arguments(order, folder), logs=logs)
         try:
             if node.node == 0 and not shared:
-                raise ClusterError(f"node 0 does not see {order.logs}: {_APART}")
+                raise ClusterError(f"node 0 does not see {order.launch.logs}: {_APART}")
             if node.node == 0:
                 check_port(order.address, node.port)
-            result = _launched(order, launch, folder / "temporary")
+            result = _launched(order, launch, board, folder / "temporary")
         except ClusterError as error:
             result = NodeResult(error=str(error))
         return Ended(
@@ -201,10 +198,10 @@ def run(order: Order) -> Ended:
         )
 
 
-def _launched(order: Order, launch: Launch, scratch: Path) -> NodeResult:
+def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
     interface = _interface_with(order.address)
-    given = order.node.environment
+    given = {**order.node.environment, **launch.environment}
     environment = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
@@ -217,9 +214,9 @@ def _launched(order: Order, launch: Launch, scratch: Path) -> NodeResult:
     os.environ.clear()
     os.environ.update(environment)
     node = replace(order.node, environment=environment, scratch=str(scratch))
-    agent = start_agent(get_context("spawn"), node, launch)
+    agent = start_agent(get_context("spawn"), node, launch, board)
     try:
-        deadline = time.monotonic() + order.at_most_s
+        deadline = time.monotonic() + launch.timeout_s
         heard = time.monotonic()
         while agent.result is None and time.monotonic() < min(deadline, heard + SILENCE_S):
             if 0 in wait([agent.connection, 0], _WATCH_INTERVAL_S):
@@ -238,7 +235,7 @@ def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
     A file of this node's own at the same place may be an earlier run's: what it says decides.
     """
     arguments = []
-    for i, argument in enumerate(order.arguments):
+    for i, argument in enumerate(order.launch.arguments):
         sent = order.files.get(argument)
         here = Path(argument)
         if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):

@@ -21,10 +21,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from baselines.description import ExtraProcess
 from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
-from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
+from experiments.clusters.interface import ClusterError, Launch, LostNodeError, Outcome
 from experiments.clusters.launch import Node
 from experiments.clusters.node import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
@@ -98,28 +97,23 @@ class RentedCluster:
             return networks[0]
         return {f"node{node}": network for node, network in enumerate(networks)}
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
         Ranks see what passes of their node's environment, the runner's variables of NCCL and FCDP
-        and those that ``FCDP_PASS`` names, ``environment``, what torchrun sets, and
+        and those that ``FCDP_PASS`` names, the launch's, what torchrun sets, and
         ``FCDP_INTERFACE``. Arguments that name text files here are carried to nodes that do not
         see them. Raises ``LostNodeError`` if a node's launcher ends without an answer.
         """
-        assert not extra, "matrices skip cells that need some"
-        logs = logs.absolute()
+        assert not launch.extra, "matrices skip cells that need some"
+        logs = launch.logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         marker = logs / f".{secrets.token_hex(8)}"
         marker.touch()
+
+        # The node ends its ranks by then even if nobody asks for it.
+        theirs = replace(launch, logs=logs, timeout_s=launch.timeout_s + _GRACE_S)
+        texts = {name: Path(name) for name in launch.arguments if Path(name).is_file()}
 
         def order(node: int) -> Order:
             return Order(
@@ -129,20 +123,17 @@ class RentedCluster:
                     ranks_per_node=self.ranks_per_node,
                     master_address=self._described[0].address,
                     port=self._port,
-                    environment=self._passed_on(node) | dict(environment),
+                    environment=self._passed_on(node),
                 ),
                 address=self._described[node].address,
-                entry=entry,
-                arguments=list(arguments),
-                files={name: Path(name).read_text() for name in arguments if Path(name).is_file()},
-                logs=str(logs),
+                launch=theirs,
+                files={name: path.read_text() for name, path in texts.items()},
                 marker=marker.name,
-                at_most_s=timeout_s + _GRACE_S,
             )
 
         try:
             with launched(self._launcher, [*map(order, range(self.nodes))]) as nodes:
-                in_time = len(_answers(nodes, Ended, timeout_s, _GRACE_S)) == len(nodes)
+                in_time = len(_answers(nodes, Ended, launch.timeout_s, _GRACE_S)) == len(nodes)
                 for each in nodes:
                     each.closing.set()
                 ended = _all_answers(nodes, Ended, _FINISHING_S)
@@ -153,7 +144,7 @@ class RentedCluster:
                 (logs / Path(name).name).write_text(text, encoding="utf-8")
         outcome = _outcome(nodes, ended)
         if outcome.state == "ok" and not in_time:
-            return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
+            return Outcome("timeout", None, f"did not end within {launch.timeout_s:g} s")
         return outcome
 
     def _passed_on(self, node: int) -> dict[str, str]:

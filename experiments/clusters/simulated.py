@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baselines import registry
 from experiments.clusters import start_barrier
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
@@ -51,9 +50,9 @@ class SimulatedCluster:
         found = assumed(hardware_of(self._spec, bits_per_s))
         return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
-    def run(self, entry: str, arguments: Sequence[str], **_: Any) -> Outcome:
+    def run(self, launch: Launch) -> Outcome:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
-        cell_file, output = map(Path, arguments)
+        cell_file, output = map(Path, launch.arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
         start_barrier.wait(output)

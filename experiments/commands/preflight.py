@@ -12,7 +12,7 @@ from rich.table import Table
 
 from experiments import terminal
 from experiments.clusters import start_barrier
-from experiments.clusters.interface import Cluster, ClusterError
+from experiments.clusters.interface import Cluster, ClusterError, Launch
 from experiments.commands import kinds
 from experiments.preflight.schema import Link, Preflight, Probed
 from experiments.records import provenance
@@ -124,12 +124,9 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     started_at, started = now(), time.monotonic()
     cluster.shape(None)
     with start_barrier.limiting(directory, lambda: cluster.shape(bits_per_s)) as network:
+        arguments, logs = (str(directory.absolute()),), directory / "logs"
         outcome = cluster.run(
-            PROBE,
-            [str(directory.absolute())],
-            logs=directory / "logs",
-            environment={},
-            timeout_s=_TIMEOUT_S,
+            Launch(entry=PROBE, arguments=arguments, logs=logs, timeout_s=_TIMEOUT_S)
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "

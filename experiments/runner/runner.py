@@ -19,7 +19,7 @@ import psutil
 from baselines import pins, registry
 from baselines.pins import Pin
 from experiments.clusters import start_barrier
-from experiments.clusters.interface import Cluster, LostNodeError, Outcome
+from experiments.clusters.interface import Cluster, Launch, LostNodeError, Outcome
 from experiments.matrix.reader import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
@@ -110,12 +110,14 @@ def launch(
     cluster.shape(None)
     with start_barrier.limiting(directory, lambda: cluster.shape(*cell.links)) as network:
         outcome = cluster.run(
-            entry,
-            [str(directory / _CELL), str(directory), *arguments],
-            logs=directory / "logs",
-            environment=pins.variables(cell.deepspeed),
-            timeout_s=cell.timeout_s,
-            extra=cell.extra,
+            Launch(
+                entry=entry,
+                arguments=(str(directory / _CELL), str(directory), *arguments),
+                logs=directory / "logs",
+                environment=pins.variables(cell.deepspeed),
+                timeout_s=cell.timeout_s,
+                extra=cell.extra,
+            )
         )
     return outcome, network
 
@@ -214,11 +216,13 @@ class _Runner:
         if predicted or entry.engine != "deepspeed" or needed in self._compiled:
             return Outcome("ok")
         outcome = self._cluster.run(
-            OPERATORS,
-            entry.operators,
-            logs=directory / "operators",
-            environment=pins.variables(cell.deepspeed),
-            timeout_s=_COMPILE_TIMEOUT_S,
+            Launch(
+                entry=OPERATORS,
+                arguments=entry.operators,
+                logs=directory / "operators",
+                environment=pins.variables(cell.deepspeed),
+                timeout_s=_COMPILE_TIMEOUT_S,
+            )
         )
         if outcome.state == "ok":
             self._compiled.add(needed)

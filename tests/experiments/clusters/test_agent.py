@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.clusters import lifetimes
+from experiments.clusters.interface import Launch
 from experiments.clusters.launch import Node
 from experiments.clusters.node import Order, _arguments
 from tests import programs
@@ -19,12 +20,9 @@ def order(*arguments: str, files: dict[str, str]) -> Order:
     return Order(
         node=Node(node=1, nodes=2, ranks_per_node=1, master_address="", port=29500, environment={}),
         address="127.0.0.1",
-        entry="tests:none",
-        arguments=list(arguments),
+        launch=Launch(entry="tests:none", arguments=arguments, logs=Path("logs"), timeout_s=1.0),
         files=files,
-        logs="logs",
         marker="marker",
-        at_most_s=1.0,
     )
 
 

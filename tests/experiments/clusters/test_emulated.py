@@ -16,7 +16,7 @@ from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.launches import ON_RANKS, numbers, pids_below, run
 from tests.experiments.planted import markers, plant
@@ -84,7 +84,8 @@ def test_ranks_import_from_the_pythonpath_they_are_given(
         f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
     )
     given = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
-    assert cluster.run("only_here:main", [], logs=tmp_path / "logs", **given) == Outcome("ok")
+    launch = Launch(entry="only_here:main", logs=tmp_path / "logs", **given)
+    assert cluster.run(launch) == Outcome("ok")
     assert (tmp_path / "called").read_text() == "xxxx"
 
 
