@@ -349,12 +349,11 @@ def _digest(*parts: str) -> str:
 
 
 def _tags(record: Record) -> list[str]:
-    cluster = record.cell.cluster
+    cell, cluster = record.cell, record.cell.cluster
     shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
-    cell = record.cell
-    link = format_link(cell.inter_bandwidth_bits_per_s)
-    tags = [cell.variant, cell.model.name, cell.tuning, link, record.evidence, cluster.kind, shape]
-    tags.append(str(record.hardware.get("cpu", "")))
+    link, cpu = format_link(cell.inter_bandwidth_bits_per_s), str(record.hardware.get("cpu", ""))
+    what = (cell.variant, cell.model.name, cell.tuning, link)
+    tags = (*what, record.evidence, cluster.kind, shape, cpu)
     return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
 
 
@@ -369,8 +368,8 @@ def _history(measurement: Measurement) -> list[dict[str, float]]:
 
 def _summary(record: Record) -> dict[str, Any]:
     names = ("state", "evidence", "error", "seconds", "commit")
-    figures = {name: getattr(record, name) for name in names}
-    figures |= {name: getattr(record, name) for name in ("tokens_per_s", "step_seconds_median")}
+    derived = ("tokens_per_s", "step_seconds_median")
+    figures = {name: getattr(record, name) for name in (*names, *derived)}
     for part in ("versions", "hardware", "network"):
         figures |= {f"{part}/{name}": value for name, value in getattr(record, part).items()}
     if record.measurement is not None:

@@ -34,10 +34,7 @@ _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
 _things = itertools.count()
 
 #: The directory for temporary files wherever ``TMPDIR`` does not name one.
-_USUAL = "/tmp"
-#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
-#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
-_LONGEST_FOR_SOCKETS = 27
+USUAL = "/tmp"
 
 
 def die_with(parent: int) -> None:
@@ -151,21 +148,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def new_folder_for_sockets() -> Path:
-    """An empty folder with a short path, for the caller to remove when this process ends.
-
-    A later process removes it if this one is killed.
-    """
-    remove_stale()
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _LONGEST_FOR_SOCKETS:
-        parent = _USUAL
-    return Path(tempfile.mkdtemp(prefix=f"{new_prefix()}-", dir=parent))
-
-
 def remove_stale() -> None:
     """Remove the folders of processes that were killed; every run does, on whatever cluster."""
-    for parent in {tempfile.gettempdir(), _USUAL}:
+    for parent in {tempfile.gettempdir(), USUAL}:
         for path in Path(parent).glob("*"):
             if is_orphan(path.name):
                 # Another cluster that starts now may remove it too; another user's stays.

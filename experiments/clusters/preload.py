@@ -28,6 +28,9 @@ from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
+#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
+#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
+_LONGEST_PARENT = 27
 #: Pid of the fork server, the parent of every process that it forks.
 _SERVER = os.getpid()
 #: Traceback of each module that could not be imported.
@@ -74,14 +77,19 @@ def start(modules: Sequence[str]) -> ForkServerContext:
 def _own_sockets() -> None:
     """Have multiprocessing's folder of sockets inside one whose name says whose it is.
 
-    multiprocessing removes its folder when this process ends, but not if this process is killed.
+    multiprocessing removes its folder when this process ends, but not if this process is killed:
+    then a later one does.
     """
-    folder = lifetimes.new_folder_for_sockets()
+    lifetimes.remove_stale()
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_PARENT:
+        parent = lifetimes.USUAL
+    folder = tempfile.mkdtemp(prefix=f"{lifetimes.new_prefix()}-", dir=parent)
     # After multiprocessing has removed its own folder, which it does with the priority -100.
     util.Finalize(
         None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101
     )
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         util.get_temp_dir()  # It keeps to the first answer.
     finally:
