@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from experiments.clusters import lifetimes, preload
 from experiments.clusters.causes import Board, Exit, NodeResult
 from experiments.clusters.interface import Launch
-from experiments.clusters.launch import SECRET, Machine, Node
+from experiments.clusters.launch import Machine, Node
 
 #: Seconds between two looks at the ranks, and for those of a node to end by themselves after the
 #: first failure.
@@ -81,8 +81,6 @@ def _settle(machine: Machine) -> None:
     """Have this process on its machine, with its environment and modules."""
     os.environ.clear()
     os.environ.update(machine.environment)
-    if machine.secret is not None:
-        os.environ[SECRET] = machine.secret
     # Temporary files of the machine's processes meet no others, and end with the launch.
     os.mkdir(machine.scratch)
     os.environ["TMPDIR"] = machine.scratch

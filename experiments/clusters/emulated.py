@@ -108,14 +108,14 @@ class EmulatedCluster:
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
             variables = self._variables(network, launch.environment)
-            common: dict[str, Any] = {
-                "secret": secrets.token_hex() if extra else None,
-                "preload": self._preload,
-            }
             beside = []
             for each in extra:
-                place, scratch = network.beside[each.name][0], str(folder / each.name)
-                machine = Machine(environment=variables, namespace=place, scratch=scratch, **common)
+                machine = Machine(
+                    namespace=network.beside[each.name][0],
+                    environment=variables,
+                    preload=self._preload,
+                    scratch=str(folder / each.name),
+                )
                 log = logs / f"{each.name}.log"
                 beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
@@ -131,7 +131,7 @@ class EmulatedCluster:
                     port=self._port,
                     # Nodes are hosts to NCCL, which else takes shared memory for their link.
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
-                    **common,
+                    preload=self._preload,
                 )
                 agents.append(start_agent(context, node, launch, board))
                 stack.callback(agents[-1].end)
@@ -152,11 +152,12 @@ class EmulatedCluster:
             "NCCL_NET": "Socket",
             **environment,
             "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            # Where processes beside the ranks are.
+            # Where processes beside the ranks are, and a secret that all processes share with them.
             **{
                 f"FCDP_{name.upper()}": f"{address}:{self._port}"
                 for name, (_, address) in network.beside.items()
             },
+            **({"FCDP_RUN_SECRET": secrets.token_hex()} if network.beside else {}),
         }
 
 

@@ -20,8 +20,6 @@ from experiments.clusters.interface import Launch
 AGENT = "experiments.clusters.agent"
 #: Seconds until an agent whose ranks were killed has ended.
 _AGENT_END_S = 2.0
-#: The variable that has the secret of a launch with processes beside its ranks.
-SECRET = "FCDP_RUN_SECRET"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +28,8 @@ class Machine:
 
     #: The network namespace that is the machine; ``None`` for one that is real.
     namespace: str | None = None
-    #: The whole environment of its processes, but for what torchrun adds and the secret.
-    environment: dict[str, str]
-    #: A secret that all processes of the launch share, if it has processes beside its ranks.
-    secret: str | None = field(default=None, repr=False)
+    #: The whole environment of its processes, but for what torchrun adds.
+    environment: dict[str, str] = field(repr=False)
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()
     #: A directory, not there yet, for temporary files of its processes.
