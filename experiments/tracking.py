@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -178,12 +178,8 @@ def begin(
             project=os.environ.get("WANDB_PROJECT") or "fcdp",
             id=wandb_run.id,
             resume="allow",
-            name=wandb_run.name,
-            group=wandb_run.group,
-            job_type=wandb_run.job_type,
-            tags=wandb_run.tags,
-            config=wandb_run.config,
             settings=wandb.Settings(**known),
+            **wandb_run.about,
         )
 
     if mode == "online":
@@ -213,11 +209,8 @@ _CHARTS = {
 @dataclass(frozen=True)
 class WandbRun:
     id: str
-    name: str
-    group: str
-    job_type: str
-    config: dict[str, Any]
-    tags: list[str] = field(default_factory=list)
+    #: Its name, group, job type, configuration and tags, as W&B takes them.
+    about: dict[str, Any]
     #: Writes W&B's run, and ends it.
     fill: Callable[[Any], None] = lambda run: None
 
@@ -234,11 +227,14 @@ def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun
     """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
-        id=run_id or _digest(cell.id, started_at),
-        name=cell.id,
-        group=cell.matrix,
-        job_type=cell.variant,
-        config=_config(cell),
+        run_id or _digest(cell.id, started_at),
+        {
+            "name": cell.id,
+            "group": cell.matrix,
+            "job_type": cell.variant,
+            "config": _config(cell),
+            "tags": [],
+        },
     )
 
 
@@ -280,15 +276,15 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
             run.log_artifact(artifact)
         run.finish(exit_code=0)
 
-    return WandbRun(
-        id=_digest("report", *sorted(cell_run(of.cell, of.started_at).id for of in records)),
-        name=f"{matrix}-report",
-        group=matrix,
-        job_type="report",
-        tags=sorted({record.evidence for record in records}),
-        config={"matrix": matrix},
-        fill=fill,
-    )
+    about = {
+        "name": f"{matrix}-report",
+        "group": matrix,
+        "job_type": "report",
+        "config": {"matrix": matrix},
+        "tags": sorted({record.evidence for record in records}),
+    }
+    cells = sorted(cell_run(of.cell, of.started_at).id for of in records)
+    return WandbRun(_digest("report", *cells), about, fill)
 
 
 def _show(run: Any, records: Sequence[Record], report: Path) -> None:
