@@ -14,7 +14,7 @@ from simulation import hardware
 from simulation.compute import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, Rates, Work, cluster, reserved, share_of_peak
+from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
 
@@ -186,6 +186,10 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
     )
+    if (block := measured.compute.block) is not None:
+        rates = by_block(device, block.work(), block.seconds)
+    else:  # an older file
+        rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
@@ -194,19 +198,11 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
             memory_bytes=float(measured.compute.memory_bytes),
             memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
         ),
-        rates=_rates(measured.compute, device),
+        rates=rates,
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
     return _with_links(reserved(found), measured)
-
-
-def _rates(measured: Compute, device: Gpu) -> Rates:
-    """The device's, by the block that was timed; in older files, by the matrix product."""
-    block = measured.block
-    if block is None:
-        return rates_of(device).with_products(measured.matmul_flops_per_s["bfloat16"])
-    return by_block(device, block.work(), block.seconds)
 
 
 def _of_host(measured: Preflight) -> Hardware:
