@@ -164,15 +164,19 @@ def _answers(
 ) -> dict[int, AnyAnswer]:
     """Answers that come in time, by node: within the grace after one that tells of a failure.
 
-    Raises ``LostNodeError`` for a node that ends without one.
+    Raises ``LostNodeError`` for a node that ends without one, or falls silent.
     """
     deadline = time.monotonic() + timeout_s
     answers: dict[int, AnyAnswer] = {}
     while waiting := [each for each in nodes if each.node not in answers]:
-        came = wait_for_one(waiting, deadline - time.monotonic())
-        if not came:
+        left = deadline - time.monotonic()
+        wait([each.answer for each in waiting], max(0.0, min(left, BEAT_S)), FIRST_COMPLETED)
+        new = {each.node: each.read(kind) for each in waiting if each.answer.done()}
+        if not new and left <= 0:
             break
-        new = {each.node: each.read(kind) for each in came}
+        for each in waiting if not new else ():
+            if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
+                raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
         ended = [each for each in new.values() if isinstance(each, Ended)]
         if any(not each.result.ok or each.reports for each in ended):
             deadline = min(deadline, time.monotonic() + grace_s)
@@ -311,20 +315,3 @@ def launched(launcher: Launcher, questions: Sequence[Strict]) -> Iterator[list[L
         deadline = time.monotonic() + _ENDING_S
         for each in nodes:
             each.end(deadline - time.monotonic())
-
-
-def wait_for_one(nodes: Sequence[Launched], timeout_s: float) -> list[Launched]:
-    """Wait for one answer or more; returns the nodes whose answer, or end, came in time.
-
-    Raises ``LostNodeError`` for a node that falls silent.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        wait([each.answer for each in nodes], max(0.0, min(left, BEAT_S)), FIRST_COMPLETED)
-        came = [each for each in nodes if each.answer.done()]
-        if came or left <= 0:
-            return came
-        for each in nodes:
-            if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
-                raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
