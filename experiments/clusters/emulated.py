@@ -20,7 +20,7 @@ from pyroute2.netlink.rtnl import TC_H_ROOT
 
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
-from experiments.clusters.interface import ClusterError, Launch, Outcome, check_port
+from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
 from experiments.clusters.launch import AGENT, Machine, Node, Started, start_agent
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
@@ -44,7 +44,7 @@ _FRAME = MTU + 14
 _LOOPBACK_INDEX = 1
 
 
-class EmulatedCluster:
+class EmulatedCluster(Cluster):
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
 
     With several ``spec.groups`` links between groups are limited apart from those inside.
@@ -61,9 +61,8 @@ class EmulatedCluster:
     can = ABILITIES["emulated"]
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
-        self.nodes = spec.nodes
+        super().__init__(spec)
         self._groups = spec.groups
-        self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
         self._preload = (AGENT, *preload)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from baselines.description import ExtraProcess
 from experiments.records.abilities import Abilities
+
+if TYPE_CHECKING:
+    from experiments.records.cell import AnyCluster  # which processes on nodes need not wait for
 
 
 class ClusterError(RuntimeError):
@@ -69,32 +73,35 @@ class Outcome:
     error: str | None = None
 
 
-class Cluster(Protocol):
+class Cluster(ABC):
     """``nodes`` × ``ranks_per_node`` places for processes, with a limited link between nodes.
 
     A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
     """
 
     can: Abilities
-    nodes: int
-    ranks_per_node: int
 
-    def __enter__(self) -> Cluster: ...
+    def __init__(self, spec: AnyCluster) -> None:
+        self.nodes, self.ranks_per_node = spec.nodes, spec.ranks_per_node
 
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Cluster:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @abstractmethod
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to bits per second (``None``: no limit).
 
         Of nodes in several groups, to those of the own one; and ``to_groups`` to all others.
         Returns what was set, for the record.
         """
-        ...
 
+    @abstractmethod
     def run(self, launch: Launch) -> Outcome:
         """Call the launch's function on every rank, in one fresh process per rank, and wait.
 
         Ranks have the environment that torchrun sets; ``TMPDIR`` is a directory of their node that
         ends with the launch.
         """
-        ...

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
-from experiments.clusters.interface import ClusterError, Launch, LostNodeError, Outcome
+from experiments.clusters.interface import Cluster, ClusterError, Launch, LostNodeError, Outcome
 from experiments.clusters.launch import Node
 from experiments.clusters.node import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
@@ -51,7 +51,7 @@ _LONGEST_QUOTE = 2000
 AnyAnswer = TypeVar("AnyAnswer", bound=Strict)
 
 
-class RentedCluster:
+class RentedCluster(Cluster):
     """The nodes of an allocation, whose links are what they are.
 
     A context manager: ``__enter__`` asks each node who it is and raises ``ClusterError`` if one
@@ -68,8 +68,7 @@ class RentedCluster:
                 f"{rented.nodes} × {rented.ranks_per_node} are rented; "
                 "--cluster rented takes what is there"
             )
-        self.nodes = spec.nodes
-        self.ranks_per_node = spec.ranks_per_node
+        super().__init__(spec)
         self._launcher = allocation.launcher
         self._allocation = allocation
         self._port = spec.port
@@ -84,9 +83,6 @@ class RentedCluster:
             if found.commit != commit:
                 raise ClusterError(f"{host} has commit {found.commit}, the runner {commit}")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Describe the network. Raises ``ClusterError`` for a limit, which nobody sets here."""
