@@ -21,7 +21,7 @@ from pyroute2.netlink.rtnl import TC_H_ROOT
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
-from experiments.clusters.launch import AGENT, Machine, Node, Started, start_agent
+from experiments.clusters.launch import AGENT, Machine, Node, Started
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -132,7 +132,8 @@ class EmulatedCluster(Cluster):
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
                     preload=self._preload,
                 )
-                agents.append(start_agent(context, node, launch, board))
+                name = f"the agent of node {number}"
+                agents.append(Started(context, name, "serve", node, launch, board))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, launch.timeout_s)
 

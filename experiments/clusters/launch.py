@@ -13,8 +13,7 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 
 from experiments.clusters import lifetimes
-from experiments.clusters.causes import Board, NodeResult, describe_exit
-from experiments.clusters.interface import Launch
+from experiments.clusters.causes import NodeResult, describe_exit
 
 #: Module that the fork server imports for every agent, beside those that the launch needs.
 AGENT = "experiments.clusters.agent"
@@ -105,12 +104,6 @@ class Started:
         self._machine.end_processes()
         self._process.join()
         self._process.close()
-
-
-def start_agent(
-    context: ForkServerContext | SpawnContext, node: Node, launch: Launch, board: Board
-) -> Started:
-    return Started(context, f"the agent of node {node.node}", "serve", node, launch, board)
 
 
 def _serve(entry: str, *arguments: object) -> None:

@@ -28,7 +28,7 @@ from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult, Report
 from experiments.clusters.interface import ClusterError, Launch, check_port
-from experiments.clusters.launch import Node, start_agent
+from experiments.clusters.launch import Node, Started
 from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
 from simulation.files import Strict
@@ -214,7 +214,8 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
     os.environ.clear()
     os.environ.update(environment)
     node = replace(order.node, environment=environment, scratch=str(scratch))
-    agent = start_agent(get_context("spawn"), node, launch, board)
+    name = f"the agent of node {node.node}"
+    agent = Started(get_context("spawn"), name, "serve", node, launch, board)
     try:
         deadline = time.monotonic() + launch.timeout_s
         heard = time.monotonic()
