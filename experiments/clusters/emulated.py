@@ -221,7 +221,14 @@ class Network:
 
     def __enter__(self) -> Network:
         try:
-            self._build()
+            namespaces.create(self._switch)
+            with IPRoute(netns=self._switch) as switch:
+                for interface in self.interfaces:
+                    # Without the delay a new port would drop the first seconds of traffic.
+                    bridge = {"kind": "bridge", "br_forward_delay": 0, "state": "up"}
+                    switch.link("add", ifname=interface, **bridge)
+            for node, name in enumerate(self.nodes):
+                self._join(name, self.addresses[node], f"{node}")
         except BaseException as error:
             self.__exit__()
             if not isinstance(error, (OSError, NetlinkError)):
@@ -238,19 +245,6 @@ class Network:
         for name in (*beside, *self.nodes, self._switch):
             namespaces.remove(name)
 
-    def _build(self) -> None:
-        for name in (self._switch, *self.nodes):
-            namespaces.create(name)
-        with IPRoute(netns=self._switch) as route:
-            for interface in self.interfaces:
-                # Without the delay a new port would drop the first seconds of traffic.
-                bridge = {"kind": "bridge", "br_forward_delay": 0, "state": "up"}
-                route.link("add", ifname=interface, **bridge)
-                for node, name in enumerate(self.nodes):
-                    self._plug(route, interface, f"{interface}-{node}", name)
-        for name, address in zip(self.nodes, self.addresses, strict=True):
-            self._settle(name, address)
-
     def add(self, name: str, *, in_network: bool) -> None:
         """Join a machine more, beside the nodes; ``in_network``: a part of the network itself.
 
@@ -263,10 +257,7 @@ class Network:
         if in_network:
             self._inside.add(name)
         try:
-            namespaces.create(namespace)
-            with IPRoute(netns=self._switch) as route:
-                self._plug(route, INTERFACE, f"{INTERFACE}-{name}", namespace)
-            self._settle(namespace, address)
+            self._join(namespace, address, name)
         except (OSError, NetlinkError) as error:
             raise ClusterError(f"cannot join {name} to the network: {error}") from error
 
@@ -279,13 +270,16 @@ class Network:
         for node in range(len(self.nodes)):
             _shape_link(self._switch, f"{INTERFACE}-{node}", None)
 
-    def _plug(self, route: IPRoute, interface: str, port: str, namespace: str) -> None:
-        """Give a machine this interface, which leads to a port of the bridge of the same name."""
-        peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
-        route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
-        route.link("set", index=_index(route, port), master=_index(route, interface), state="up")
-
-    def _settle(self, namespace: str, own: str) -> None:
+    def _join(self, namespace: str, own: str, port: str) -> None:
+        """Make a machine of this address, and join it to a port of each bridge."""
+        namespaces.create(namespace)
+        with IPRoute(netns=self._switch) as switch:
+            for interface in self.interfaces:
+                name = f"{interface}-{port}"
+                peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
+                switch.link("add", ifname=name, kind="veth", mtu=MTU, peer=peer)
+                bridge = _index(switch, interface)
+                switch.link("set", index=_index(switch, name), master=bridge, state="up")
         namespaces.call_in(namespace, self._settle_protocols)
         with IPRoute(netns=namespace) as route:
             index = _index(route, INTERFACE)
