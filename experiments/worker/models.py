@@ -52,7 +52,7 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     if isinstance(spec, OwnModel):
         return _own(spec, cell)
     if isinstance(spec, ModelSpec):
-        return _built_in(spec, cell.sequence_length)
+        return _configured(_built_in(spec, cell.sequence_length), cell)
     assert isinstance(cell.data, Images), "cells see to it"
     source = images.SOURCES[cell.data.images]
     (channels, size, _), classes = source.shape, source.classes
@@ -65,43 +65,33 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 def small_llama(layers: int) -> Any:
     """The Llama of the examples, of width 64: random weights, and no wait for them."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
     spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
-    return _built_in(spec, 64)[0]
+    return auto.from_config(_configuration(_built_in(spec, 64), spec.name))
 
 
-def _built_in(spec: ModelSpec, sequence_length: int) -> tuple[Any, Any]:
-    """A model of a built-in family, and its blocks."""
-    if spec.family == "gpt2":
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        gpt2 = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=spec.vocabulary,
-                n_positions=sequence_length,
-                n_embd=spec.width,
-                n_layer=spec.layers,
-                n_head=spec.heads,
-                # No dropout: strategies must see the same losses.
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
-        return gpt2, gpt2.transformer.h
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=spec.vocabulary,
-            max_position_embeddings=sequence_length,
-            hidden_size=spec.width,
-            intermediate_size=Transformer.of(spec, sequence_length).mlp_width,
-            num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads,
-            num_key_value_heads=spec.heads,
-        )
-    )
-    return llama, llama.model.layers
+def _built_in(spec: ModelSpec, sequence_length: int) -> ConfiguredModel:
+    """The configuration of a built-in family."""
+    shapes: dict[str, dict[str, Any]] = {
+        "gpt2": {
+            "n_positions": sequence_length,
+            "n_embd": spec.width,
+            "n_layer": spec.layers,
+            "n_head": spec.heads,
+        },
+        "llama": {
+            "max_position_embeddings": sequence_length,
+            "hidden_size": spec.width,
+            "intermediate_size": Transformer.of(spec, sequence_length).mlp_width,
+            "num_hidden_layers": spec.layers,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.heads,
+        },
+    }
+    said = {"model_type": spec.family, "vocab_size": spec.vocabulary, **shapes[spec.family]}
+    return ConfiguredModel(name=spec.name, config=spec.name, configuration=said)
 
 
 def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
