@@ -143,17 +143,15 @@ class Board:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one it was raised from, certainly means that memory ran out."""
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    # On the host torch raises a plain RuntimeError.
-    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+        # On the host torch raises a plain RuntimeError.
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't" in str(error))
+        or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
+    )
 
 
 def outcome(

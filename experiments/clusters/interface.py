@@ -23,22 +23,20 @@ class ClusterError(RuntimeError):
 
 def check_port(address: str, port: int) -> None:
     """Raise ``ClusterError`` if the ranks cannot meet there, with a port where they can."""
-
-    def bind(port: int) -> int:
-        with socket.socket() as probe:
-            # A port whose last connections merely wait to expire is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        # A port whose last connections merely wait to expire is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
             probe.bind((address, port))
-            return int(probe.getsockname()[1])
-
-    try:
-        bind(port)
-    except OSError as error:
-        other = f"FCDP_PORT={bind(0)} is free" if error.errno == errno.EADDRINUSE else "FCDP_PORT"
-        raise ClusterError(
-            f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what listens "
-            f"there, or take another port: {other}"
-        ) from error
+        except OSError as error:
+            other = "FCDP_PORT"
+            if error.errno == errno.EADDRINUSE:
+                probe.bind((address, 0))
+                other += f"={probe.getsockname()[1]} is free"
+            raise ClusterError(
+                f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what "
+                f"listens there, or take another port: {other}"
+            ) from error
 
 
 class LostNodeError(ClusterError):

@@ -182,7 +182,7 @@ class _Probe:
                 return torch.mm(matrix, matrix, out=product)
 
             together[name] = self._rate(multiply, 2 * rows**3)
-            alone[name] = self._rate(multiply, 2 * rows**3, of=[0])
+            alone[name] = self._rate(multiply, 2 * rows**3, alone=True)
         on_cpu = self._device.type == "cpu"
         properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
         return {
@@ -216,11 +216,9 @@ class _Probe:
 
         return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
 
-    def _rate(
-        self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
-    ) -> float:
-        """``amount`` of a call per second, of the slowest rank while all, or those ``of``, work."""
-        takes_part = of is None or self._topology.rank in of
+    def _rate(self, call: Callable[[], object], amount: float, alone: bool = False) -> float:
+        """``amount`` of a call per second: of rank 0 ``alone``, or the slowest while all work."""
+        takes_part = not alone or self._topology.rank == 0
         if takes_part:
             call()
             self._synchronise()

@@ -343,16 +343,16 @@ def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dic
     Of phases the busiest node's bytes and the slowest rank's seconds; the most memory; means of
     what a rollout's publications were, which ranks tell alike, and of rewards.
     """
-    found = {name: max(r["by_phase"][name] for r in ranks) for name in ranks[0]["by_phase"]}
+    phases = ranks[0]["by_phase"]
+    found: dict[str, Any] = {name: max(r["by_phase"][name] for r in ranks) for name in phases}
     if told := ranks[0]["told"][warmup_steps:]:
         found |= _mean(told, 1)
     if ranks[0]["allocated"] is not None:
         found["iteration_device_bytes"] = max(r["allocated"] for r in ranks)
-    rewards = _by_step(ranks, "rewards")
-    if not rewards:
-        return found
-    measured = rewards[warmup_steps:]
-    return {**found, "rewards": rewards, "reward": sum(measured) / len(measured)}
+    if rewards := _by_step(ranks, "rewards"):
+        measured = rewards[warmup_steps:]
+        found |= {"rewards": rewards, "reward": sum(measured) / len(measured)}
+    return found
 
 
 def _by_step(ranks: Sequence[Mapping[str, Any]], name: str) -> list[float]:
