@@ -149,7 +149,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or (torch is not None and isinstance(error, torch.OutOfMemoryError))
         # On the host torch raises a plain RuntimeError.
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't" in str(error))
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error))
         or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
     )
 
