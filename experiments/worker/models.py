@@ -65,11 +65,14 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 def small_llama(layers: int) -> Any:
     """The Llama of the examples, of width 64: random weights, and no wait for them."""
+    spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
+    return _auto().from_config(_configuration(_built_in(spec, 64), spec.name))
+
+
+def _auto() -> Any:
     from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
-    spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
-    return auto.from_config(_configuration(_built_in(spec, 64), spec.name))
+    return AutoModelForCausalLM
 
 
 def _built_in(spec: ModelSpec, sequence_length: int) -> ConfiguredModel:
@@ -100,9 +103,8 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
     Raises ``ValueError`` naming line and key for a configuration that it does not know or cannot
     build, for weights that are not there, and for a model without blocks.
     """
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-    auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "config")
     config = _configuration(spec, where)
     # Tokens of these, such as BERT, see those after them too, unless their configuration says so.
@@ -126,7 +128,7 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
     else:
         what = f"{spec.config}, of model_type {spec.model_type!r}, as a causal language model"
         with telling(f"{where}: transformers cannot build {what}"):
-            model = auto.from_config(config, dtype=torch.float32)
+            model = _auto().from_config(config, dtype=torch.float32)
     try:
         return model.train(), find_blocks(model)
     except ValueError as error:
@@ -196,15 +198,12 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
 
 def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
     """The model with its weights, from safetensors alone: nothing pickled is opened."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "weights")
     source = cell.origin.source(spec.config, where)
     if Path(source).is_file():
         source = str(Path(source).parent)
     with telling(f"{where}: no pretrained weights of {spec.config} on this node"):
-        model, loaded = auto.from_pretrained(
+        model, loaded = _auto().from_pretrained(
             source,
             config=config,
             dtype=torch.float32,

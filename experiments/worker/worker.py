@@ -242,8 +242,16 @@ class _Training:
             # Reading the loss ends the step on an accelerator too.
             self.losses.append(self._step(batches).item())
             self.seconds.append(time.perf_counter() - begin)
+            line = {
+                "step": len(self.losses),
+                "of": self.cell.warmup_steps + self.cell.steps,
+                "loss": self.losses[-1],
+                "seconds": self.seconds[-1],
+                "at": time.time(),
+            }
             if self.topology.rank == 0:
-                self._report()
+                with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
 
     def _step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.objective is None:
@@ -252,19 +260,7 @@ class _Training:
         return objectives.iterate(self.objective, self.trainable, batches, self.phases.end)
 
     def _batches(self) -> list[torch.Tensor]:
-        """The micro-batches of the next step."""
         return [batch.to(self._device) for batch in islice(self.batches, self.cell.accumulation)]
-
-    def _report(self) -> None:
-        line = {
-            "step": len(self.losses),
-            "of": self.cell.warmup_steps + self.cell.steps,
-            "loss": self.losses[-1],
-            "seconds": self.seconds[-1],
-            "at": time.time(),
-        }
-        with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     def _egress(self) -> tuple[int, ...]:
         """Bytes that this node has sent so far, read while no rank is sending.
