@@ -94,7 +94,12 @@ def export(
     try:
         for wandb_run in new:
             wandb_run.remove(directory)
-            mode = _write(wandb_run, directory, mode, warnings)
+            run, mode = begin(wandb_run, directory, mode, warnings)
+            try:
+                wandb_run.fill(run)
+            except BaseException:
+                run.finish(exit_code=1)
+                raise
             written += 1
     except Exception as error:
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
@@ -149,16 +154,6 @@ def _has_key() -> bool:
         return netrc.netrc(str(file)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _write(wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str]) -> str:
-    run, mode = begin(wandb_run, directory, mode, warnings)
-    try:
-        wandb_run.fill(run)
-    except BaseException:
-        run.finish(exit_code=1)
-        raise
-    return mode
 
 
 def begin(
@@ -356,8 +351,7 @@ def _tags(record: Record) -> list[str]:
 def _history(measurement: Measurement) -> list[dict[str, float]]:
     """One point per step, whose number is W&B's; warm-up steps, the first, have no time."""
     points = [{"loss": loss} for loss in measurement.losses]
-    timed = reversed(measurement.step_seconds)
-    for point, seconds in zip(reversed(points), timed, strict=False):
+    for point, seconds in zip(points[::-1], measurement.step_seconds[::-1], strict=False):
         point["step_seconds"] = seconds
     return points
 
@@ -402,7 +396,7 @@ class Live:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(None)
+        self.cell_finished(None)
         settle()
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
@@ -416,11 +410,7 @@ class Live:
         )
         self._follower.start()
 
-    def cell_finished(self, record: Record) -> None:
-        """End the cell's W&B run, which takes the rest of the record."""
-        self._end(record)
-
-    def _end(self, record: Record | None) -> None:
+    def cell_finished(self, record: Record | None) -> None:
         """Have what is left logged, and the W&B run end: as failed, if there is no record."""
         follower, self._follower = self._follower, None
         if follower is not None:

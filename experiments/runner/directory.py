@@ -115,7 +115,14 @@ class RunDirectory:
         kept = self.kept(matrix, retry_failed)
         dropped = [record for record in self._all() if record not in kept]
         if dropped:
-            self._forget(dropped, kept)
+            archive = self._new_archive()
+            records = files.stored(self.records)
+            shutil.copy2(records, archive / records.name)
+            for path in (self.cells / record.cell_id for record in dropped):
+                if path.exists():
+                    (archive / "cells").mkdir(exist_ok=True)
+                    path.rename(archive / "cells" / path.name)
+            files.write(kept, self.records)
         return kept
 
     def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
@@ -164,18 +171,6 @@ class RunDirectory:
             elif not left.is_dir():
                 left.unlink()
         return path
-
-    def _forget(self, dropped: list[Record], kept: list[Record]) -> None:
-        """Rewrite the records without ``dropped``, whose lines and logs go to ``earlier``."""
-        archive = self._new_archive()
-        records = files.stored(self.records)
-        shutil.copy2(records, archive / records.name)
-        for record in dropped:
-            path = self.cells / record.cell_id
-            if path.exists():
-                (archive / "cells").mkdir(exist_ok=True)
-                path.rename(archive / "cells" / record.cell_id)
-        files.write(kept, self.records)
 
     def _new_archive(self) -> Path:
         self._earlier.mkdir(exist_ok=True)
