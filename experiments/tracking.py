@@ -261,7 +261,15 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
     def fill(run: Any) -> None:
         import wandb
 
-        _show(run, records, report)
+        # What is looked at in the browser: the cells as a table, two charts of it, the figures.
+        rows = [_row(record) for record in records]
+        table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+        shown: dict[str, Any] = {"cells": table}
+        for name, title in _CHARTS.items():
+            shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
+        for figure in sorted(report.rglob("*.png")):
+            shown[f"figures/{figure.stem}"] = wandb.Image(str(figure))
+        run.log(shown)
         # A suite's matrix has a slash in its name, which an artifact's may not.
         artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
         with _staging(directory / "wandb" / "data"):
@@ -280,20 +288,6 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
     }
     cells = sorted(cell_run(of.cell, of.started_at).id for of in records)
     return WandbRun(_digest("report", *cells), about, fill)
-
-
-def _show(run: Any, records: Sequence[Record], report: Path) -> None:
-    """Log what is looked at in the browser: the cells as a table, two charts of it, the figures."""
-    import wandb
-
-    rows = [_row(record) for record in records]
-    table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-    shown: dict[str, Any] = {"cells": table}
-    for name, title in _CHARTS.items():
-        shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
-    for figure in sorted(report.rglob("*.png")):
-        shown[f"figures/{figure.stem}"] = wandb.Image(str(figure))
-    run.log(shown)
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -44,7 +44,19 @@ def serve(node: Node, launch: Launch, board: Board, parent: Connection) -> None:
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
             _settle(node)
-            store = _store(node)
+            store: TCPStore | None = None
+            if node.node == 0:
+                # Where all ranks meet, at this address only. Rank 0's own would be open on every
+                # interface of the node, and it asks nobody who they are.
+                listener = socket.create_server((node.master_address, node.port))
+                store = TCPStore(
+                    node.master_address,
+                    node.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    master_listen_fd=listener.detach(),
+                )
             parent.send(_launched(node, launch, board))
             # Other nodes may still use the store: until the parent, who closes its end, has heard
             # from all of them.
@@ -156,24 +168,6 @@ def _variables(node: Node, local: int, rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-
-
-def _store(node: Node) -> TCPStore | None:
-    """Where all ranks meet, at node 0's address only.
-
-    Rank 0's own would be open on every interface of the node, and it asks nobody who they are.
-    """
-    if node.node:
-        return None
-    listener = socket.create_server((node.master_address, node.port))
-    return TCPStore(
-        node.master_address,
-        node.port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _run(
