@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -121,18 +121,17 @@ class Board:
         A rank must leave itself out (``besides``): a process that closes any handle of a file
         loses its lock on it.
         """
-        ranks = (rank for rank in self.ranks if rank != besides)
-        return {rank for rank in ranks if self._is_silent(rank)}
-
-    def _is_silent(self, rank: int) -> bool:
-        with self._life(rank).open() as file:
-            try:
+        found = set()
+        for rank in self.ranks:
+            if rank == besides:
+                continue
+            with self._life(rank).open() as file, suppress(OSError):
                 # Shared: two readers at once do not take each other for the living rank.
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            text = file.read()
-        return text != "" and not text.endswith(_DONE) and not self._report(rank).exists()
+                text = file.read()
+                if text and not text.endswith(_DONE) and not self._report(rank).exists():
+                    found.add(rank)
+        return found
 
     def _life(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.life"

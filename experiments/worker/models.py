@@ -246,7 +246,13 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
     assert not isinstance(spec, ImageModel), "cells see to it"
     family = getattr(spec, "model_type", None) or getattr(spec, "family", None)
     # Attention, or what peft adapts of the family; all matrices in the blocks where it knows none.
-    targets = ATTENTION.get(family) or KNOWN.get(family) or _linear_layers(model, blocks)
+    inside = {module for block in blocks for module in block.modules()}
+    linear = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside
+    )
+    targets = ATTENTION.get(family) or KNOWN.get(family) or linear
     config = LoraConfig(
         task_type=None if isinstance(spec, OwnModel) else "CAUSAL_LM",
         r=cell.lora_rank,
@@ -265,15 +271,6 @@ def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     for param in model.parameters():
         if not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(dtype)
-
-
-def _linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    inside = {id(module) for block in blocks for module in block.modules()}
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in inside
-    ]
 
 
 def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
