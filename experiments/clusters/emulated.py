@@ -6,7 +6,7 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -106,7 +106,26 @@ class EmulatedCluster(Cluster):
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
-            variables = self._variables(network, launch.environment)
+            variables = {
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                **passed_on(os.environ, named(os.environ)),
+                "FCDP_INTERFACE": INTERFACE,
+                **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "TP_SOCKET_IFNAME": INTERFACE,
+                "NCCL_SOCKET_IFNAME": INTERFACE,
+                # Not InfiniBand's: no namespace limits that.
+                "NCCL_NET": "Socket",
+                **launch.environment,
+                "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+                # Where processes beside the ranks are, and a secret that all share.
+                **{
+                    f"FCDP_{name.upper()}": f"{address}:{self._port}"
+                    for name, (_, address) in network.beside.items()
+                },
+                **({"FCDP_RUN_SECRET": secrets.token_hex()} if extra else {}),
+            }
             beside = []
             for each in extra:
                 machine = Machine(
@@ -136,29 +155,6 @@ class EmulatedCluster(Cluster):
                 agents.append(Started(context, name, "serve", node, launch, board))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, launch.timeout_s)
-
-    def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a launch's processes, but for what torchrun adds."""
-        return {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **passed_on(os.environ, named(os.environ)),
-            "FCDP_INTERFACE": INTERFACE,
-            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TP_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            # Not InfiniBand's: no namespace limits that.
-            "NCCL_NET": "Socket",
-            **environment,
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            # Where processes beside the ranks are, and a secret that all processes share with them.
-            **{
-                f"FCDP_{name.upper()}": f"{address}:{self._port}"
-                for name, (_, address) in network.beside.items()
-            },
-            **({"FCDP_RUN_SECRET": secrets.token_hex()} if network.beside else {}),
-        }
 
 
 def _watch(
@@ -331,7 +327,13 @@ class Network:
                 [_shape_link(name, interface, rate) for name in self.nodes]
                 for interface, rate in zip(self.interfaces, rates.values(), strict=False)
             ]
-            others_too = self._shape_beside(bits_per_s)
+            outside = [name for name in self.beside if name not in self._inside]
+            for name in outside:
+                _shape_link(self.beside[name][0], INTERFACE, bits_per_s)
+            # Where a machine is a part of the network, what the others receive is limited alike:
+            # its own link stands for as many as there are others.
+            for port in (*range(len(self.nodes)), *outside) if self._inside else ():
+                _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
         except NetlinkError as error:
             raise ClusterError(
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
@@ -341,22 +343,8 @@ class Network:
         congestion_control = namespaces.call_in(self.nodes[0], setting.read_text).strip()
         inside, *between = (of_nodes[0] for of_nodes in found)
         others = {"to_groups": between[0]} if between else {}
-        return {**inside, "congestion_control": congestion_control, **others, **others_too}
-
-    def _shape_beside(self, bits_per_s: int | None) -> dict[str, Any]:
-        """Limit the links of machines beside the nodes.
-
-        Where one is a part of the network, what the others receive is limited alike: its own link
-        stands for as many as there are others.
-        """
-        outside = {name: where for name, where in self.beside.items() if name not in self._inside}
-        for namespace, _ in outside.values():
-            _shape_link(namespace, INTERFACE, bits_per_s)
-        if not self._inside:
-            return {}
-        for port in (*range(len(self.nodes)), *outside):
-            _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
-        return {"both_directions": True}
+        both = {"both_directions": True} if self._inside else {}
+        return {**inside, "congestion_control": congestion_control, **others, **both}
 
 
 def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:

@@ -111,7 +111,15 @@ class RentedCluster(Cluster):
         theirs = replace(launch, logs=logs, timeout_s=launch.timeout_s + _GRACE_S)
         texts = {name: Path(name) for name in launch.arguments if Path(name).is_file()}
 
+        names = named(os.environ)
+        chosen = {
+            name: text
+            for name, text in passed_on(os.environ, names).items()
+            if name.startswith(_PASSED_ON) or name in names
+        }
+
         def order(node: int) -> Order:
+            counted = self._described[node].network["counted_interface"]
             return Order(
                 node=Node(
                     node=node,
@@ -119,7 +127,7 @@ class RentedCluster(Cluster):
                     ranks_per_node=self.ranks_per_node,
                     master_address=self._described[0].address,
                     port=self._port,
-                    environment=self._passed_on(node),
+                    environment={**chosen, "FCDP_INTERFACE": counted},
                 ),
                 address=self._described[node].address,
                 launch=theirs,
@@ -142,17 +150,6 @@ class RentedCluster(Cluster):
         if outcome.state == "ok" and not in_time:
             return Outcome("timeout", None, f"did not end within {launch.timeout_s:g} s")
         return outcome
-
-    def _passed_on(self, node: int) -> dict[str, str]:
-        """Variables of the runner that the ranks of a node see, and what is counted there."""
-        counted = self._described[node].network["counted_interface"]
-        names = named(os.environ)
-        chosen = {
-            name: text
-            for name, text in passed_on(os.environ, names).items()
-            if name.startswith(_PASSED_ON) or name in names
-        }
-        return {**chosen, "FCDP_INTERFACE": counted}
 
 
 def _answers(
