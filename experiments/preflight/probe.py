@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -103,43 +104,36 @@ class _Probe:
         group = self._topology.mesh.get_group()
         peer = {0: other, other: 0}.get(self._topology.rank)
 
-        def exchange_of(size: int) -> Callable[[], None]:
-            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        def there_and_back(buffer: torch.Tensor) -> None:
+            if peer is None:
+                return
+            for sending in (peer != 0, peer == 0):
+                part = [(peer, buffer)]
+                received, sent = ([], part) if sending else (part, [])
+                exchange.wait_all(exchange.swap(received, sent, group))
+                self._synchronise()
 
-            def there_and_back() -> None:
-                if peer is None:
-                    return
-                for sending in (peer != 0, peer == 0):
-                    part = [(peer, buffer)]
-                    received, sent = ([], part) if sending else (part, [])
-                    exchange.wait_all(exchange.swap(received, sent, group))
-                    self._synchronise()
-
-            return there_and_back
-
-        return line(2, [(size, s / 2) for size, s in self._samples(exchange_of)])
+        return line(2, [(size, s / 2) for size, s in self._samples(there_and_back)])
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
         """The link under an all-gather of ``group``; ``senders`` ranks share it."""
         others = group.size() - 1
 
-        def exchange_of(size: int) -> Callable[[], None]:
-            gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
+        def gather(gathered: torch.Tensor) -> None:
+            exchange.wait_all(exchange.all_gather([gathered], group))
+            self._synchronise()
 
-            def gather() -> None:
-                exchange.wait_all(exchange.all_gather([gathered], group))
-                self._synchronise()
-
-            return gather
-
-        samples = self._samples(exchange_of)
+        samples = self._samples(gather, group.size())
         return line(group.size(), [(size * others * senders, s) for size, s in samples])
 
-    def _samples(self, exchange_of: Callable[[int], Callable[[], None]]) -> list[tuple[int, float]]:
-        """Sizes and the seconds of each, as far as the link is quick enough."""
+    def _samples(
+        self, exchanged: Callable[[torch.Tensor], None], parts: int = 1
+    ) -> list[tuple[int, float]]:
+        """Sizes and the seconds of each, of so many ranks, as far as the link is quick enough."""
         samples: list[tuple[int, float]] = []
         for size in _SIZES:
-            call = exchange_of(size)
+            buffer = torch.zeros(parts * size, dtype=torch.uint8, device=self._device)
+            call = partial(exchanged, buffer)
             first = self._slowest(call)  # makes connections and buffers, too
             repeats = _REPEATS_OF_SHORT if first < _SHORT_S else _REPEATS
             samples.append((size, median(self._slowest(call) for _ in range(repeats))))
