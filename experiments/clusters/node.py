@@ -59,9 +59,8 @@ class Inquiry(Strict):
 class Description(Strict):
     """The answer to an inquiry."""
 
-    #: The node's address on the way to node 0, and the interface that has it.
+    #: The node's address on the way to node 0.
     address: str
-    interface: str
     commit: str | None
     #: Description of the node's network, as records have it.
     network: dict[str, Any]
@@ -149,7 +148,7 @@ def describe(inquiry: Inquiry) -> Description:
         "nccl": settings,
     }
     commit = provenance.gather().commit
-    return Description(address=address, interface=interface, commit=commit, network=network)
+    return Description(address=address, commit=commit, network=network)
 
 
 def _interface_with(address: str) -> str:
