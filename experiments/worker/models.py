@@ -244,7 +244,7 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
 
     spec = cell.model
     assert not isinstance(spec, ImageModel), "cells see to it"
-    family = getattr(spec, "model_type", None) or getattr(spec, "family", None)
+    family: Any = getattr(spec, "model_type", None) or getattr(spec, "family", None)
     # Attention, or what peft adapts of the family; all matrices in the blocks where it knows none.
     inside = {module for block in blocks for module in block.modules()}
     linear = (
