@@ -97,15 +97,15 @@ def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
     tmp_path: Path,
 ) -> None:
     """Otherwise it would come over the next launch's set-up."""
-    limiting, finished = threading.Event(), threading.Event()
+    begun, finished = threading.Event(), threading.Event()
 
     def limit() -> dict[str, Any]:
-        limiting.set()
+        begun.set()
         finished.wait(LIMITING_S)  # nobody sets it before: the time passes
         finished.set()
         return SHAPED
 
     with limiting(tmp_path, limit):
         rank_at_the_gate(tmp_path)
-        assert limiting.wait(ENDS_WITHIN_S)
+        assert begun.wait(ENDS_WITHIN_S)
     assert finished.is_set()
