@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.clusters import node
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 
 #: Program that a launcher starts on a node.
-_PROGRAM = (sys.executable, "-m", "experiments.clusters.node")
+_PROGRAM = (sys.executable, "-m", node.__name__)
 _SCONTROL_S = 60
 
 
