@@ -10,7 +10,6 @@ again under the same id, which online resumes it. A failure is a warning.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import netrc
 import os
@@ -19,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -28,8 +27,7 @@ from experiments.records.cell import Cell
 from experiments.records.provenance import scrub
 from experiments.records.record import Measurement, Record
 from experiments.records.select import FILE
-from experiments.runner.directory import Step
-from experiments.worker import PROGRESS
+from experiments.runner.directory import Step, steps
 from simulation.files import stored
 from simulation.quantities import format_link
 
@@ -96,7 +94,12 @@ def export(
     try:
         for wandb_run in new:
             wandb_run.remove(directory)
-            mode = _write(wandb_run, directory, mode, warnings)
+            run, mode = begin(wandb_run, directory, mode, warnings)
+            try:
+                wandb_run.fill(run)
+            except BaseException:
+                run.finish(exit_code=1)
+                raise
             written += 1
     except Exception as error:
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
@@ -153,17 +156,6 @@ def _has_key() -> bool:
         return False
 
 
-def _write(wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str]) -> str:
-    run, mode = begin(wandb_run, directory, mode, warnings)
-    try:
-        wandb_run.fill(run)
-    except BaseException:
-        run.finish(exit_code=1)
-        raise
-    run.finish(exit_code=wandb_run.exit_code)
-    return mode
-
-
 def begin(
     wandb_run: WandbRun, directory: Path, mode: str, warnings: list[str], **settings: Any
 ) -> tuple[Any, str]:
@@ -181,12 +173,8 @@ def begin(
             project=os.environ.get("WANDB_PROJECT") or "fcdp",
             id=wandb_run.id,
             resume="allow",
-            name=wandb_run.name,
-            group=wandb_run.group,
-            job_type=wandb_run.job_type,
-            tags=wandb_run.tags,
-            config=wandb_run.config,
             settings=wandb.Settings(**known),
+            **wandb_run.about,
         )
 
     if mode == "online":
@@ -216,13 +204,10 @@ _CHARTS = {
 @dataclass(frozen=True)
 class WandbRun:
     id: str
-    name: str
-    group: str
-    job_type: str
-    config: dict[str, Any]
-    tags: list[str] = field(default_factory=list)
+    #: Its name, group, job type, configuration and tags, as W&B takes them.
+    about: dict[str, Any]
+    #: Writes W&B's run, and ends it.
     fill: Callable[[Any], None] = lambda run: None
-    exit_code: int = 0
 
     def folders(self, directory: Path) -> list[Path]:
         """Where W&B has written it, whole or not."""
@@ -237,11 +222,14 @@ def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun
     """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
-        id=run_id or _digest(cell.id, started_at),
-        name=cell.id,
-        group=cell.matrix,
-        job_type=cell.variant,
-        config=_config(cell),
+        run_id or _digest(cell.id, started_at),
+        {
+            "name": cell.id,
+            "group": cell.matrix,
+            "job_type": cell.variant,
+            "config": _config(cell),
+            "tags": [],
+        },
     )
 
 
@@ -253,22 +241,17 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
             for step, point in enumerate(_history(record.measurement), start=1):
                 # With its number, a point that a resumed run has already is not added again.
                 run.log(point, step=step)
-        end(run, record)
+        finish(run, record)
 
-    return replace(
-        cell_run(record.cell, record.started_at, run_id), fill=fill, exit_code=exit_code(record)
-    )
+    return replace(cell_run(record.cell, record.started_at, run_id), fill=fill)
 
 
-def exit_code(record: Record | None) -> int:
-    """How W&B is told that a cell has ended, without a record if the run was ended in it."""
-    return 0 if record is not None and record.state == "ok" else 1
-
-
-def end(run: Any, record: Record) -> None:
-    """Give the cell's W&B run what only its record knows."""
-    run.tags = _tags(record)
-    run.summary.update(_summary(record))
+def finish(run: Any, record: Record | None) -> None:
+    """End the cell's W&B run with what only its record knows; as failed, if there is none."""
+    if record is not None:
+        run.tags = _tags(record)
+        run.summary.update(_summary(record))
+    run.finish(exit_code=0 if record is not None and record.state == "ok" else 1)
 
 
 def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
@@ -278,7 +261,15 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
     def fill(run: Any) -> None:
         import wandb
 
-        _show(run, records, report)
+        # What is looked at in the browser: the cells as a table, two charts of it, the figures.
+        rows = [_row(record) for record in records]
+        table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+        shown: dict[str, Any] = {"cells": table}
+        for name, title in _CHARTS.items():
+            shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
+        for figure in sorted(report.rglob("*.png")):
+            shown[f"figures/{figure.stem}"] = wandb.Image(str(figure))
+        run.log(shown)
         # A suite's matrix has a slash in its name, which an artifact's may not.
         artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
         with _staging(directory / "wandb" / "data"):
@@ -286,30 +277,17 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
             for file in sorted(path for path in report.rglob("*") if path.is_file()):
                 artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
             run.log_artifact(artifact)
+        run.finish(exit_code=0)
 
-    return WandbRun(
-        id=_digest("report", *sorted(cell_run(of.cell, of.started_at).id for of in records)),
-        name=f"{matrix}-report",
-        group=matrix,
-        job_type="report",
-        tags=sorted({record.evidence for record in records}),
-        config={"matrix": matrix},
-        fill=fill,
-    )
-
-
-def _show(run: Any, records: Sequence[Record], report: Path) -> None:
-    """Log what is looked at in the browser: the cells as a table, two charts of it, the figures."""
-    import wandb
-
-    rows = [_row(record) for record in records]
-    table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-    shown: dict[str, Any] = {"cells": table}
-    for name, title in _CHARTS.items():
-        shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
-    for figure in sorted(report.rglob("*.png")):
-        shown[f"figures/{figure.stem}"] = wandb.Image(str(figure))
-    run.log(shown)
+    about = {
+        "name": f"{matrix}-report",
+        "group": matrix,
+        "job_type": "report",
+        "config": {"matrix": matrix},
+        "tags": sorted({record.evidence for record in records}),
+    }
+    cells = sorted(cell_run(of.cell, of.started_at).id for of in records)
+    return WandbRun(_digest("report", *cells), about, fill)
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -356,28 +334,26 @@ def _digest(*parts: str) -> str:
 
 
 def _tags(record: Record) -> list[str]:
-    cluster = record.cell.cluster
+    cell, cluster = record.cell, record.cell.cluster
     shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
-    cell = record.cell
-    link = format_link(cell.inter_bandwidth_bits_per_s)
-    tags = [cell.variant, cell.model.name, cell.tuning, link, record.evidence, cluster.kind, shape]
-    tags.append(str(record.hardware.get("cpu", "")))
+    link, cpu = format_link(cell.inter_bandwidth_bits_per_s), str(record.hardware.get("cpu", ""))
+    what = (cell.variant, cell.model.name, cell.tuning, link)
+    tags = (*what, record.evidence, cluster.kind, shape, cpu)
     return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
 
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
     """One point per step, whose number is W&B's; warm-up steps, the first, have no time."""
     points = [{"loss": loss} for loss in measurement.losses]
-    timed = reversed(measurement.step_seconds)
-    for point, seconds in zip(reversed(points), timed, strict=False):
+    for point, seconds in zip(points[::-1], measurement.step_seconds[::-1], strict=False):
         point["step_seconds"] = seconds
     return points
 
 
 def _summary(record: Record) -> dict[str, Any]:
     names = ("state", "evidence", "error", "seconds", "commit")
-    figures = {name: getattr(record, name) for name in names}
-    figures |= {name: getattr(record, name) for name in ("tokens_per_s", "step_seconds_median")}
+    derived = ("tokens_per_s", "step_seconds_median")
+    figures = {name: getattr(record, name) for name in (*names, *derived)}
     for part in ("versions", "hardware", "network"):
         figures |= {f"{part}/{name}": value for name, value in getattr(record, part).items()}
     if record.measurement is not None:
@@ -401,89 +377,62 @@ class Live:
     def __init__(
         self, directory: Path, link: Callable[[str], None], sweep_run: str | None = None
     ) -> None:
-        self.directory = directory
+        self._directory = directory
         self._link = link
         self._sweep_run = sweep_run
         self._mode, _ = asked_mode()
-        self._follower: _Follower | None = None
+        #: Follows the cell that runs until it has ``_ended``, with a ``_record`` by then.
+        self._follower: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._record: Record | None = None
 
     def __enter__(self) -> Live:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(None)
+        self.cell_finished(None)
         settle()
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wandb_run = cell_run(cell, started_at, self._sweep_run)
-        self._follower = _Follower(self, wandb_run, directory / PROGRESS)
+        wanted = cell_run(cell, started_at, self._sweep_run), directory
+        self._ended.clear()
+        self._follower = threading.Thread(
+            target=self._follow, args=wanted, name="wandb", daemon=True
+        )
         self._follower.start()
 
-    def cell_finished(self, record: Record) -> None:
-        """End the cell's W&B run, which takes the rest of the record."""
-        self._end(record)
-
-    def _end(self, record: Record | None) -> None:
+    def cell_finished(self, record: Record | None) -> None:
+        """Have what is left logged, and the W&B run end: as failed, if there is no record."""
         follower, self._follower = self._follower, None
         if follower is not None:
-            follower.end(record)
+            self._record = record
+            self._ended.set()
+            follower.join()
 
-    def begin(self, wandb_run: WandbRun) -> Any:
-        """Begin a W&B run, and all after it offline if W&B is not reached."""
-        run, self._mode = begin(wandb_run, self.directory, self._mode, [], **_LIVE_SETTINGS)
-        if self._mode == "online":
-            self._link(run.url)
-        return run
-
-
-class _Follower(threading.Thread):
-    """Logs one cell's steps until it has ended.
-
-    The runner's thread sets ``_record`` before ``_ended``; all else is this thread's own.
-    """
-
-    def __init__(self, live: Live, wandb_run: WandbRun, progress: Path) -> None:
-        super().__init__(name="wandb", daemon=True)
-        self._live = live
-        self._wandb_run = wandb_run
-        self._progress = progress
-        self._record: Record | None = None
-        self._ended = threading.Event()
-
-    def end(self, record: Record | None) -> None:
-        """Have it log what is left, and end the W&B run: as failed, if there is no record."""
-        self._record = record
-        self._ended.set()
-        self.join()
-
-    def run(self) -> None:
-        """Log the steps, then what the record says."""
+    def _follow(self, wandb_run: WandbRun, directory: Path) -> None:
+        """Log the cell's steps, then what its record says; all runs offline once W&B is lost."""
         try:
-            run = self._live.begin(self._wandb_run)
-            for step in self._steps():
+            run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
+            if self._mode == "online":
+                self._link(run.url)
+            for step in self._steps(directory):
                 point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
                 run.log(point, step=step.step, commit=True)
-            if self._record is not None:
-                end(run, self._record)
-            run.finish(exit_code=exit_code(self._record))
+            finish(run, self._record)
         except Exception:
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
-            mark_whole(self._wandb_run, self._live.directory)  # nothing is left to ``export``
+            mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self, directory: Path) -> Iterator[Step]:
         """The steps as their lines are there, until the cell has ended."""
-        offset, ended = 0, False
+        seen, ended = 0, False
         while not ended:
             ended = self._ended.wait(_INTERVAL_S)
-            if not self._progress.exists():
-                continue
-            with self._progress.open("rb") as file:
-                file.seek(offset)
-                *lines, rest = file.read().split(b"\n")
-                offset = file.tell() - len(rest)
-            yield from (Step(**json.loads(line)) for line in lines)
+            new = steps(directory, seen)
+            seen += len(new)
+            yield from new

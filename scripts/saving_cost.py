@@ -24,7 +24,7 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.matrix import reader
 from experiments.records import provenance
 from experiments.records.cell import Cell
-from experiments.runner.runner import select
+from experiments.runner import runner
 from experiments.worker.worker import _Training
 from fcdp import Topology
 from scripts import tables
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "saving" / "record.json"
 #: Cell of matrix ``reference``: all parameters trained, on a link that is not limited.
 CELL = "fcdp-full-gpt2-4x256-unshaped-k1"
+ENTRY = "scripts.saving_cost:train"
 #: Steps of a half, in which a save always ends; and from one save to the next where it counts.
 STEPS, EACH, ROUNDS = 25, 100, 32
 
@@ -64,19 +65,11 @@ def train(cell_file: str, output: str, rounds: str) -> None:
 
 def measured(rounds: int) -> dict[str, Any]:
     """The record of so many rounds on an emulated cluster."""
-    (entry,) = select(reader.read("reference").cells, CELL)
-    cell = entry.cell
+    (entry,) = runner.select(reader.read("reference").cells, CELL)
+    cell = entry.cell.model_copy(update={"timeout_s": 7200})
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(cell.cluster) as cluster:
-        file = Path(folder, "cell.json")
-        file.write_text(cell.model_dump_json(), encoding="utf-8")
-        cluster.shape(None)
-        outcome = cluster.run(
-            "scripts.saving_cost:train",
-            [str(file), folder, str(rounds)],
-            logs=Path(folder, "logs"),
-            environment={},
-            timeout_s=7200,
-        )
+        runner.write(cell, Path(folder))
+        outcome, _ = runner.launch(cluster, cell, Path(folder), ENTRY, str(rounds))
         assert outcome.state == "ok", outcome.error
         taken = json.loads(Path(folder, "taken.json").read_text(encoding="utf-8"))
     return {

@@ -29,11 +29,13 @@ from experiments.matrix import reader
 from experiments.records import provenance
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.workload import ConfiguredModel
+from experiments.runner import runner
 from experiments.worker.worker import _Training
 from fcdp import Topology
 
 MATRIX = Path(__file__).resolve().parent / "matrix.yaml"
 RECORD = Path(__file__).resolve().parents[2] / "results" / "difference-bits" / "record.json"
+ENTRY = "examples.differences.bits:train"
 #: Steps before, as Adam's first move each weight by the whole rate, and steps that are measured.
 WARM_UP, STEPS = 40, 15
 
@@ -93,7 +95,6 @@ def measured() -> dict[str, Any]:
     spec = cells[0].cluster
     assert isinstance(spec, ClusterSpec), "the matrix's nodes are emulated"
     with tempfile.TemporaryDirectory() as wide, EmulatedCluster(spec) as cluster:
-        cluster.shape(None)
         pretrain(width=512).save_pretrained(wide)
         configuration = json.loads(Path(wide, "config.json").read_text(encoding="utf-8"))
         model = ConfiguredModel(
@@ -101,15 +102,9 @@ def measured() -> dict[str, Any]:
         )
         for cell in (*cells, *(cell.model_copy(update={"model": model}) for cell in cells)):
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder, "cell.json")
-                file.write_text(cell.model_dump_json(), encoding="utf-8")
-                outcome = cluster.run(
-                    "examples.differences.bits:train",
-                    [str(file), folder],
-                    logs=Path(folder, "logs"),
-                    environment={},
-                    timeout_s=900,
-                )
+                timed = cell.model_copy(update={"timeout_s": 900})
+                runner.write(timed, Path(folder))
+                outcome, _ = runner.launch(cluster, timed, Path(folder), ENTRY)
                 assert outcome.state == "ok", outcome.error
                 found = json.loads(Path(folder, "bits.json").read_text(encoding="utf-8"))
             bits = {name: quantiles(values) for name, values in found.pop("bits").items()}

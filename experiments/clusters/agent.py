@@ -21,29 +21,43 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from pyroute2 import netns
 from torch._C._distributed_c10d import TCPStore
 
 from experiments.clusters import lifetimes, preload
-from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.launch import SECRET, Launch, Machine, Node, function
+from experiments.clusters.causes import Board, Exit, NodeResult
+from experiments.clusters.interface import Launch
+from experiments.clusters.launch import Machine, Node
 
 #: Seconds between two looks at the ranks, and for those of a node to end by themselves after the
 #: first failure.
 _LOOK_S, _GRACE_S = 0.05, 1.0
 
 
-def serve(node: Node, launch: Launch, parent: Connection) -> None:
+def serve(node: Node, launch: Launch, board: Board, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
     me = frozenset({os.getpid()})
     _begin(launch.logs / f"node{node.node}.log", lambda: node.end_processes(me))
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
             _settle(node)
-            store = _store(node)
-            parent.send(_launched(node, launch))
+            store: TCPStore | None = None
+            if node.node == 0:
+                # Where all ranks meet, at this address only. Rank 0's own would be open on every
+                # interface of the node, and it asks nobody who they are.
+                listener = socket.create_server((node.master_address, node.port))
+                store = TCPStore(
+                    node.master_address,
+                    node.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    master_listen_fd=listener.detach(),
+                )
+            parent.send(_launched(node, launch, board))
             # Other nodes may still use the store: until the parent, who closes its end, has heard
             # from all of them.
             parent.poll(None)
@@ -59,7 +73,7 @@ def serve_beside(machine: Machine, entry: str, log: Path, parent: Connection) ->
     error = None
     try:
         _settle(machine)
-        function(entry)()
+        resolve_name(entry)()
     except BaseException:
         error = f"{log.stem}: {traceback.format_exc()}"
         traceback.print_exc()
@@ -79,20 +93,14 @@ def _settle(machine: Machine) -> None:
     """Have this process on its machine, with its environment and modules."""
     os.environ.clear()
     os.environ.update(machine.environment)
-    if machine.secret is not None:
-        os.environ[SECRET] = machine.secret
-    _put_temporary_files_in(machine.scratch)
+    # Temporary files of the machine's processes meet no others, and end with the launch.
+    os.mkdir(machine.scratch)
+    os.environ["TMPDIR"] = machine.scratch
+    tempfile.tempdir = None  # A module imported before may have asked for the directory already.
     if machine.namespace is not None:
         netns.setns(machine.namespace, flags=0)
     _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
     preload.import_modules(list(machine.preload))
-
-
-def _put_temporary_files_in(directory: str) -> None:
-    """Have temporary files of this node and its ranks meet no other's and end with the launch."""
-    os.mkdir(directory)
-    os.environ["TMPDIR"] = directory
-    tempfile.tempdir = None  # A module imported before may have asked for the directory already.
 
 
 def _search_first(folders: Sequence[str]) -> None:
@@ -107,7 +115,7 @@ def _search_first(folders: Sequence[str]) -> None:
     sys.path[:0] = new
 
 
-def _launched(node: Node, launch: Launch) -> NodeResult:
+def _launched(node: Node, launch: Launch, board: Board) -> NodeResult:
     """Fork the ranks of the node and wait for them; return how they ended.
 
     Ranks of a failed node have a moment to end by themselves: the one that was the cause may not
@@ -118,7 +126,7 @@ def _launched(node: Node, launch: Launch) -> NodeResult:
     running: dict[int, ForkProcess] = {}
     for local in range(node.ranks_per_node):
         rank = node.node * node.ranks_per_node + local
-        arguments = launch, _variables(node, local, rank), returned, os.getpid()
+        arguments = launch, board, _variables(node, local, rank), returned, os.getpid()
         running[rank] = context.Process(target=_run, args=arguments)
         running[rank].start()
     exits: dict[int, Exit] = {}
@@ -130,7 +138,7 @@ def _launched(node: Node, launch: Launch) -> NodeResult:
             if (code := process.exitcode) is None:
                 continue
             del running[rank]
-            if code or rank in launch.board.silent():
+            if code or rank in board.silent():
                 exits[rank] = Exit(code, time.monotonic_ns())
                 ends = min(ends, time.monotonic() + _GRACE_S)
     for process in running.values():
@@ -162,25 +170,9 @@ def _variables(node: Node, local: int, rank: int) -> dict[str, str]:
     }
 
 
-def _store(node: Node) -> TCPStore | None:
-    """Where all ranks meet, at node 0's address only.
-
-    Rank 0's own would be open on every interface of the node, and it asks nobody who they are.
-    """
-    if node.node:
-        return None
-    listener = socket.create_server((node.master_address, node.port))
-    return TCPStore(
-        node.master_address,
-        node.port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _run(launch: Launch, variables: Mapping[str, str], returned: Barrier, agent: int) -> None:
+def _run(
+    launch: Launch, board: Board, variables: Mapping[str, str], returned: Barrier, agent: int
+) -> None:
     """Call the launch's function with what torchrun sets for this rank.
 
     Its process stays until all ranks of the node have ``returned``; ``agent`` is the pid of the one
@@ -190,14 +182,14 @@ def _run(launch: Launch, variables: Mapping[str, str], returned: Barrier, agent:
     os.environ.update(variables)
     rank = int(os.environ["RANK"])
     _write_to(launch.logs / f"rank{rank}.log")
-    with launch.board.alive(rank):
+    with board.alive(rank):
         try:
             # OpenMP has read the variable where torch was imported, in another process.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            function(launch.entry)(*launch.arguments)
+            resolve_name(launch.entry)(*launch.arguments)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                launch.board.report(rank, error)
+                board.report(rank, error)
                 traceback.print_exc()
                 sys.stdout.flush()
                 sys.stderr.flush()

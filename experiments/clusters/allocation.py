@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.clusters import node
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 
 #: Program that a launcher starts on a node.
-_PROGRAM = (sys.executable, "-m", "experiments.clusters.node")
+_PROGRAM = (sys.executable, "-m", node.__name__)
 _SCONTROL_S = 60
 
 
@@ -106,8 +107,12 @@ class Allocation:
 
         Raises ``ClusterError`` naming the variable that is missing or not allowed.
         """
-        head = environment.get("FCDP_HEAD") or None
-        return cls(_launcher(environment), _ranks(environment), head)
+        launcher = _launcher(environment)
+        text = environment.get("FCDP_RANKS_PER_NODE") or f"{visible_gpus(environment) or ''}"
+        if not text.isdecimal() or int(text) < 1:
+            said = f" = {text!r}" if text else " is not set and this machine shows no GPU"
+            raise ClusterError(f"FCDP_RANKS_PER_NODE{said}: allowed are whole numbers from 1")
+        return cls(launcher, int(text), environment.get("FCDP_HEAD") or None)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -165,18 +170,6 @@ def _scontrol(*arguments: str) -> str:
         said = getattr(error, "stderr", "") or str(error)
         raise ClusterError(f"scontrol {' '.join(arguments)}: {said.strip()}") from error
     return done.stdout
-
-
-def _ranks(environment: Mapping[str, str]) -> int:
-    text = environment.get("FCDP_RANKS_PER_NODE") or f"{visible_gpus(environment) or ''}"
-    if not text:
-        raise ClusterError(
-            "FCDP_RANKS_PER_NODE is not set and this machine shows no GPU: allowed are whole "
-            "numbers from 1"
-        )
-    if not text.isdecimal() or int(text) < 1:
-        raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
-    return int(text)
 
 
 def port(environment: Mapping[str, str], otherwise: int) -> int:

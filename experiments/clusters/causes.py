@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -77,15 +77,13 @@ class Report:
 
 
 class Board:
-    """A directory with a file per rank; the parent creates it, the ranks write, all may read."""
+    """A directory with a file per rank; the parent creates them, the ranks write, all may read."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         self._directory = directory
         #: Global ranks that share the directory.
         self.ranks = ranks
-
-    def create(self) -> None:
-        for rank in self.ranks:
+        for rank in ranks:
             self._life(rank).touch()
 
     @contextmanager
@@ -123,18 +121,17 @@ class Board:
         A rank must leave itself out (``besides``): a process that closes any handle of a file
         loses its lock on it.
         """
-        ranks = (rank for rank in self.ranks if rank != besides)
-        return {rank for rank in ranks if self._is_silent(rank)}
-
-    def _is_silent(self, rank: int) -> bool:
-        with self._life(rank).open() as file:
-            try:
+        found = set()
+        for rank in self.ranks:
+            if rank == besides:
+                continue
+            with self._life(rank).open() as file, suppress(OSError):
                 # Shared: two readers at once do not take each other for the living rank.
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            text = file.read()
-        return text != "" and not text.endswith(_DONE) and not self._report(rank).exists()
+                text = file.read()
+                if text and not text.endswith(_DONE) and not self._report(rank).exists():
+                    found.add(rank)
+        return found
 
     def _life(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.life"
@@ -145,17 +142,15 @@ class Board:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one it was raised from, certainly means that memory ran out."""
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    # On the host torch raises a plain RuntimeError.
-    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+        # On the host torch raises a plain RuntimeError.
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error))
+        or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
+    )
 
 
 def outcome(
@@ -178,7 +173,11 @@ def outcome(
     # A lost connection is an effect if anything else happened at all.
     moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in said.items()}
     for rank in silent:
-        moments[rank] = (False, _end_of_silent(rank, reports, exits.get(rank)))
+        # Before every report that knows of it.
+        known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
+        if rank in exits:
+            known.append(exits[rank].moment_ns)
+        moments[rank] = (False, min(known))
     first = min(moments, key=lambda rank: moments[rank])
     if first in said:
         return Outcome(said[first].state, first, said[first].error)
@@ -189,14 +188,6 @@ def outcome(
     if exits[first].code == -signal.SIGKILL and out_of_memory_kills > 0:
         return Outcome("oom", first, "killed by signal SIGKILL: the kernel ran out of memory")
     return Outcome("failed", first, describe_exit(exits[first].code))
-
-
-def _end_of_silent(rank: int, reports: Sequence[Report], exit_: Exit | None) -> int:
-    """A moment, in ns, before every report that knows of the end of a rank without a report."""
-    known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
-    if exit_ is not None:
-        known.append(exit_.moment_ns)
-    return min(known)
 
 
 def describe_exit(code: int) -> str:

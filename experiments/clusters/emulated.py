@@ -6,8 +6,9 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,11 +18,10 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
-from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
-from experiments.clusters.interface import ClusterError, Outcome, check_port
-from experiments.clusters.launch import AGENT, Launch, Machine, Node, Started, split, start_agent
+from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
+from experiments.clusters.launch import AGENT, Machine, Node, Started
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -44,7 +44,7 @@ _FRAME = MTU + 14
 _LOOPBACK_INDEX = 1
 
 
-class EmulatedCluster:
+class EmulatedCluster(Cluster):
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
 
     With several ``spec.groups`` links between groups are limited apart from those inside.
@@ -61,78 +61,79 @@ class EmulatedCluster:
     can = ABILITIES["emulated"]
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
-        self.nodes = spec.nodes
+        super().__init__(spec)
         self._groups = spec.groups
-        self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
         self._preload = (AGENT, *preload)
-        self._network: Network | None = None
-        self._context: ForkServerContext | None = None
 
     def __enter__(self) -> EmulatedCluster:
         privileges.require()
         namespaces.remove_stale()
-        self._context = preload.start(self._preload)
+        self._context: ForkServerContext = preload.start(self._preload)
         self._network = Network(self.nodes, self._groups).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._network is not None:
-            self._network.__exit__()
-            self._network = None
+        self._network.__exit__()
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress for the next runs; see ``Network.shape``."""
-        return self._built()[0].shape(bits_per_s, to_groups)
+        return self._network.shape(bits_per_s, to_groups)
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
-        The ranks see what passes of this process's environment, ``environment``, what torchrun
+        The ranks see what passes of this process's environment, the launch's, what torchrun
         sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
         ``links.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
-        there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
-        node. A launch that does not end within ``timeout_s`` seconds is ended.
+        there are several. Logs are one ``rank<r>.log`` per rank and one ``node<n>.log`` per node.
 
-        Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
-        not of the form "package.module:function". Whatever is raised, no process is left.
+        Raises ``ClusterError`` if the port is taken. Whatever is raised, no process is left.
 
         A process of ``extra`` is on a machine of its own, whose link is limited like a node's; its
         log has its name. It and the ranks find the address of each in ``FCDP_<NAME>``, and a
         secret of this launch in ``FCDP_RUN_SECRET``.
         """
-        network, context = self._built()
-        split(entry)
+        network, context = self._network, self._context
         namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
-        logs = logs.absolute()
+        logs, extra = launch.logs.absolute(), launch.extra
         logs.mkdir(parents=True, exist_ok=True)
+        launch = replace(launch, logs=logs)
         with ExitStack() as stack:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
-            board.create()
-            launch = Launch(entry, tuple(arguments), logs, board)
             if extra:
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
-            variables = self._variables(network, environment)
-            common: dict[str, Any] = {
-                "secret": secrets.token_hex() if extra else None,
-                "preload": self._preload,
+            variables = {
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                **passed_on(os.environ, named(os.environ)),
+                "FCDP_INTERFACE": INTERFACE,
+                **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "TP_SOCKET_IFNAME": INTERFACE,
+                "NCCL_SOCKET_IFNAME": INTERFACE,
+                # Not InfiniBand's: no namespace limits that.
+                "NCCL_NET": "Socket",
+                **launch.environment,
+                "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+                # Where processes beside the ranks are, and a secret that all share.
+                **{
+                    f"FCDP_{name.upper()}": f"{address}:{self._port}"
+                    for name, (_, address) in network.beside.items()
+                },
+                **({"FCDP_RUN_SECRET": secrets.token_hex()} if extra else {}),
             }
             beside = []
             for each in extra:
-                place, scratch = network.beside[each.name][0], str(folder / each.name)
-                machine = Machine(environment=variables, namespace=place, scratch=scratch, **common)
+                machine = Machine(
+                    namespace=network.beside[each.name][0],
+                    environment=variables,
+                    preload=self._preload,
+                    scratch=str(folder / each.name),
+                )
                 log = logs / f"{each.name}.log"
                 beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
@@ -148,38 +149,12 @@ class EmulatedCluster:
                     port=self._port,
                     # Nodes are hosts to NCCL, which else takes shared memory for their link.
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
-                    **common,
+                    preload=self._preload,
                 )
-                agents.append(start_agent(context, node, launch))
+                name = f"the agent of node {number}"
+                agents.append(Started(context, name, "serve", node, launch, board))
                 stack.callback(agents[-1].end)
-            return _watch(agents, beside, board, timeout_s)
-
-    def _built(self) -> tuple[Network, ForkServerContext]:
-        if self._network is None or self._context is None:
-            raise ClusterError("the cluster is not built: use it inside its `with` block")
-        return self._network, self._context
-
-    def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a launch's processes, but for what torchrun adds."""
-        return {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **passed_on(os.environ, named(os.environ)),
-            "FCDP_INTERFACE": INTERFACE,
-            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TP_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            # Not InfiniBand's: no namespace limits that.
-            "NCCL_NET": "Socket",
-            **environment,
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            # Where processes beside the ranks are.
-            **{
-                f"FCDP_{name.upper()}": f"{address}:{self._port}"
-                for name, (_, address) in network.beside.items()
-            },
-        }
+            return _watch(agents, beside, board, launch.timeout_s)
 
 
 def _watch(
@@ -224,8 +199,6 @@ class Network:
     """
 
     def __init__(self, nodes: int, groups: int = 1) -> None:
-        if nodes < 1:
-            raise ValueError(f"nodes = {nodes}: allowed are whole numbers from 1")
         assert nodes % groups == 0, "groups have as many nodes each"
         prefix = lifetimes.new_prefix()
         self._switch = f"{prefix}-switch"
@@ -244,33 +217,29 @@ class Network:
 
     def __enter__(self) -> Network:
         try:
-            self._build()
-        except (OSError, NetlinkError) as error:
-            self._remove()
+            namespaces.create(self._switch)
+            with IPRoute(netns=self._switch) as switch:
+                for interface in self.interfaces:
+                    # Without the delay a new port would drop the first seconds of traffic.
+                    bridge = {"kind": "bridge", "br_forward_delay": 0, "state": "up"}
+                    switch.link("add", ifname=interface, **bridge)
+            for node, name in enumerate(self.nodes):
+                self._join(name, self.addresses[node], f"{node}")
+        except BaseException as error:
+            self.__exit__()
+            if not isinstance(error, (OSError, NetlinkError)):
+                raise
             raise ClusterError(
                 f"cannot build the emulated network: {error}; it needs the kernel's network "
                 "namespaces, veth and bridge"
             ) from error
-        except BaseException:
-            self._remove()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def _build(self) -> None:
-        for name in (self._switch, *self.nodes):
-            namespaces.create(name)
-        with IPRoute(netns=self._switch) as route:
-            for interface in self.interfaces:
-                # Without the delay a new port would drop the first seconds of traffic.
-                bridge = {"kind": "bridge", "br_forward_delay": 0, "state": "up"}
-                route.link("add", ifname=interface, **bridge)
-                for node, name in enumerate(self.nodes):
-                    self._plug(route, interface, f"{interface}-{node}", name)
-        for name, address in zip(self.nodes, self.addresses, strict=True):
-            self._settle(name, address)
+        # A veth pair ends with either of its ends, so nothing but the names has to go.
+        beside = (namespace for namespace, _ in self.beside.values())
+        for name in (*beside, *self.nodes, self._switch):
+            namespaces.remove(name)
 
     def add(self, name: str, *, in_network: bool) -> None:
         """Join a machine more, beside the nodes; ``in_network``: a part of the network itself.
@@ -284,10 +253,7 @@ class Network:
         if in_network:
             self._inside.add(name)
         try:
-            namespaces.create(namespace)
-            with IPRoute(netns=self._switch) as route:
-                self._plug(route, INTERFACE, f"{INTERFACE}-{name}", namespace)
-            self._settle(namespace, address)
+            self._join(namespace, address, name)
         except (OSError, NetlinkError) as error:
             raise ClusterError(f"cannot join {name} to the network: {error}") from error
 
@@ -300,30 +266,30 @@ class Network:
         for node in range(len(self.nodes)):
             _shape_link(self._switch, f"{INTERFACE}-{node}", None)
 
-    def _settle(self, namespace: str, address: str) -> None:
+    def _join(self, namespace: str, own: str, port: str) -> None:
+        """Make a machine of this address, and join it to a port of each bridge."""
+        namespaces.create(namespace)
+        with IPRoute(netns=self._switch) as switch:
+            for interface in self.interfaces:
+                name = f"{interface}-{port}"
+                peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
+                switch.link("add", ifname=name, kind="veth", mtu=MTU, peer=peer)
+                bridge = _index(switch, interface)
+                switch.link("set", index=_index(switch, name), master=bridge, state="up")
         namespaces.call_in(namespace, self._settle_protocols)
         with IPRoute(netns=namespace) as route:
-            self._connect(route, address)
-
-    def _plug(self, route: IPRoute, interface: str, port: str, namespace: str) -> None:
-        """Give a machine this interface, which leads to a port of the bridge of the same name."""
-        peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
-        route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
-        route.link("set", index=_index(route, port), master=_index(route, interface), state="up")
-
-    def _connect(self, route: IPRoute, own: str) -> None:
-        index = _index(route, INTERFACE)
-        # By the address: others go on to know it where a machine takes the place of an earlier one.
-        hardware = ipaddress.ip_address(own).packed.hex(":")
-        route.link("set", index=index, address=f"02:00:{hardware}")
-        route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
-        for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
-            route.link("set", index=each, state="up")
-        if self.groups > 1:
-            there, size = _index(route, TO_GROUPS), len(self.nodes) // self.groups
-            node = self.addresses.index(own)
+            index = _index(route, INTERFACE)
+            # By the address: others go on to know it where a machine takes an earlier one's place.
+            hardware = ipaddress.ip_address(own).packed.hex(":")
+            route.link("set", index=index, address=f"02:00:{hardware}")
+            route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
+            for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
+                route.link("set", index=each, state="up")
+            size = len(self.nodes) // self.groups
+            group = self.nodes.index(namespace) // size if self.groups > 1 else 0
             for other, address in enumerate(self.addresses):
-                if other // size != node // size:
+                if other // size != group:
+                    there = _index(route, TO_GROUPS)
                     route.route("add", dst=f"{address}/32", oif=there, scope="link", prefsrc=own)
 
     def _settle_protocols(self) -> None:
@@ -334,15 +300,10 @@ class Network:
         an exchange of both directions; Reno never meets a loss here, and every namespace may
         choose it.
         """
-        for interface in self.interfaces:
-            _write_setting(f"ipv6/conf/{interface}/disable_ipv6", "1")
-        _write_setting("ipv4/tcp_congestion_control", "reno")
-
-    def _remove(self) -> None:
-        # A veth pair ends with either of its ends, so nothing but the names has to go.
-        beside = (namespace for namespace, _ in self.beside.values())
-        for name in (*beside, *self.nodes, self._switch):
-            namespaces.remove(name)
+        settings = {f"ipv6/conf/{name}/disable_ipv6": "1" for name in self.interfaces}
+        for name, value in {**settings, "ipv4/tcp_congestion_control": "reno"}.items():
+            with suppress(OSError):
+                Path("/proc/sys/net", name).write_text(f"{value}\n")
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
@@ -366,7 +327,13 @@ class Network:
                 [_shape_link(name, interface, rate) for name in self.nodes]
                 for interface, rate in zip(self.interfaces, rates.values(), strict=False)
             ]
-            others_too = self._shape_beside(bits_per_s)
+            outside = [name for name in self.beside if name not in self._inside]
+            for name in outside:
+                _shape_link(self.beside[name][0], INTERFACE, bits_per_s)
+            # Where a machine is a part of the network, what the others receive is limited alike:
+            # its own link stands for as many as there are others.
+            for port in (*range(len(self.nodes)), *outside) if self._inside else ():
+                _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
         except NetlinkError as error:
             raise ClusterError(
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
@@ -376,35 +343,38 @@ class Network:
         congestion_control = namespaces.call_in(self.nodes[0], setting.read_text).strip()
         inside, *between = (of_nodes[0] for of_nodes in found)
         others = {"to_groups": between[0]} if between else {}
-        return {**inside, "congestion_control": congestion_control, **others, **others_too}
-
-    def _shape_beside(self, bits_per_s: int | None) -> dict[str, Any]:
-        """Limit the links of machines beside the nodes.
-
-        Where one is a part of the network, what the others receive is limited alike: its own link
-        stands for as many as there are others.
-        """
-        outside = {name: where for name, where in self.beside.items() if name not in self._inside}
-        for namespace, _ in outside.values():
-            _shape_link(namespace, INTERFACE, bits_per_s)
-        if not self._inside:
-            return {}
-        for port in (*range(len(self.nodes)), *outside):
-            _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
-        return {"both_directions": True}
+        both = {"both_directions": True} if self._inside else {}
+        return {**inside, "congestion_control": congestion_control, **others, **both}
 
 
 def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:
     with IPRoute(netns=name) as route:
         index = _index(route, interface)
+
+        def buckets() -> list[Any]:
+            queues = route.get_qdiscs(index=index)
+            return [queue for queue in queues if queue.get_attr("TCA_KIND") == "tbf"]
+
         # A new bucket rather than a changed one: each cell starts with the same full burst.
-        if _bucket(route, index) is not None:
+        if buckets():
             route.tc("del", index=index, parent=TC_H_ROOT)
-        if bits_per_s is not None:
-            rate = bits_per_s // 8
-            burst = burst_bytes(bits_per_s)
-            route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=_limit(rate))
-        return {"mtu_bytes": MTU, **_describe(_bucket(route, index))}
+        if bits_per_s is None:
+            return {"mtu_bytes": MTU, "qdisc": None}
+        rate = bits_per_s // 8
+        # A fifth of a second of the link, and a full TCP window, may wait for tokens. So deep that
+        # nothing is dropped: links of a cluster hold senders back rather than lose packets.
+        limit = max(rate // 5, 4 * 1024 * 1024)
+        burst = burst_bytes(bits_per_s)
+        route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=limit)
+        found = buckets()[0].get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
+        return {
+            "mtu_bytes": MTU,
+            "qdisc": "tbf",
+            "rate_bits_per_s": 8 * found["rate"],
+            # The kernel keeps the burst as the time it takes, in ticks of 64 ns.
+            "burst_bytes": round(found["buffer"] * 64e-9 * found["rate"]),
+            "limit_bytes": found["limit"],
+        }
 
 
 def burst_bytes(bits_per_s: int) -> int:
@@ -417,42 +387,6 @@ def burst_bytes(bits_per_s: int) -> int:
     return max(4 * _FRAME, bits_per_s // 8 // 200)
 
 
-def _limit(rate: int) -> int:
-    """Bytes that may wait for tokens: a fifth of a second of the link, and a full TCP window.
-
-    Deep enough that nothing is dropped: links between nodes of a cluster hold senders back
-    rather than lose packets.
-    """
-    return max(rate // 5, 4 * 1024 * 1024)
-
-
 def _index(route: IPRoute, interface: str) -> int:
     (index,) = route.link_lookup(ifname=interface)
     return int(index)
-
-
-def _bucket(route: IPRoute, index: int) -> Any | None:
-    """The parameters of an interface's token bucket; ``None`` if it has none."""
-    for qdisc in route.get_qdiscs(index=index):
-        if qdisc.get_attr("TCA_KIND") == "tbf":
-            return qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
-    return None
-
-
-def _describe(bucket: Any | None) -> dict[str, Any]:
-    if bucket is None:
-        return {"qdisc": None}
-    rate = bucket["rate"]
-    # The kernel keeps the burst as the time it takes, in ticks of 64 ns.
-    burst = round(bucket["buffer"] * 64e-9 * rate)
-    return {
-        "qdisc": "tbf",
-        "rate_bits_per_s": 8 * rate,
-        "burst_bytes": burst,
-        "limit_bytes": bucket["limit"],
-    }
-
-
-def _write_setting(name: str, value: str) -> None:
-    with suppress(OSError):
-        Path(f"/proc/sys/net/{name}").write_text(f"{value}\n")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from baselines.description import ExtraProcess
 from experiments.records.abilities import Abilities
+
+if TYPE_CHECKING:
+    from experiments.records.cell import AnyCluster  # which processes on nodes need not wait for
 
 
 class ClusterError(RuntimeError):
@@ -19,31 +23,47 @@ class ClusterError(RuntimeError):
 
 def check_port(address: str, port: int) -> None:
     """Raise ``ClusterError`` if the ranks cannot meet there, with a port where they can."""
-
-    def bind(port: int) -> int:
-        with socket.socket() as probe:
-            # A port whose last connections merely wait to expire is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        # A port whose last connections merely wait to expire is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
             probe.bind((address, port))
-            return int(probe.getsockname()[1])
-
-    try:
-        bind(port)
-    except OSError as error:
-        other = f"FCDP_PORT={bind(0)} is free" if error.errno == errno.EADDRINUSE else "FCDP_PORT"
-        raise ClusterError(
-            f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what listens "
-            f"there, or take another port: {other}"
-        ) from error
+        except OSError as error:
+            other = "FCDP_PORT"
+            if error.errno == errno.EADDRINUSE:
+                probe.bind((address, 0))
+                other += f"={probe.getsockname()[1]} is free"
+            raise ClusterError(
+                f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what "
+                f"listens there, or take another port: {other}"
+            ) from error
 
 
 class LostNodeError(ClusterError):
     """An error of a node that is gone, preempted or broken, and the cluster with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A function that every rank of a cluster calls once, in a process of its own."""
+
+    #: "package.module:function".
+    entry: str
+    arguments: tuple[str, ...] = ()
+    #: A folder: standard output and error of each rank go to a file in there.
+    logs: Path
+    #: Variables beside those that reach ranks anyway.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Seconds after which it is ended.
+    timeout_s: float
+    #: Processes beside the ranks, of clusters that can start some: each on a machine of its own,
+    #: ended with the ranks.
+    extra: tuple[ExtraProcess, ...] = ()
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one launch, a call of ``Cluster.run``, ended."""
+    """How the ranks of one launch ended."""
 
     state: Literal["ok", "oom", "failed", "timeout"]
     #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
@@ -51,43 +71,35 @@ class Outcome:
     error: str | None = None
 
 
-class Cluster(Protocol):
+class Cluster(ABC):
     """``nodes`` × ``ranks_per_node`` places for processes, with a limited link between nodes.
 
     A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
     """
 
     can: Abilities
-    nodes: int
-    ranks_per_node: int
 
-    def __enter__(self) -> Cluster: ...
+    def __init__(self, spec: AnyCluster) -> None:
+        self.nodes, self.ranks_per_node = spec.nodes, spec.ranks_per_node
 
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Cluster:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @abstractmethod
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to bits per second (``None``: no limit).
 
         Of nodes in several groups, to those of the own one; and ``to_groups`` to all others.
         Returns what was set, for the record.
         """
-        ...
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Run the function ``entry`` ("package.module:function") on every rank and wait.
+    @abstractmethod
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in one fresh process per rank, and wait.
 
-        ``function(*arguments)`` is called in one fresh process per rank, in the environment that
-        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the launch. Standard
-        output and error of rank r go to files below ``logs``. ``extra`` are processes beside the
-        ranks, of clusters that can start some: each on a machine of its own, ended with the ranks.
+        Ranks have the environment that torchrun sets; ``TMPDIR`` is a directory of their node that
+        ends with the launch.
         """
-        ...

@@ -1,4 +1,4 @@
-"""A launch of ranks: its processes, and what they are told of it and of their machine.
+"""Processes of a launch, and what they are told of their machine.
 
 The agent of a node (``agent``) is one of them, on every kind of cluster: an emulated node's is
 forked from the fork server, a rented one's is started afresh by ``node``.
@@ -6,34 +6,19 @@ forked from the fork server, a rented one's is started afresh by ``node``.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from pkgutil import resolve_name
 
 from experiments.clusters import lifetimes
-from experiments.clusters.causes import Board, NodeResult, describe_exit
+from experiments.clusters.causes import NodeResult, describe_exit
 
 #: Module that the fork server imports for every agent, beside those that the launch needs.
 AGENT = "experiments.clusters.agent"
 #: Seconds until an agent whose ranks were killed has ended.
 _AGENT_END_S = 2.0
-#: The variable that has the secret of a launch with processes beside its ranks.
-SECRET = "FCDP_RUN_SECRET"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A function that every rank of a cluster calls once, in a process of its own."""
-
-    #: "package.module:function".
-    entry: str
-    arguments: tuple[str, ...]
-    logs: Path
-    board: Board
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +26,13 @@ class Machine:
     """One machine, as a process on it needs to know it."""
 
     #: The network namespace that is the machine; ``None`` for one that is real.
-    namespace: str | None
-    #: The whole environment of its processes, but for what torchrun adds and the secret.
-    environment: dict[str, str]
-    #: A secret that all processes of the launch share, if it has processes beside its ranks.
-    secret: str | None = field(default=None, repr=False)
+    namespace: str | None = None
+    #: The whole environment of its processes, but for what torchrun adds.
+    environment: dict[str, str] = field(repr=False)
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()
     #: A directory, not there yet, for temporary files of its processes.
-    scratch: str
+    scratch: str = ""
 
     def end_processes(self, spare: frozenset[int] = frozenset()) -> None:
         """Kill what this process has started on the machine, but for ``spare``."""
@@ -71,20 +54,6 @@ class Node(Machine):
     #: Address of node 0, where the ranks meet.
     master_address: str
     port: int
-
-
-def split(entry: str) -> tuple[str, str]:
-    """Module and name of "package.module:function"; ``ValueError`` if it is not of that form."""
-    module, _, name = entry.partition(":")
-    if not module or not name.isidentifier():
-        raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
-    return module, name
-
-
-def function(entry: str) -> Callable[..., object]:
-    module, name = split(entry)
-    found: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return found
 
 
 class Started:
@@ -137,10 +106,6 @@ class Started:
         self._process.close()
 
 
-def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: Launch) -> Started:
-    return Started(context, f"the agent of node {node.node}", "serve", node, launch)
-
-
 def _serve(entry: str, *arguments: object) -> None:
     # By its name: the process that starts this one needs no torch, which it imports.
-    function(entry)(*arguments)
+    resolve_name(entry)(*arguments)

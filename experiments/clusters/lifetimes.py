@@ -27,14 +27,14 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+#: Seconds that the kernel has to end what is killed.
+_KILLING_S = 10.0
+
 _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
 _things = itertools.count()
 
 #: The directory for temporary files wherever ``TMPDIR`` does not name one.
-_USUAL = "/tmp"
-#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
-#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
-_LONGEST_FOR_SOCKETS = 27
+USUAL = "/tmp"
 
 
 def die_with(parent: int) -> None:
@@ -56,9 +56,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def end(alive: Callable[[], Collection[int]], within_s: float = 10.0) -> Collection[int]:
+def end(alive: Callable[[], Collection[int]]) -> Collection[int]:
     """Kill processes until none is ``alive``; return those that stay, stuck in the kernel."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _KILLING_S
     while left := alive():
         if time.monotonic() > deadline:
             return left
@@ -74,25 +74,22 @@ def end_descendants(spare: Collection[int] = ()) -> None:
 
     What the kernel cannot end (a device that hangs) stays.
     """
-    end(lambda: [pid for pid in _descendants() if pid not in spare])
+
+    def alive() -> list[int]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.pid not in spare and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+    end(alive)
 
 
 def out_of_memory_kills() -> int:
     """Number of processes that the kernel has killed since it booted because memory ran out."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, value = line.split()
-        if name == "oom_kill":
-            return int(value)
-    return 0
-
-
-def _descendants() -> list[int]:
-    alive = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process.pid)
-    return alive
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def die_with_launcher(end_others: Callable[[], None]) -> None:
@@ -102,12 +99,10 @@ def die_with_launcher(end_others: Callable[[], None]) -> None:
     fork server itself lives as long as any of its children.
     """
     launcher = parent_process()
-    if launcher is None:
-        raise RuntimeError("only a process that multiprocessing started has a launcher")
-    sentinel = launcher.sentinel
+    assert launcher is not None, "multiprocessing started this process"
 
     def watch() -> None:
-        connection.wait([sentinel])
+        connection.wait([launcher.sentinel])
         try:
             end_others()
         finally:
@@ -153,21 +148,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def new_folder_for_sockets() -> Path:
-    """An empty folder with a short path, for the caller to remove when this process ends.
-
-    A later process removes it if this one is killed.
-    """
-    remove_stale()
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _LONGEST_FOR_SOCKETS:
-        parent = _USUAL
-    return Path(tempfile.mkdtemp(prefix=f"{new_prefix()}-", dir=parent))
-
-
 def remove_stale() -> None:
     """Remove the folders of processes that were killed; every run does, on whatever cluster."""
-    for parent in {tempfile.gettempdir(), _USUAL}:
+    for parent in {tempfile.gettempdir(), USUAL}:
         for path in Path(parent).glob("*"):
             if is_orphan(path.name):
                 # Another cluster that starts now may remove it too; another user's stays.

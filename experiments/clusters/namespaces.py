@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+import psutil
 from pyroute2 import netns
 
 from experiments.clusters import lifetimes
@@ -35,12 +36,10 @@ def remove(name: str) -> None:
         netns.remove(name)
 
 
-def remove_stale() -> list[str]:
-    """Remove the namespaces whose owner no longer runs; return their names."""
-    stale = [name for name in netns.listnetns() if lifetimes.is_orphan(name)]
-    for name in stale:
+def remove_stale() -> None:
+    """Remove the namespaces whose owner no longer runs."""
+    for name in filter(lifetimes.is_orphan, netns.listnetns()):
         remove(name)
-    return stale
 
 
 def call_in(name: str, function: Callable[[], _Value]) -> _Value:
@@ -65,12 +64,10 @@ def processes(name: str) -> list[int]:
     except FileNotFoundError:
         return []
     found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for pid in psutil.pids():
         with suppress(OSError):  # ended meanwhile, a zombie, or somebody else's
-            if os.path.samestat(os.stat(f"/proc/{entry}/ns/net"), inside):
-                found.append(int(entry))
+            if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), inside):
+                found.append(pid)
     return found
 
 

@@ -1,7 +1,9 @@
-"""A rented node's side: what the runner's launcher starts on it, for one launch or one question.
+"""A rented node's side: what the runner's launcher starts on it, for one question.
 
-The question comes as one line by standard input, the answer goes as one line to standard output.
-When the input is closed, nothing that was started here goes on.
+The question comes as one line of JSON by standard input, the answer goes as one to standard output.
+The input stays open afterwards: where it is closed, the node ends its ranks, whether the runner has
+asked for that or is gone. Until the answer both sides send empty lines, so that each notices a link
+that has gone dead, whatever the launcher makes of it.
 """
 
 from __future__ import annotations
@@ -11,25 +13,29 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import Field, TypeAdapter
 
 from baselines.links import transmitted_bytes
-from experiments.clusters import lifetimes, messages
-from experiments.clusters.causes import Board, NodeResult
-from experiments.clusters.interface import ClusterError, check_port
-from experiments.clusters.launch import Launch, Node, start_agent
+from experiments.clusters import lifetimes
+from experiments.clusters.causes import Board, NodeResult, Report
+from experiments.clusters.interface import ClusterError, Launch, check_port
+from experiments.clusters.launch import Node, Started
 from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
+from simulation.files import Strict
 
+#: Seconds between two empty lines, and without any after which the other side is taken for lost.
+BEAT_S = 5.0
+SILENCE_S = 40.0
 #: Bytes of each log that travel; the end says why a rank failed.
 _LONGEST_LOG = 1_000_000
 #: Settings of NCCL that name a machine, a file or an identity.
@@ -38,6 +44,53 @@ _PRIVATE_SETTINGS = ("FILE", "HOST", "COMM_ID", "PATH", "PLUGIN")
 _WATCH_INTERVAL_S = 0.1
 
 _APART = "the runner must be on the first node, or its directory (--output) one that both see"
+
+
+class Inquiry(Strict):
+    """A question: what the node is."""
+
+    kind: Literal["inquiry"] = "inquiry"
+    #: An address of node 0 on the network between nodes.
+    head: str
+    #: The interface whose bytes are counted, if it is not the one that leads to ``head``.
+    counted_interface: str | None
+
+
+class Description(Strict):
+    """The answer to an inquiry."""
+
+    #: The node's address on the way to node 0.
+    address: str
+    commit: str | None
+    #: Description of the node's network, as records have it.
+    network: dict[str, Any]
+
+
+class Order(Strict):
+    """An order to start the ranks of one launch on the node."""
+
+    kind: Literal["order"] = "order"
+    #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
+    node: Node
+    address: str
+    #: Its logs go there on the runner's machine.
+    launch: Launch
+    #: Content of those arguments that are names of text files on the runner's machine.
+    files: dict[str, str]
+    #: A file among the logs, which tells whether a node sees them.
+    marker: str
+
+
+class Ended(Strict):
+    """The answer to an order, once nothing of it runs on the node any more."""
+
+    result: NodeResult
+    reports: list[Report]
+    #: The node's clock when it answered, by which both of these go: nodes' clocks differ.
+    now_ns: int
+    #: Logs by name, if the node does not see the runner's directory for them.
+    logs: dict[str, str]
+    out_of_memory_kills: int
 
 
 def main() -> None:
@@ -50,8 +103,11 @@ def main() -> None:
     answered = Event()
     beating = Thread(target=_beat, args=(answers, answered), daemon=True)
     beating.start()
-    asked = messages.question.validate_json(sys.stdin.buffer.readline())
-    answer = describe(asked, os.environ) if isinstance(asked, messages.Inquiry) else run(asked)
+    question: TypeAdapter[Inquiry | Order] = TypeAdapter(
+        Annotated[Inquiry | Order, Field(discriminator="kind")]
+    )
+    asked = question.validate_json(sys.stdin.buffer.readline())
+    answer = describe(asked) if isinstance(asked, Inquiry) else run(asked)
     answered.set()
     beating.join()
     with suppress(BrokenPipeError), open(answers, "wb") as file:  # the runner may be gone
@@ -60,25 +116,27 @@ def main() -> None:
 
 def _beat(descriptor: int, answered: Event) -> None:
     with suppress(BrokenPipeError):
-        while not answered.wait(messages.BEAT_S):
+        while not answered.wait(BEAT_S):
             os.write(descriptor, b"\n")
 
 
-def describe(inquiry: messages.Inquiry, environment: Mapping[str, str]) -> messages.Description:
+def describe(inquiry: Inquiry) -> Description:
     """Describe this node as the others see it.
 
     Raises ``ValueError`` for an interface that is not there.
     """
-    address = _address_towards(inquiry.head)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((inquiry.head, 9))  # says from which address; nothing is sent
+        address = str(probe.getsockname()[0])
     interface = _interface_with(address)
-    counted = inquiry.counted_interface or environment.get("FCDP_INTERFACE") or interface
+    counted = inquiry.counted_interface or os.environ.get("FCDP_INTERFACE") or interface
     try:
         transmitted_bytes(counted)
     except ValueError as error:
         raise ValueError(f"FCDP_INTERFACE: {error}") from error
     settings = {
         name: provenance.scrub(value)
-        for name, value in sorted(environment.items())
+        for name, value in sorted(os.environ.items())
         if name.startswith("NCCL_") and not any(part in name for part in _PRIVATE_SETTINGS)
     }
     speed = psutil.net_if_stats()[interface].speed
@@ -90,16 +148,7 @@ def describe(inquiry: messages.Inquiry, environment: Mapping[str, str]) -> messa
         "nccl": settings,
     }
     commit = provenance.gather().commit
-    return messages.Description(
-        address=address, interface=interface, commit=commit, network=network
-    )
-
-
-def _address_towards(head: str) -> str:
-    """The address from which this machine would send to ``head``; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((head, 9))
-        return str(probe.getsockname()[0])
+    return Description(address=address, commit=commit, network=network)
 
 
 def _interface_with(address: str) -> str:
@@ -109,69 +158,67 @@ def _interface_with(address: str) -> str:
     raise ValueError(f"no network interface of this node has the address {address}")
 
 
-def run(order: messages.Order) -> messages.Ended:
+def run(order: Order) -> Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
     lifetimes.adopt_orphans()
     kills_before = lifetimes.out_of_memory_kills()
     own = dict(os.environ)
+    node = order.node
     with lifetimes.folder() as folder:
-        logs = Path(order.logs)
+        logs = order.launch.logs
         shared = (logs / order.marker).exists()
         if not shared:
             logs = folder / "logs"
             logs.mkdir()
-        board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
-        board.create()
-        if why := _why_not_here(order, shared=shared):
-            result = NodeResult(error=why)
-        else:
-            launch = Launch(order.entry, _arguments(order, folder), logs, board)
-            result = _launched(order, launch, str(folder / "temporary"))
-        return messages.Ended(
+        first = node.node * node.ranks_per_node
+        board = Board(folder, range(first, first + node.ranks_per_node))
+        launch = replace(order.launch, arguments=_arguments(order, folder), logs=logs)
+        try:
+            if node.node == 0 and not shared:
+                raise ClusterError(f"node 0 does not see {order.launch.logs}: {_APART}")
+            if node.node == 0:
+                check_port(order.address, node.port)
+            result = _launched(order, launch, board, folder / "temporary")
+        except ClusterError as error:
+            result = NodeResult(error=str(error))
+        return Ended(
             result=result,
             reports=[
                 replace(each, error=without_secrets(each.error, own)) for each in board.reports()
             ],
             now_ns=time.monotonic_ns(),
-            logs={} if shared else _logs(logs, own),
+            logs={
+                file.name: without_secrets(
+                    file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace"), own
+                )
+                for file in ([] if shared else logs.glob("*.log"))
+            },
             out_of_memory_kills=lifetimes.out_of_memory_kills() - kills_before,
         )
 
 
-def _why_not_here(order: messages.Order, *, shared: bool) -> str | None:
-    """Why the first node cannot begin; ``None`` on the others."""
-    if order.node:
-        return None
-    if not shared:
-        return f"node 0 does not see {order.logs}: {_APART}"
-    try:
-        check_port(order.address, order.port)
-    except ClusterError as error:
-        return str(error)
-    return None
-
-
-def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult:
+def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
+    interface = _interface_with(order.address)
+    given = {**order.node.environment, **launch.environment}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        **passed_on(os.environ, named(given)),
+        **given,
+    }
     # The kernel shows the environment with which a process was started from here.
-    environment = _environment(order)
     os.environ.clear()
     os.environ.update(environment)
-    node = Node(
-        namespace=None,
-        environment=environment,
-        scratch=scratch,
-        node=order.node,
-        nodes=order.nodes,
-        ranks_per_node=order.ranks,
-        master_address=order.master_address,
-        port=order.port,
-    )
-    agent = start_agent(get_context("spawn"), node, launch)
+    node = replace(order.node, environment=environment, scratch=str(scratch))
+    name = f"the agent of node {node.node}"
+    agent = Started(get_context("spawn"), name, "serve", node, launch, board)
     try:
-        deadline = time.monotonic() + order.at_most_s
+        deadline = time.monotonic() + launch.timeout_s
         heard = time.monotonic()
-        while agent.result is None and time.monotonic() < min(deadline, heard + messages.SILENCE_S):
+        while agent.result is None and time.monotonic() < min(deadline, heard + SILENCE_S):
             if 0 in wait([agent.connection, 0], _WATCH_INTERVAL_S):
                 if not os.read(0, 1024):
                     break
@@ -182,25 +229,13 @@ def _launched(order: messages.Order, launch: Launch, scratch: str) -> NodeResult
         agent.end()
 
 
-def _environment(order: messages.Order) -> dict[str, str]:
-    interface = _interface_with(order.address)
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",
-        **passed_on(os.environ, named(order.environment)),
-        **order.environment,
-    }
-
-
-def _arguments(order: messages.Order, folder: Path) -> tuple[str, ...]:
+def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
     """The function's arguments; files that this node does not see are written to ``folder``.
 
     A file of this node's own at the same place may be an earlier run's: what it says decides.
     """
     arguments = []
-    for i, argument in enumerate(order.arguments):
+    for i, argument in enumerate(order.launch.arguments):
         sent = order.files.get(argument)
         here = Path(argument)
         if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):
@@ -209,14 +244,6 @@ def _arguments(order: messages.Order, folder: Path) -> tuple[str, ...]:
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
-
-
-def _logs(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    texts = {}
-    for file in sorted(directory.glob("*.log")):
-        text = file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace")
-        texts[file.name] = without_secrets(text, environment)
-    return texts
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
@@ -29,6 +28,9 @@ from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
+#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
+#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
+_LONGEST_PARENT = 27
 #: Pid of the fork server, the parent of every process that it forks.
 _SERVER = os.getpid()
 #: Traceback of each module that could not be imported.
@@ -58,13 +60,16 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     _own_sockets()
-    # The kernel shows a forked process's environment as the fork server started with it.
-    with _environment({**passed_on(os.environ, named(os.environ)), **variables}):
+    before = dict(os.environ)
+    try:
+        # The kernel shows a forked process's environment as the fork server started with it.
+        os.environ.clear()
+        os.environ.update(passed_on(before, named(before)) | variables)
         forkserver.ensure_running()
-    failures = _failures(context, list(modules))
-    if failures:
-        module, reason = next(iter(failures.items()))
-        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    _check(context, list(modules))
     return context
 
 
@@ -72,34 +77,27 @@ def start(modules: Sequence[str]) -> ForkServerContext:
 def _own_sockets() -> None:
     """Have multiprocessing's folder of sockets inside one whose name says whose it is.
 
-    multiprocessing removes its folder when this process ends, but not if this process is killed.
+    multiprocessing removes its folder when this process ends, but not if this process is killed:
+    then a later one does.
     """
-    folder = lifetimes.new_folder_for_sockets()
+    lifetimes.remove_stale()
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_PARENT:
+        parent = lifetimes.USUAL
+    folder = tempfile.mkdtemp(prefix=f"{lifetimes.new_prefix()}-", dir=parent)
     # After multiprocessing has removed its own folder, which it does with the priority -100.
     util.Finalize(
         None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101
     )
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         util.get_temp_dir()  # It keeps to the first answer.
     finally:
         tempfile.tempdir = before
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
-    """The tracebacks of the modules that a child of the fork server cannot import."""
+def _check(context: ForkServerContext, modules: list[str]) -> None:
+    """Raise ``ClusterError`` if a child of the fork server cannot import the modules."""
     receiver, sender = context.Pipe(duplex=False)
     with receiver:
         process = context.Process(target=_send_failures, args=(modules, sender))
@@ -118,7 +116,8 @@ def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
             "this process already runs a fork server that has not imported the modules to "
             "preload: enter the cluster before anything else uses multiprocessing's fork server"
         )
-    return dict(failures)
+    for module, reason in failures.items():
+        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
 
 
 def _send_failures(modules: list[str], sender: Connection) -> None:

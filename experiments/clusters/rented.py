@@ -21,12 +21,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from baselines.description import ExtraProcess
 from experiments.clusters import causes
 from experiments.clusters.allocation import Allocation, Launcher
-from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
-from experiments.clusters.launch import split
-from experiments.clusters.messages import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
+from experiments.clusters.interface import Cluster, ClusterError, Launch, LostNodeError, Outcome
+from experiments.clusters.launch import Node
+from experiments.clusters.node import BEAT_S, SILENCE_S, Description, Ended, Inquiry, Order
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
@@ -52,7 +51,7 @@ _LONGEST_QUOTE = 2000
 AnyAnswer = TypeVar("AnyAnswer", bound=Strict)
 
 
-class RentedCluster:
+class RentedCluster(Cluster):
     """The nodes of an allocation, whose links are what they are.
 
     A context manager: ``__enter__`` asks each node who it is and raises ``ClusterError`` if one
@@ -69,88 +68,79 @@ class RentedCluster:
                 f"{rented.nodes} × {rented.ranks_per_node} are rented; "
                 "--cluster rented takes what is there"
             )
-        self.nodes = spec.nodes
-        self.ranks_per_node = spec.ranks_per_node
+        super().__init__(spec)
         self._launcher = allocation.launcher
         self._allocation = allocation
         self._port = spec.port
-        self._described: list[Description] = []
 
     def __enter__(self) -> RentedCluster:
-        inquiry = Inquiry(
-            head=self._allocation.head_address(),
-            counted_interface=os.environ.get("FCDP_INTERFACE") or None,
-        )
+        counted = os.environ.get("FCDP_INTERFACE")
+        inquiry = Inquiry(head=self._allocation.head_address(), counted_interface=counted)
         with launched(self._launcher, [inquiry] * self.nodes) as nodes:
-            described = _answers(nodes, Description, time.monotonic() + _DESCRIBING_S)
+            self._described = _all_answers(nodes, Description, _DESCRIBING_S)
         commit = provenance.gather().commit
-        for host, found in zip(self._launcher.hosts, described, strict=True):
+        for host, found in zip(self._launcher.hosts, self._described, strict=True):
             if found.commit != commit:
                 raise ClusterError(f"{host} has commit {found.commit}, the runner {commit}")
-        self._described = described
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._described = []
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Describe the network. Raises ``ClusterError`` for a limit, which nobody sets here."""
         if bits_per_s is not None or to_groups is not None:
             raise ClusterError("the links of rented nodes are not limited to a bandwidth")
-        networks = [found.network for found in self._built()]
+        networks = [found.network for found in self._described]
         if all(network == networks[0] for network in networks):
             return networks[0]
         return {f"node{node}": network for node, network in enumerate(networks)}
 
-    def run(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        *,
-        logs: Path,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        extra: Sequence[ExtraProcess] = (),
-    ) -> Outcome:
-        """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
+    def run(self, launch: Launch) -> Outcome:
+        """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
         Ranks see what passes of their node's environment, the runner's variables of NCCL and FCDP
-        and those that ``FCDP_PASS`` names, ``environment``, what torchrun sets, and
+        and those that ``FCDP_PASS`` names, the launch's, what torchrun sets, and
         ``FCDP_INTERFACE``. Arguments that name text files here are carried to nodes that do not
-        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer, and
-        ``ValueError`` for an ``entry`` that is not of the form "package.module:function".
+        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer.
         """
-        assert not extra, "matrices skip cells that need some"
-        split(entry)
-        self._built()
-        logs = logs.absolute()
+        assert not launch.extra, "matrices skip cells that need some"
+        logs = launch.logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         marker = logs / f".{secrets.token_hex(8)}"
         marker.touch()
 
+        # The node ends its ranks by then even if nobody asks for it.
+        theirs = replace(launch, logs=logs, timeout_s=launch.timeout_s + _GRACE_S)
+        texts = {name: Path(name) for name in launch.arguments if Path(name).is_file()}
+
+        names = named(os.environ)
+        chosen = {
+            name: text
+            for name, text in passed_on(os.environ, names).items()
+            if name.startswith(_PASSED_ON) or name in names
+        }
+
         def order(node: int) -> Order:
+            counted = self._described[node].network["counted_interface"]
             return Order(
-                node=node,
-                nodes=self.nodes,
-                ranks=self.ranks_per_node,
+                node=Node(
+                    node=node,
+                    nodes=self.nodes,
+                    ranks_per_node=self.ranks_per_node,
+                    master_address=self._described[0].address,
+                    port=self._port,
+                    environment={**chosen, "FCDP_INTERFACE": counted},
+                ),
                 address=self._described[node].address,
-                master_address=self._described[0].address,
-                port=self._port,
-                entry=entry,
-                arguments=list(arguments),
-                files={name: Path(name).read_text() for name in arguments if Path(name).is_file()},
-                logs=str(logs),
+                launch=theirs,
+                files={name: path.read_text() for name, path in texts.items()},
                 marker=marker.name,
-                environment=self._passed_on(node) | dict(environment),
-                at_most_s=timeout_s + _GRACE_S,
             )
 
         try:
             with launched(self._launcher, [*map(order, range(self.nodes))]) as nodes:
-                in_time = _wait_for_ranks(nodes, timeout_s)
+                in_time = len(_answers(nodes, Ended, launch.timeout_s, _GRACE_S)) == len(nodes)
                 for each in nodes:
-                    each.close()
-                ended = _answers(nodes, Ended, time.monotonic() + _FINISHING_S)
+                    each.closing.set()
+                ended = _all_answers(nodes, Ended, _FINISHING_S)
         finally:
             marker.unlink(missing_ok=True)
         for answer in ended:
@@ -158,50 +148,43 @@ class RentedCluster:
                 (logs / Path(name).name).write_text(text, encoding="utf-8")
         outcome = _outcome(nodes, ended)
         if outcome.state == "ok" and not in_time:
-            return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
+            return Outcome("timeout", None, f"did not end within {launch.timeout_s:g} s")
         return outcome
 
-    def _built(self) -> list[Description]:
-        if not self._described:
-            raise ClusterError("the cluster is not built: use it inside its `with` block")
-        return self._described
 
-    def _passed_on(self, node: int) -> dict[str, str]:
-        """Variables of the runner that the ranks of a node see, and what is counted there."""
-        counted = self._described[node].network["counted_interface"]
-        names = named(os.environ)
-        chosen = {
-            name: text
-            for name, text in passed_on(os.environ, names).items()
-            if name.startswith(_PASSED_ON) or name in names
-        }
-        return {**chosen, "FCDP_INTERFACE": counted}
+def _answers(
+    nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float, grace_s: float
+) -> dict[int, AnyAnswer]:
+    """Answers that come in time, by node: within the grace after one that tells of a failure.
 
-
-def _answers(nodes: Sequence[Launched], kind: type[AnyAnswer], deadline: float) -> list[AnyAnswer]:
-    """All nodes' answers. Raises ``LostNodeError`` for the first that ends without one."""
+    Raises ``LostNodeError`` for a node that ends without one, or falls silent.
+    """
+    deadline = time.monotonic() + timeout_s
     answers: dict[int, AnyAnswer] = {}
     while waiting := [each for each in nodes if each.node not in answers]:
-        came = wait_for_one(waiting, deadline - time.monotonic())
-        if not came:
-            raise waiting[0].lost("it has not answered in time")
-        answers |= {each.node: each.read(kind) for each in came}
+        left = deadline - time.monotonic()
+        wait([each.answer for each in waiting], max(0.0, min(left, BEAT_S)), FIRST_COMPLETED)
+        new = {each.node: each.read(kind) for each in waiting if each.answer.done()}
+        if not new and left <= 0:
+            break
+        for each in waiting if not new else ():
+            if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
+                raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
+        ended = [each for each in new.values() if isinstance(each, Ended)]
+        if any(not each.result.ok or each.reports for each in ended):
+            deadline = min(deadline, time.monotonic() + grace_s)
+        answers |= new
+    return answers
+
+
+def _all_answers(
+    nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float
+) -> list[AnyAnswer]:
+    answers = _answers(nodes, kind, timeout_s, timeout_s)
+    for each in nodes:
+        if each.node not in answers:
+            raise each.lost("it has not answered in time")
     return [answers[each.node] for each in nodes]
-
-
-def _wait_for_ranks(nodes: Sequence[Launched], timeout_s: float) -> bool:
-    """Wait for the ranks, but not long for those that others' failures hold up."""
-    deadline = time.monotonic() + timeout_s
-    running = list(nodes)
-    while running:
-        came = wait_for_one(running, deadline - time.monotonic())
-        if not came:
-            return False
-        ended = [each.read(Ended) for each in came]
-        if not all(each.result.ok and not each.reports for each in ended):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        running = [each for each in running if each not in came]
-    return True
 
 
 def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
@@ -219,7 +202,7 @@ def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
 
 
 class Launched:
-    """One node's process; its input is open until ``close``."""
+    """One node's process."""
 
     def __init__(
         self, node: int, host: str, command: list[str], environment: Mapping[str, str]
@@ -229,7 +212,8 @@ class Launched:
         self.heard_ns = time.monotonic_ns()
         self.answer: Future[bytes] = Future()
         self._host = host
-        self._closing = Event()
+        #: Set to have the node end what runs there; it answers afterwards.
+        self.closing = Event()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by end
         try:
             # A session of its own: the terminal's Ctrl-C reaches the runner only.
@@ -258,7 +242,7 @@ class Launched:
         with suppress(OSError), self._process.stdin as node:  # the launcher may have ended
             node.write(line)
             node.flush()
-            while not self._closing.wait(BEAT_S):
+            while not self.closing.wait(BEAT_S):
                 node.write(b"\n")
                 node.flush()
 
@@ -268,13 +252,8 @@ class Launched:
         while answer == b"\n":
             answer = self._process.stdout.readline()
             self.heard_ns = time.monotonic_ns()
-        self._closing.set()
+        self.closing.set()
         self.answer.set_result(answer)
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing has come from the node for too long."""
-        return time.monotonic_ns() - self.heard_ns > SILENCE_S * 1e9
 
     def read(self, kind: type[AnyAnswer]) -> AnyAnswer:
         """The answer, which has come. Raises ``LostNodeError`` if the launcher ended without."""
@@ -295,10 +274,6 @@ class Launched:
         return LostNodeError(
             f"node {self.node}, {self._host}, is lost: {reason}" + (f":\n{said}" if said else "")
         )
-
-    def close(self) -> None:
-        """Have the node end what runs there; it answers afterwards."""
-        self._closing.set()
 
     def end(self, within_s: float) -> None:
         """Have the launcher end, if need be without the node's consent."""
@@ -329,24 +304,7 @@ def launched(launcher: Launcher, questions: Sequence[Strict]) -> Iterator[list[L
         yield nodes
     finally:
         for each in nodes:
-            each.close()
+            each.closing.set()
         deadline = time.monotonic() + _ENDING_S
         for each in nodes:
             each.end(deadline - time.monotonic())
-
-
-def wait_for_one(nodes: Sequence[Launched], timeout_s: float) -> list[Launched]:
-    """Wait for one answer or more; returns the nodes whose answer, or end, came in time.
-
-    Raises ``LostNodeError`` for a node that falls silent.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        wait([each.answer for each in nodes], max(0.0, min(left, BEAT_S)), FIRST_COMPLETED)
-        came = [each for each in nodes if each.answer.done()]
-        if came or left <= 0:
-            return came
-        for each in nodes:
-            if each.silent:
-                raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")

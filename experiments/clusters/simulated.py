@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baselines import registry
 from experiments.clusters import start_barrier
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
@@ -20,8 +19,8 @@ from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
 
 
-class SimulatedCluster:
-    """Implements ``experiments.clusters.interface.Cluster`` without processes.
+class SimulatedCluster(Cluster):
+    """A cluster without processes.
 
     A cluster of kind ``emulated`` is simulated as the host that the committed records were
     measured on. Raises ``ClusterError`` for one of rented nodes, of which nothing is known.
@@ -35,15 +34,8 @@ class SimulatedCluster:
                 f"cluster.kind = {spec.kind!r}: is not simulated, because its hardware is not "
                 "described; allowed are emulated and simulated"
             )
-        self.nodes = spec.nodes
-        self.ranks_per_node = spec.ranks_per_node
+        super().__init__(spec)
         self._spec = spec
-
-    def __enter__(self) -> SimulatedCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Return all that the simulation assumes of the cluster with this limit."""
@@ -51,9 +43,9 @@ class SimulatedCluster:
         found = assumed(hardware_of(self._spec, bits_per_s))
         return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
-    def run(self, entry: str, arguments: Sequence[str], **_: Any) -> Outcome:
+    def run(self, launch: Launch) -> Outcome:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
-        cell_file, output = map(Path, arguments)
+        cell_file, output = map(Path, launch.arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
         start_barrier.wait(output)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +30,36 @@ def wait(directory: Path) -> None:
         raise RuntimeError(f"the link between nodes could not be limited: {error}")
 
 
-class StartBarrier:
-    """The runner's side: calls ``limit`` when a launch's ranks are ready, and lets them go on.
+@contextmanager
+def limiting(directory: Path, limit: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Call ``limit`` when the ranks of a launch inside are ready, and let them go on.
 
     ``directory`` is one that the launch's rank 0 shares. What ``limit`` raises goes to that rank.
+    Gives the limit, once it is set: it stays empty if the ranks never get that far.
     """
+    network: dict[str, Any] = {}
+    ranks_ended = threading.Event()
 
-    def __init__(self, directory: Path, limit: Callable[[], dict[str, Any]]) -> None:
-        self._directory = directory
-        self._limit = limit
-        self._ranks_ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="start-barrier", daemon=True)
-        #: Limit that was set; empty if the ranks never got that far.
-        self.network: dict[str, Any] = {}
-
-    def __enter__(self) -> StartBarrier:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ranks_ended.set()
-        self._thread.join()
-        for name in (_READY, _OPEN):
-            (self._directory / name).unlink(missing_ok=True)
-
-    def _watch(self) -> None:
-        while not (self._directory / _READY).exists():
-            if self._ranks_ended.wait(_POLL_S):
+    def watch() -> None:
+        while not (directory / _READY).exists():
+            if ranks_ended.wait(_POLL_S):
                 return
         message = ""
         try:
-            self.network = self._limit()
+            network.update(limit())
         except Exception as error:
             message = str(error) or type(error).__name__
         # In one piece, so that the rank cannot read half a message.
-        draft = self._directory / f"{_OPEN}.draft"
+        draft = directory / f"{_OPEN}.draft"
         draft.write_text(message, encoding="utf-8")
-        draft.replace(self._directory / _OPEN)
+        draft.replace(directory / _OPEN)
+
+    thread = threading.Thread(target=watch, name="start-barrier", daemon=True)
+    thread.start()
+    try:
+        yield network
+    finally:
+        ranks_ended.set()
+        thread.join()
+        for name in (_READY, _OPEN):
+            (directory / name).unlink(missing_ok=True)

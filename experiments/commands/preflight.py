@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from experiments import terminal
-from experiments.clusters.interface import Cluster, ClusterError
-from experiments.clusters.start_barrier import StartBarrier
+from experiments.clusters import start_barrier
+from experiments.clusters.interface import Cluster, ClusterError, Launch
 from experiments.commands import kinds
 from experiments.preflight.schema import Link, Preflight, Probed
 from experiments.records import provenance
@@ -117,13 +117,15 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     directory.mkdir(parents=True)
     started_at, started = now(), time.monotonic()
     cluster.shape(None)
-    with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
+    with start_barrier.limiting(directory, lambda: cluster.shape(bits_per_s)) as network:
+        arguments, logs = (str(directory.absolute()),), directory / "logs"
         outcome = cluster.run(
-            "experiments.preflight.probe:main",
-            [str(directory.absolute())],
-            logs=directory / "logs",
-            environment={},
-            timeout_s=600.0,
+            Launch(
+                entry="experiments.preflight.probe:main",
+                arguments=arguments,
+                logs=logs,
+                timeout_s=600.0,
+            )
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
@@ -136,7 +138,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
         nodes=cluster.nodes,
         ranks_per_node=cluster.ranks_per_node,
         inter_bandwidth_bits_per_s=bits_per_s,
-        network=barrier.network,
+        network=network,
         started_at=started_at,
         seconds=time.monotonic() - started,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -89,61 +90,50 @@ class _Probe:
 
     def _links(self) -> dict[str, Any]:
         topology, ranks = self._topology, self._topology.ranks_per_node
-        links: dict[str, Any] = {
-            f"{where}_{what}": None
-            for where in ("inter_node", "intra_node")
-            for what in ("point_to_point", "all_gather")
+        across, inside = topology.nodes > 1, ranks > 1
+        between, within = topology.inter, topology.intra
+        return {
+            "inter_node_point_to_point": self._point_to_point(ranks) if across else None,
+            "inter_node_all_gather": self._all_gather(between, senders=ranks) if across else None,
+            "intra_node_point_to_point": self._point_to_point(1) if inside else None,
+            "intra_node_all_gather": self._all_gather(within, senders=1) if inside else None,
         }
-        if topology.nodes > 1:
-            links["inter_node_point_to_point"] = self._point_to_point(ranks)
-            links["inter_node_all_gather"] = self._all_gather(topology.inter, senders=ranks)
-        if ranks > 1:
-            links["intra_node_point_to_point"] = self._point_to_point(1)
-            links["intra_node_all_gather"] = self._all_gather(topology.intra, senders=1)
-        return links
 
     def _point_to_point(self, other: int) -> dict[str, Any]:
         """The link between ranks 0 and ``other``: there and back, halved."""
         group = self._topology.mesh.get_group()
         peer = {0: other, other: 0}.get(self._topology.rank)
 
-        def exchange_of(size: int) -> Callable[[], None]:
-            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        def there_and_back(buffer: torch.Tensor) -> None:
+            if peer is None:
+                return
+            for sending in (peer != 0, peer == 0):
+                part = [(peer, buffer)]
+                received, sent = ([], part) if sending else (part, [])
+                exchange.wait_all(exchange.swap(received, sent, group))
+                self._synchronise()
 
-            def there_and_back() -> None:
-                if peer is None:
-                    return
-                for sending in (peer != 0, peer == 0):
-                    part = [(peer, buffer)]
-                    received, sent = ([], part) if sending else (part, [])
-                    exchange.wait_all(exchange.swap(received, sent, group))
-                    self._synchronise()
-
-            return there_and_back
-
-        return line(2, [(size, s / 2) for size, s in self._samples(exchange_of)])
+        return line(2, [(size, s / 2) for size, s in self._samples(there_and_back)])
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
         """The link under an all-gather of ``group``; ``senders`` ranks share it."""
         others = group.size() - 1
 
-        def exchange_of(size: int) -> Callable[[], None]:
-            gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
+        def gather(gathered: torch.Tensor) -> None:
+            exchange.wait_all(exchange.all_gather([gathered], group))
+            self._synchronise()
 
-            def gather() -> None:
-                exchange.wait_all(exchange.all_gather([gathered], group))
-                self._synchronise()
-
-            return gather
-
-        samples = self._samples(exchange_of)
+        samples = self._samples(gather, group.size())
         return line(group.size(), [(size * others * senders, s) for size, s in samples])
 
-    def _samples(self, exchange_of: Callable[[int], Callable[[], None]]) -> list[tuple[int, float]]:
-        """Sizes and the seconds of each, as far as the link is quick enough."""
+    def _samples(
+        self, exchanged: Callable[[torch.Tensor], None], parts: int = 1
+    ) -> list[tuple[int, float]]:
+        """Sizes and the seconds of each, of so many ranks, as far as the link is quick enough."""
         samples: list[tuple[int, float]] = []
         for size in _SIZES:
-            call = exchange_of(size)
+            buffer = torch.zeros(parts * size, dtype=torch.uint8, device=self._device)
+            call = partial(exchanged, buffer)
             first = self._slowest(call)  # makes connections and buffers, too
             repeats = _REPEATS_OF_SHORT if first < _SHORT_S else _REPEATS
             samples.append((size, median(self._slowest(call) for _ in range(repeats))))
@@ -186,7 +176,9 @@ class _Probe:
                 return torch.mm(matrix, matrix, out=product)
 
             together[name] = self._rate(multiply, 2 * rows**3)
-            alone[name] = self._rate(multiply, 2 * rows**3, of=[0])
+            alone[name] = self._rate(multiply, 2 * rows**3, alone=True)
+        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        other = torch.ones_like(one)
         on_cpu = self._device.type == "cpu"
         properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
         return {
@@ -194,15 +186,10 @@ class _Probe:
             "matmul_flops_per_s": together,
             "alone_matmul_flops_per_s": alone,
             "memory_bytes": None if on_cpu else properties.total_memory,
-            "memory_bytes_per_s": self._memory_rate(),
+            # An addition in place reads two vectors and writes one.
+            "memory_bytes_per_s": self._rate(lambda: one.add_(other), 3 * _COPY_BYTES),
             "block": self._block(),
         }
-
-    def _memory_rate(self) -> float:
-        """Bytes per second of an addition in place, which reads two vectors and writes one."""
-        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
-        other = torch.ones_like(one)
-        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
 
     def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""
@@ -220,11 +207,9 @@ class _Probe:
 
         return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
 
-    def _rate(
-        self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
-    ) -> float:
-        """``amount`` of a call per second, of the slowest rank while all, or those ``of``, work."""
-        takes_part = of is None or self._topology.rank in of
+    def _rate(self, call: Callable[[], object], amount: float, alone: bool = False) -> float:
+        """``amount`` of a call per second: of rank 0 ``alone``, or the slowest while all work."""
+        takes_part = not alone or self._topology.rank == 0
         if takes_part:
             call()
             self._synchronise()

@@ -14,7 +14,7 @@ from simulation import hardware
 from simulation.compute import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, Rates, Work, cluster, reserved, share_of_peak
+from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
 
@@ -61,13 +61,15 @@ class Host(Strict):
     free_bytes: int = Field(ge=0)
 
 
-class BlockShape(Strict):
-    """A transformer block's sizes, and the sequences that it computes at once."""
+class TimedBlock(Strict):
+    """A transformer block's sizes, the sequences that it computes at once, and its time."""
 
     width: int = Field(ge=1)
     heads: int = Field(ge=1)
     sequence_length: int = Field(ge=1)
     sequences: int = Field(ge=1)
+    #: Forward and backward, on the slowest rank.
+    seconds: float = Field(gt=0)
 
     def work(self) -> Work:
         """Forward and backward of all tokens in bf16, as the simulator counts them."""
@@ -93,12 +95,6 @@ class BlockShape(Strict):
         return (forward + backward) * workload.tokens
 
 
-class BlockTime(BlockShape):
-    """Time of forward and backward of the block on the slowest rank."""
-
-    seconds: float = Field(gt=0)
-
-
 class Compute(Strict):
     """Rates of a rank's matrix products, in floating-point operations per second."""
 
@@ -112,7 +108,7 @@ class Compute(Strict):
     #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
     #: in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
-    block: BlockTime | None = None
+    block: TimedBlock | None = None
 
 
 class Probed(Strict):
@@ -190,6 +186,10 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
     )
+    if (block := measured.compute.block) is not None:
+        rates = by_block(device, block.work(), block.seconds)
+    else:  # an older file
+        rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
@@ -198,19 +198,11 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
             memory_bytes=float(measured.compute.memory_bytes),
             memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
         ),
-        rates=_rates(measured.compute, device),
+        rates=rates,
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
     return _with_links(reserved(found), measured)
-
-
-def _rates(measured: Compute, device: Gpu) -> Rates:
-    """The device's, by the block that was timed; in older files, by the matrix product."""
-    block = measured.block
-    if block is None:
-        return rates_of(device).with_products(measured.matmul_flops_per_s["bfloat16"])
-    return by_block(device, block.work(), block.seconds)
 
 
 def _of_host(measured: Preflight) -> Hardware:

@@ -44,14 +44,18 @@ class Step:
     at: float
 
 
-def last_step(directory: Path) -> Step | None:
-    """The newest step of the cell that runs here, whose line is complete; ``None`` before one."""
+def steps(directory: Path, start: int) -> list[Step]:
+    """Steps of the cell that runs here, of complete lines from the index ``start`` on."""
     try:
-        written = (directory / PROGRESS).read_bytes()
+        lines = files.lines(directory / PROGRESS)
     except OSError:  # The worker has not come to its first step yet.
-        return None
-    *_, line, _ = (b"", *written.rsplit(b"\n", 2))
-    return Step(**json.loads(line)) if line else None
+        return []
+    return [Step(**json.loads(line)) for line in lines[start:]]
+
+
+def last_step(directory: Path) -> Step | None:
+    """The newest of ``steps``; ``None`` before one."""
+    return next(iter(steps(directory, -1)), None)
 
 
 class RunDirectory:
@@ -111,7 +115,14 @@ class RunDirectory:
         kept = self.kept(matrix, retry_failed)
         dropped = [record for record in self._all() if record not in kept]
         if dropped:
-            self._forget(dropped, kept)
+            archive = self._new_archive()
+            records = files.stored(self.records)
+            shutil.copy2(records, archive / records.name)
+            for path in (self.cells / record.cell_id for record in dropped):
+                if path.exists():
+                    (archive / "cells").mkdir(exist_ok=True)
+                    path.rename(archive / "cells" / path.name)
+            files.write(kept, self.records)
         return kept
 
     def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
@@ -133,17 +144,15 @@ class RunDirectory:
                         f"{self.records}: holds records {what} {theirs!r}, "
                         f"not {ours!r}; give another directory with --output"
                     )
-        return [
-            record
-            for record in finished
-            if not (record.state == "skipped" and record.cell_id in to_run)
-            if record.state not in RETRIED or not (retry_failed or self._never_began(record))
-        ]
 
-    def _never_began(self, record: Record) -> bool:
-        """Whether the cell's logs are here, and no step is in them."""
-        folder = self.cells / record.cell_id
-        return folder.is_dir() and not (folder / PROGRESS).exists()
+        def runs_again(record: Record) -> bool:
+            folder = self.cells / record.cell_id
+            never_began = folder.is_dir() and not (folder / PROGRESS).exists()
+            if record.state in RETRIED:
+                return retry_failed or never_began
+            return record.state == "skipped" and record.cell_id in to_run
+
+        return [record for record in finished if not runs_again(record)]
 
     def _all(self) -> list[Record]:
         return read_records(self.records) if files.stored(self.records).exists() else []
@@ -162,18 +171,6 @@ class RunDirectory:
             elif not left.is_dir():
                 left.unlink()
         return path
-
-    def _forget(self, dropped: list[Record], kept: list[Record]) -> None:
-        """Rewrite the records without ``dropped``, whose lines and logs go to ``earlier``."""
-        archive = self._new_archive()
-        records = files.stored(self.records)
-        shutil.copy2(records, archive / records.name)
-        for record in dropped:
-            path = self.cells / record.cell_id
-            if path.exists():
-                (archive / "cells").mkdir(exist_ok=True)
-                path.rename(archive / "cells" / record.cell_id)
-        files.write(kept, self.records)
 
     def _new_archive(self) -> Path:
         self._earlier.mkdir(exist_ok=True)

@@ -18,8 +18,8 @@ import psutil
 
 from baselines import pins, registry
 from baselines.pins import Pin
-from experiments.clusters.interface import Cluster, LostNodeError, Outcome
-from experiments.clusters.start_barrier import StartBarrier
+from experiments.clusters import start_barrier
+from experiments.clusters.interface import Cluster, Launch, LostNodeError, Outcome
 from experiments.matrix.reader import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
@@ -33,6 +33,7 @@ from simulation import files
 
 WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
+_CELL = "cell.json"
 #: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
 #: Starts in a row without a new checkpoint, after which a cell has failed: what fails at the same
@@ -94,6 +95,33 @@ def run(
     return [by_id[entry.cell.id] for entry in cells]
 
 
+def write(cell: Cell, directory: Path) -> None:
+    """Write the cell to its directory, where its ranks read it."""
+    (directory / _CELL).write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def launch(
+    cluster: Cluster, cell: Cell, directory: Path, entry: str, *arguments: str
+) -> tuple[Outcome, dict[str, Any]]:
+    """Launch ``entry`` on the ranks of a cell that is written, with its file and its directory.
+
+    Returns also what the links between nodes were set to once the ranks were ready.
+    """
+    cluster.shape(None)
+    with start_barrier.limiting(directory, lambda: cluster.shape(*cell.links)) as network:
+        outcome = cluster.run(
+            Launch(
+                entry=entry,
+                arguments=(str(directory / _CELL), str(directory), *arguments),
+                logs=directory / "logs",
+                environment=pins.variables(cell.deepspeed),
+                timeout_s=cell.timeout_s,
+                extra=cell.extra,
+            )
+        )
+    return outcome, network
+
+
 class _Runner:
     def __init__(
         self, cluster: Cluster, directory: RunDirectory, observers: Sequence[Observer]
@@ -125,8 +153,7 @@ class _Runner:
 
     def _run(self, cell: Cell) -> Record:
         directory = self._directory.new_cell(cell.id)
-        file = directory / "cell.json"
-        file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write(cell, directory)
         started_at, started = files.now(), time.monotonic()
         for observer in self._observers:
             observer.cell_started(cell, directory, started_at)
@@ -172,20 +199,11 @@ class _Runner:
         fruitless = 0
         while True:
             before = _commit(directory)
-            self._cluster.shape(None)
-            with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:
-                outcome = self._cluster.run(
-                    WORKER,
-                    [str(directory / "cell.json"), str(directory)],
-                    logs=directory / "logs",
-                    environment=pins.variables(cell.deepspeed),
-                    timeout_s=cell.timeout_s,
-                    extra=cell.extra,
-                )
+            outcome, network = launch(self._cluster, cell, directory, WORKER)
             fruitless = fruitless + 1 if _commit(directory) == before else 0
             again = cell.checkpoint_every and outcome.state == "failed" and fruitless < _FRUITLESS
             if not again:
-                return outcome, barrier.network
+                return outcome, network
 
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
         """Have the operators ready that the cell's engine compiles at their first use.
@@ -198,11 +216,13 @@ class _Runner:
         if predicted or entry.engine != "deepspeed" or needed in self._compiled:
             return Outcome("ok")
         outcome = self._cluster.run(
-            OPERATORS,
-            entry.operators,
-            logs=directory / "operators",
-            environment=pins.variables(cell.deepspeed),
-            timeout_s=_COMPILE_TIMEOUT_S,
+            Launch(
+                entry=OPERATORS,
+                arguments=entry.operators,
+                logs=directory / "operators",
+                environment=pins.variables(cell.deepspeed),
+                timeout_s=_COMPILE_TIMEOUT_S,
+            )
         )
         if outcome.state == "ok":
             self._compiled.add(needed)
@@ -237,26 +257,19 @@ def _commit(directory: Path) -> bytes | None:
 def _error(outcome: Outcome, logs: Path) -> str | None:
     if outcome.state == "ok":
         return None
-    error = outcome.error or "no error text"
-    if outcome.rank is None:
-        return provenance.scrub(error)
-    return provenance.scrub(f"{_last_words(outcome, logs)}rank {outcome.rank}: {error}")
-
-
-def _last_words(outcome: Outcome, logs: Path) -> str:
-    """The end of the log of a rank that a signal ended, which left no traceback."""
+    lines = [outcome.error or "no error text"]
+    if outcome.rank is not None:
+        lines[0] = f"rank {outcome.rank}: {lines[0]}"
     log = logs / f"rank{outcome.rank}.log"
-    if not (outcome.error or "").startswith("killed by signal"):
-        return ""
-    try:
+    # A signal leaves no traceback, but perhaps last words.
+    if (outcome.error or "").startswith("killed by signal") and log.exists():
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
             end = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    lines = end.strip().splitlines()[-_LAST_LINES:]
-    # In front, as a traceback: the last line is the one that names the error.
-    return "".join(f"{line}\n" for line in ["last lines of the log:", *lines]) if lines else ""
+        if said := end.strip().splitlines()[-_LAST_LINES:]:
+            # In front, as a traceback: the last line is the one that names the error.
+            lines = ["last lines of the log:", *said, *lines]
+    return provenance.scrub("\n".join(lines))
 
 
 #: Seconds over which a run looks before it starts.

@@ -11,15 +11,27 @@ import torch.nn as nn
 
 #: Makes what normalises so many channels.
 Norm = Callable[[int], nn.Module]
+#: Inputs, outputs, size and stride of a convolution.
+Shape = tuple[int, int, int, int]
 
 
 class Residual(nn.Module):
-    """Convolutions around which their input goes past, changed only where its shape must be."""
+    """Convolutions around which their input goes past, changed only where its shape must be.
 
-    def __init__(self, inside: Sequence[nn.Module], past: nn.Module) -> None:
+    Each is normalised.
+    """
+
+    def __init__(self, convolutions: Sequence[Shape], norm: Norm) -> None:
         super().__init__()
-        self.inside = nn.Sequential(*inside)
-        self.past = past
+        inside: list[nn.Module] = []
+        for shape in convolutions:
+            inside += [_convolution(*shape), norm(shape[1]), nn.ReLU()]
+        self.inside = nn.Sequential(*inside[:-1])  # the sum is what the last rectifier takes
+        inputs, outputs = convolutions[0][0], convolutions[-1][1]
+        stride = max(shape[3] for shape in convolutions)
+        self.past: nn.Module = nn.Identity()
+        if inputs != outputs or stride > 1:
+            self.past = nn.Sequential(_convolution(inputs, outputs, 1, stride), norm(outputs))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.inside(images) + self.past(images))
@@ -50,7 +62,7 @@ def small(channels: int, classes: int, *, layers: int, width: int) -> Network:
     """
     norm = _by_channel
     stem = nn.Sequential(_convolution(channels, width, 3), norm(width), nn.ReLU())
-    blocks = [_residual(_basic(width, width, 1), norm) for _ in range(layers)]
+    blocks = [Residual(_basic(width, width, 1), norm) for _ in range(layers)]
     return Network(stem, blocks, nn.Linear(width, classes))
 
 
@@ -71,7 +83,7 @@ def resnet(channels: int, classes: int, size: int, *, layers: Literal[18, 50]) -
         for index in range(depth):
             stride = 2 if group and not index else 1
             convolutions = shape(inputs, width, stride)
-            blocks.append(_residual(convolutions, norm))
+            blocks.append(Residual(convolutions, norm))
             inputs = convolutions[-1][1]
     network = Network(nn.Sequential(*stem), blocks, nn.Linear(inputs, classes))
     for module in network.modules():
@@ -98,26 +110,9 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Co
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-#: Inputs, outputs, size and stride of a convolution.
-_Shape = tuple[int, int, int, int]
-
-
-def _basic(inputs: int, width: int, stride: int) -> list[_Shape]:
+def _basic(inputs: int, width: int, stride: int) -> list[Shape]:
     return [(inputs, width, 3, stride), (width, width, 3, 1)]
 
 
-def _bottleneck(inputs: int, width: int, stride: int) -> list[_Shape]:
+def _bottleneck(inputs: int, width: int, stride: int) -> list[Shape]:
     return [(inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
-
-
-def _residual(convolutions: Sequence[_Shape], norm: Norm) -> Residual:
-    """A block of these convolutions, each normalised."""
-    inside: list[nn.Module] = []
-    for shape in convolutions:
-        inside += [_convolution(*shape), norm(shape[1]), nn.ReLU()]
-    inputs, outputs = convolutions[0][0], convolutions[-1][1]
-    stride = max(shape[3] for shape in convolutions)
-    past: nn.Module = nn.Identity()
-    if inputs != outputs or stride > 1:
-        past = nn.Sequential(_convolution(inputs, outputs, 1, stride), norm(outputs))
-    return Residual(inside[:-1], past)  # the sum is what the last rectifier takes

@@ -7,7 +7,6 @@ its micro-batches in turn, so that every strategy trains on the same images in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Protocol
@@ -27,13 +26,16 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]: ...
 
 
+#: Reads the images to train on, and those kept from it, of the data as a cell gives them.
+Read = Callable[[Images, Origin], tuple[Examples, Examples]]
+
+
 @dataclass(frozen=True)
 class Source:
     #: Channels, height and width of an image, and how many classes there are.
     shape: tuple[int, int, int]
     classes: int
-    #: The images to train on, and those kept from it, of the data as a cell gives them.
-    read: Callable[[Images, Origin], tuple[Examples, Examples]]
+    read: Read
     #: Processes per rank that read and change images ahead of the training; 0: it does so itself.
     readers: int = 0
 
@@ -131,55 +133,46 @@ def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
     return (TensorDataset(pixels[:cut], classes[:cut]), TensorDataset(pixels[cut:], classes[cut:]))
 
 
-def _cifar_10(given: Images, origin: Origin) -> tuple[Examples, Examples]:
-    vision, of, folder = _torchvision(given, origin)
+def _cifar_10(vision: Any, of: Any, folder: str) -> tuple[Examples, Examples]:
     normal = [of.ToTensor(), of.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))]
     changed = of.Compose([of.RandomCrop(32, padding=4), of.RandomHorizontalFlip(), *normal])
-    with _named(given, origin):
-        return (
-            vision.CIFAR10(folder, train=True, transform=changed),
-            vision.CIFAR10(folder, train=False, transform=of.Compose(normal)),
-        )
+    return (
+        vision.CIFAR10(folder, train=True, transform=changed),
+        vision.CIFAR10(folder, train=False, transform=of.Compose(normal)),
+    )
 
 
-def _imagenet(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+def _imagenet(vision: Any, of: Any, folder: str) -> tuple[Examples, Examples]:
     """A folder ``train`` and a folder ``val``, each with a folder per class."""
-    vision, of, folder = _torchvision(given, origin)
     normal = [of.ToTensor(), of.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     changed = of.Compose([of.RandomResizedCrop(224), of.RandomHorizontalFlip(), *normal])
     cut = of.Compose([of.Resize(256), of.CenterCrop(224), *normal])
-    with _named(given, origin):
-        return (
-            vision.ImageFolder(f"{folder}/train", changed),
-            vision.ImageFolder(f"{folder}/val", cut),
-        )
+    return vision.ImageFolder(f"{folder}/train", changed), vision.ImageFolder(f"{folder}/val", cut)
 
 
-def _torchvision(given: Images, origin: Origin) -> tuple[Any, Any, str]:
-    """Its data sets, its transforms, and the folder of the images on this node."""
-    try:
-        from torchvision import datasets, transforms
-    except Exception as error:  # a build for another torch fails in its own ways
-        raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
-    assert given.folder is not None, "the reader sees to it"
-    folder = origin.source(str(origin.path(given.folder)), origin.key("data", "folder"))
-    return datasets, transforms, folder
+def _by_torchvision(made: Callable[[Any, Any, str], tuple[Examples, Examples]]) -> Read:
+    """Reads what is ``made`` of its data sets, its transforms and a folder on this node."""
 
+    def read(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+        try:
+            from torchvision import datasets, transforms
+        except Exception as error:  # a build for another torch fails in its own ways
+            raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
+        assert given.folder is not None, "the reader sees to it"
+        where = origin.key("data", "folder")
+        folder = origin.source(str(origin.path(given.folder)), where)
+        try:
+            return made(datasets, transforms, folder)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{where}: {given.folder} has no {given.images} that torchvision reads: {error}"
+            ) from error
 
-@contextmanager
-def _named(given: Images, origin: Origin) -> Iterator[None]:
-    """Have what the loaders raise name the key."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"{origin.key('data', 'folder')}: {given.folder} has no {given.images} that "
-            f"torchvision reads: {error}"
-        ) from error
+    return read
 
 
 SOURCES = {
     "digits": Source((1, 8, 8), 10, _digits),
-    "cifar-10": Source((3, 32, 32), 10, _cifar_10, readers=2),
-    "imagenet": Source((3, 224, 224), 1000, _imagenet, readers=8),
+    "cifar-10": Source((3, 32, 32), 10, _by_torchvision(_cifar_10), readers=2),
+    "imagenet": Source((3, 224, 224), 1000, _by_torchvision(_imagenet), readers=8),
 }

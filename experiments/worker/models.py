@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,14 +51,8 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         return _configured(spec, cell)
     if isinstance(spec, OwnModel):
         return _own(spec, cell)
-    if isinstance(spec, ImageModel):
-        return _network(spec, cell)
-    model: nn.Module = _FAMILIES[spec.family](spec, cell.sequence_length)
-    blocks: Any = model.get_submodule(_BLOCKS[spec.family])
-    return model, blocks
-
-
-def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    if isinstance(spec, ModelSpec):
+        return _configured(_built_in(spec, cell.sequence_length), cell)
     assert isinstance(cell.data, Images), "cells see to it"
     source = images.SOURCES[cell.data.images]
     (channels, size, _), classes = source.shape, source.classes
@@ -70,45 +65,36 @@ def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Modul
 
 def small_llama(layers: int) -> Any:
     """The Llama of the examples, of width 64: random weights, and no wait for them."""
-    return _llama(ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4), 64)
+    spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
+    return _auto().from_config(_configuration(_built_in(spec, 64), spec.name))
 
 
-def _gpt2(spec: ModelSpec, sequence_length: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _auto() -> Any:
+    from transformers import AutoModelForCausalLM
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=spec.vocabulary,
-            n_positions=sequence_length,
-            n_embd=spec.width,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            # No dropout: strategies must see the same losses.
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    return AutoModelForCausalLM
 
 
-def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=spec.vocabulary,
-            max_position_embeddings=sequence_length,
-            hidden_size=spec.width,
-            intermediate_size=Transformer.of(spec, sequence_length).mlp_width,
-            num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads,
-            num_key_value_heads=spec.heads,
-        )
-    )
-
-
-_FAMILIES: dict[str, Callable[[ModelSpec, int], Any]] = {"gpt2": _gpt2, "llama": _llama}
-_BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+def _built_in(spec: ModelSpec, sequence_length: int) -> ConfiguredModel:
+    """The configuration of a built-in family."""
+    shapes: dict[str, dict[str, Any]] = {
+        "gpt2": {
+            "n_positions": sequence_length,
+            "n_embd": spec.width,
+            "n_layer": spec.layers,
+            "n_head": spec.heads,
+        },
+        "llama": {
+            "max_position_embeddings": sequence_length,
+            "hidden_size": spec.width,
+            "intermediate_size": Transformer.of(spec, sequence_length).mlp_width,
+            "num_hidden_layers": spec.layers,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.heads,
+        },
+    }
+    said = {"model_type": spec.family, "vocab_size": spec.vocabulary, **shapes[spec.family]}
+    return ConfiguredModel(name=spec.name, config=spec.name, configuration=said)
 
 
 def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -117,9 +103,8 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
     Raises ``ValueError`` naming line and key for a configuration that it does not know or cannot
     build, for weights that are not there, and for a model without blocks.
     """
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-    auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "config")
     config = _configuration(spec, where)
     # Tokens of these, such as BERT, see those after them too, unless their configuration says so.
@@ -141,13 +126,9 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
     if spec.weights == "pretrained":
         model = _pretrained(spec, config, cell)
     else:
-        try:
-            model = auto.from_config(config, dtype=torch.float32)
-        except Exception as error:  # each family refuses what it cannot build in its own way
-            raise ValueError(
-                f"{where}: transformers cannot build {spec.config}, of model_type "
-                f"{spec.model_type!r}, as a causal language model: {brief(error)}"
-            ) from error
+        what = f"{spec.config}, of model_type {spec.model_type!r}, as a causal language model"
+        with telling(f"{where}: transformers cannot build {what}"):
+            model = _auto().from_config(config, dtype=torch.float32)
     try:
         return model.train(), find_blocks(model)
     except ValueError as error:
@@ -178,16 +159,22 @@ def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     return model, found
 
 
-def brief(error: Exception) -> str:
-    """A library's error in one line that is not too long: it may name all that there is."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Raise ``ValueError`` of ``what`` for a library's error: each has its own.
+
+    It is quoted in one line that is not too long: it may name all that there is.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+        raise ValueError(f"{what}: {text}") from error
 
 
 def vocabulary(model: Any) -> int | None:
     """Tokens that the model has embeddings of; ``None`` where it does not say."""
-    if not hasattr(model, "get_input_embeddings"):
-        return None
     try:
         return int(model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
@@ -199,13 +186,9 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
     from transformers import AutoConfig
 
     said = {name: value for name, value in spec.configuration.items() if name != "model_type"}
-    try:
+    what = f"{spec.config}, of model_type {spec.model_type!r}"
+    with telling(f"{where}: transformers does not know {what}"):
         config = AutoConfig.for_model(spec.model_type, **said)
-    except Exception as error:  # of types and values, from wherever the family checks them
-        raise ValueError(
-            f"{where}: transformers does not know {spec.config}, of model_type "
-            f"{spec.model_type!r}: {brief(error)}"
-        ) from error
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for name, value in part.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -215,15 +198,12 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
 
 def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
     """The model with its weights, from safetensors alone: nothing pickled is opened."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "weights")
     source = cell.origin.source(spec.config, where)
     if Path(source).is_file():
         source = str(Path(source).parent)
-    try:
-        model, loaded = auto.from_pretrained(
+    with telling(f"{where}: no pretrained weights of {spec.config} on this node"):
+        model, loaded = _auto().from_pretrained(
             source,
             config=config,
             dtype=torch.float32,
@@ -231,10 +211,6 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of files, of the network, of shapes
-        raise ValueError(
-            f"{where}: no pretrained weights of {spec.config} on this node: {brief(error)}"
-        ) from error
     lacking = sorted([*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])])
     if lacking:
         raise ValueError(
@@ -264,13 +240,24 @@ def find_function(name: str, where: str) -> Callable[..., Any]:
 
 def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Module:
     from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    family = _family(cell.model)
+    spec = cell.model
+    assert not isinstance(spec, ImageModel), "cells see to it"
+    family: Any = getattr(spec, "model_type", None) or getattr(spec, "family", None)
+    # Attention, or what peft adapts of the family; all matrices in the blocks where it knows none.
+    inside = {module for block in blocks for module in block.modules()}
+    linear = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside
+    )
+    targets = ATTENTION.get(family) or KNOWN.get(family) or linear
     config = LoraConfig(
-        task_type=None if family is None else "CAUSAL_LM",
+        task_type=None if isinstance(spec, OwnModel) else "CAUSAL_LM",
         r=cell.lora_rank,
         lora_alpha=2 * cell.lora_rank,
-        target_modules=_targets(family) or _linear_layers(model, blocks),
+        target_modules=list(targets),
         fan_in_fan_out=family == "gpt2",  # GPT-2 stores its matrices transposed
     )
     return get_peft_model(model, config)
@@ -284,32 +271,6 @@ def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     for param in model.parameters():
         if not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(dtype)
-
-
-def _family(spec: AnyModel) -> str | None:
-    """The family of the language model; ``None`` for a user's own."""
-    assert not isinstance(spec, ImageModel), "cells see to it"
-    if isinstance(spec, OwnModel):
-        return None
-    return spec.model_type if isinstance(spec, ConfiguredModel) else spec.family
-
-
-def _targets(family: str | None) -> list[str]:
-    """Modules to adapt: attention, or what peft adapts of the family; none if it knows none."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]
-    return next((list(table[family]) for table in tables if family in table), [])
-
-
-def _linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """Names of the matrices in the blocks."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in inside
-    ]
 
 
 def check(model: nn.Module, cell: Cell, topology: Topology) -> None:

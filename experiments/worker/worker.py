@@ -8,7 +8,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -106,7 +106,7 @@ class _Training:
         #: Losses and seconds of all steps, warm-up included; counts of the measured ones.
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.counts: _Counts | None = None
+        self.counts: dict[str, Any] | None = None
         self.resumed_at: list[int] = []
         #: Losses of the held-out examples, by the steps before.
         self.held_out: dict[int, float] = {}
@@ -133,7 +133,7 @@ class _Training:
                 self.allocated.mark()
             counts = self._stretch(stop - done)
             if stop > cell.warmup_steps:
-                self.counts = counts if self.counts is None else self.counts + counts
+                self.counts = _sum(self.counts, counts)
             else:
                 trainable.take_metrics()
                 self.phases.clear()
@@ -150,23 +150,28 @@ class _Training:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
 
-    def _stretch(self, steps: int) -> _Counts:
-        """Train so many steps, between two readings of the kernel's counters."""
+    def _stretch(self, steps: int) -> dict[str, Any]:
+        """Train so many steps, between two readings of all that counts; returns the counts."""
         trainable = self.trainable
         trainable.take_ledger()
         trainable.take_phases()
         before = self._egress()
         self._train(steps)
         sent = [now - then for now, then in zip(self._egress(), before, strict=True)]
-        cache, phases = trainable.cache, trainable.take_phases()
-        return _Counts(sent, trainable.take_ledger(), cache, phases)
+        cache = trainable.cache
+        return {
+            "sent": dict(enumerate(sent)),  # by this node: in all, and to other groups
+            "gathers": cache and {"hits": cache.hits, "misses": cache.misses},
+            "phases": trainable.take_phases(),
+            "ledger": trainable.take_ledger(),
+        }
 
     def _save(self) -> None:
         """Write a checkpoint: also what each rank has counted, and its random numbers' state."""
         mine = {
             "losses": self.losses,
             "seconds": self.seconds,
-            "counts": self.counts and asdict(self.counts),
+            "counts": self.counts,
             "held_out": self.held_out,
             "random": [source.get_rng_state() for source in self._random],
         }
@@ -185,7 +190,7 @@ class _Training:
         mine = saved["ranks"][self.topology.rank]
         self.losses, self.seconds = list(mine["losses"]), list(mine["seconds"])
         self.held_out = dict(mine["held_out"])
-        self.counts = mine["counts"] and _Counts.of(mine["counts"])
+        self.counts = mine["counts"]
         self.resumed_at = [*saved["resumed_at"], len(self.losses)]
         for source, state in zip(self._random, mine["random"], strict=True):
             source.set_rng_state(state)
@@ -237,8 +242,16 @@ class _Training:
             # Reading the loss ends the step on an accelerator too.
             self.losses.append(self._step(batches).item())
             self.seconds.append(time.perf_counter() - begin)
+            line = {
+                "step": len(self.losses),
+                "of": self.cell.warmup_steps + self.cell.steps,
+                "loss": self.losses[-1],
+                "seconds": self.seconds[-1],
+                "at": time.time(),
+            }
             if self.topology.rank == 0:
-                self._report()
+                with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
 
     def _step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.objective is None:
@@ -247,19 +260,7 @@ class _Training:
         return objectives.iterate(self.objective, self.trainable, batches, self.phases.end)
 
     def _batches(self) -> list[torch.Tensor]:
-        """The micro-batches of the next step."""
         return [batch.to(self._device) for batch in islice(self.batches, self.cell.accumulation)]
-
-    def _report(self) -> None:
-        line = {
-            "step": len(self.losses),
-            "of": self.cell.warmup_steps + self.cell.steps,
-            "loss": self.losses[-1],
-            "seconds": self.seconds[-1],
-            "at": time.time(),
-        }
-        with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     def _egress(self) -> tuple[int, ...]:
         """Bytes that this node has sent so far, read while no rank is sending.
@@ -294,6 +295,7 @@ class _Training:
             "seconds": self.seconds[cell.warmup_steps :],
             "losses": self.losses,
             "counts": counts,
+            "cache": trainable.cache,
             "by_phase": self.phases.per_step(cell.steps),
             "rewards": self.objective.rewards if self.objective else (),
             "told": self.objective.told if isinstance(self.objective, GRPO) else (),
@@ -302,9 +304,9 @@ class _Training:
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
-        every: list[_Counts] = [rank["counts"] for rank in ranks]
+        every: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
         on_accelerator = self._device.type != "cpu"
-        busiest, *to_groups = max(rank.sent for rank in every)
+        busiest, *to_groups = max([*rank["sent"].values()] for rank in every)
         return Measurement(
             engine=trainable.engine,
             engine_version=trainable.engine_version,
@@ -312,20 +314,19 @@ class _Training:
             parameters=self.parameters,
             trainable_parameters=self.trainable_parameters,
             step_seconds=[max(step) for step in zip(*(r["seconds"] for r in ranks), strict=True)],
-            losses=[
-                sum(step) / len(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
-            ],
+            losses=_by_step(ranks, "losses"),
             inter_node_bytes_per_step=busiest / cell.steps,
             inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
             # An iteration's depends on how often a strategy gathers for the same parameters.
             inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
-            ledger_bytes_per_step=counts.ledger
-            and {link: _mean([phases], cell.steps) for link, phases in counts.ledger.items()},
+            ledger_bytes_per_step=counts["ledger"]
+            and {link: _mean([phases], cell.steps) for link, phases in counts["ledger"].items()},
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
-            cache=_cached([rank.cache for rank in every if rank.cache is not None], cell.steps),
-            phase_seconds=counts.phases and _mean([r.phases or {} for r in every], cell.steps),
+            cache=_cached([r["cache"] for r in ranks], [r["gathers"] for r in every], cell.steps),
+            phase_seconds=counts["phases"]
+            and _mean([r["phases"] or {} for r in every], cell.steps),
             resumed_at=self.resumed_at,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
             **_of_iterations(ranks, cell.warmup_steps),
@@ -338,44 +339,21 @@ def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dic
     Of phases the busiest node's bytes and the slowest rank's seconds; the most memory; means of
     what a rollout's publications were, which ranks tell alike, and of rewards.
     """
-    found = {name: max(r["by_phase"][name] for r in ranks) for name in ranks[0]["by_phase"]}
+    phases = ranks[0]["by_phase"]
+    found: dict[str, Any] = {name: max(r["by_phase"][name] for r in ranks) for name in phases}
     if told := ranks[0]["told"][warmup_steps:]:
-        found |= {name: sum(each[name] for each in told) / len(told) for name in told[0]}
+        found |= _mean(told, 1)
     if ranks[0]["allocated"] is not None:
         found["iteration_device_bytes"] = max(r["allocated"] for r in ranks)
-    rewards = [sum(each) / len(each) for each in zip(*(r["rewards"] for r in ranks), strict=True)]
-    if not rewards:
-        return found
-    measured = rewards[warmup_steps:]
-    return {**found, "rewards": rewards, "reward": sum(measured) / len(measured)}
+    if rewards := _by_step(ranks, "rewards"):
+        measured = rewards[warmup_steps:]
+        found |= {"rewards": rewards, "reward": sum(measured) / len(measured)}
+    return found
 
 
-@dataclass
-class _Counts:
-    """Counts of one rank in some steps; cache: what it holds after the last of them."""
-
-    #: Bytes that its node has sent, in all and to other groups.
-    sent: list[int]
-    ledger: dict[str, dict[str, float]] | None
-    cache: CacheUse | None
-    phases: dict[str, float] | None
-
-    def __add__(self, later: _Counts) -> _Counts:
-        """Both together; ``later`` has the same parts."""
-        cache = later.cache
-        if self.cache is not None and cache is not None:
-            hits, misses = self.cache.hits + cache.hits, self.cache.misses + cache.misses
-            cache = replace(cache, hits=hits, misses=misses)
-        sent = [mine + more for mine, more in zip(self.sent, later.sent, strict=True)]
-        return _Counts(
-            sent, _sum(self.ledger, later.ledger), cache, _sum(self.phases, later.phases)
-        )
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> _Counts:
-        """The counts of which ``dataclasses.asdict`` made a dictionary."""
-        cache = saved["cache"]
-        return cls(**{**saved, "cache": cache and CacheUse(**cache)})
+def _by_step(ranks: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The ranks' mean at each step, or iteration."""
+    return [sum(each) / len(each) for each in zip(*(r[name] for r in ranks), strict=True)]
 
 
 def _sum(one: Any, other: Any) -> Any:
@@ -387,19 +365,24 @@ def _sum(one: Any, other: Any) -> Any:
     return {name: _sum(one.get(name), other.get(name)) for name in dict.fromkeys([*one, *other])}
 
 
-def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached | None:
-    if not ranks:
+def _cached(
+    ranks: Sequence[CacheUse | None], gathers: Sequence[Mapping[str, float]], steps: int
+) -> Cached | None:
+    """Use of the ranks' caches: what they hold now, and what they served in these steps."""
+    held = [rank for rank in ranks if rank is not None]
+    if not held:
         return None
+    served = _mean(gathers, steps)
     return Cached(
-        hits_per_step=sum(rank.hits for rank in ranks) / len(ranks) / steps,
-        misses_per_step=sum(rank.misses for rank in ranks) / len(ranks) / steps,
-        entries=_mean([rank.entries for rank in ranks], 1),
+        hits_per_step=served["hits"],
+        misses_per_step=served["misses"],
+        entries=_mean([rank.entries for rank in held], 1),
         entry_bytes={
-            tier: max(rank.entry_bytes.get(tier, 0) for rank in ranks)
-            for tier in {tier: None for rank in ranks for tier in rank.entry_bytes}
+            tier: max(rank.entry_bytes.get(tier, 0) for rank in held)
+            for tier in {tier: None for rank in held for tier in rank.entry_bytes}
         },
-        device_bytes=max(rank.device_bytes for rank in ranks),
-        host_bytes=max(rank.host_bytes for rank in ranks),
+        device_bytes=max(rank.device_bytes for rank in held),
+        host_bytes=max(rank.host_bytes for rank in held),
     )
 
 

@@ -178,27 +178,19 @@ def _bytes(given: workload.AnyText, cell: Cell) -> torch.Tensor:
 
 def _tokenised(given: workload.AnyText, cell: Cell) -> torch.Tensor:
     """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
+    from transformers import AutoTokenizer
+
     assert given.tokenizer is not None
-    tokenizer = _tokenizer(given.tokenizer, cell.origin)
+    where = cell.origin.key("data", "tokenizer")
+    source = cell.origin.source(given.tokenizer, where)
+    with models.telling(f"{where}: no tokenizer {given.tokenizer} on this node"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     found: list[int] = []
     for text in _texts(given, cell.origin):
         found += end if found else []
         found += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(found, dtype=torch.int64)
-
-
-def _tokenizer(given: str, origin: workload.Origin) -> Any:
-    from transformers import AutoTokenizer
-
-    where = origin.key("data", "tokenizer")
-    source = origin.source(given, where)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # of files, of the network, of a format
-        raise ValueError(
-            f"{where}: no tokenizer {given} on this node: {models.brief(error)}"
-        ) from error
 
 
 def _texts(given: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
@@ -229,11 +221,7 @@ def _of_dataset(given: workload.Dataset, origin: workload.Origin) -> Iterator[st
     except ImportError as error:
         raise ValueError(f"{where}: needs the package datasets on each node: {error}") from error
     source = origin.source(given.dataset, where)
-    try:
+    with models.telling(f"{where}: {given.source} cannot be had on this node"):
         rows = load_dataset(source, given.subset, split=given.split)
-    except Exception as error:  # of files, of the network, of names
-        raise ValueError(
-            f"{where}: {given.source} cannot be had on this node: {models.brief(error)}"
-        ) from error
     for number, row in enumerate(rows):
         yield workload.text_of(row, given.field, f"{where}: row {number}")

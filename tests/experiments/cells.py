@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from baselines import pins
 from experiments.clusters.interface import Cluster, Outcome
-from experiments.clusters.start_barrier import StartBarrier
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
-from experiments.runner.runner import WORKER
+from experiments.runner.runner import WORKER, launch, write
 from simulation.transformer import ModelSpec
 
 if TYPE_CHECKING:
@@ -79,19 +77,9 @@ def run(
 ) -> CellResult:
     """Run one cell as the runner does; ``entry`` takes the worker's arguments and more."""
     directory.mkdir()
-    file = directory / "cell.json"
-    file.write_text(cell.model_dump_json(), encoding="utf-8")
-    cluster.shape(None)
+    write(cell, directory)
     started = time.monotonic()
-    with StartBarrier(directory, lambda: cluster.shape(*cell.links)):
-        outcome = cluster.run(
-            entry,
-            [str(file), str(directory), *arguments],
-            logs=directory / "logs",
-            environment=pins.variables(cell.deepspeed),
-            timeout_s=cell.timeout_s,
-            extra=cell.extra,
-        )
+    outcome, _ = launch(cluster, cell, directory, entry, *arguments)
     return CellResult(cell, directory, outcome, time.monotonic() - started)
 
 

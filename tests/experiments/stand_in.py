@@ -11,12 +11,12 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.clusters import start_barrier
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
@@ -60,18 +60,17 @@ class StandInCluster:
         self.shapes.append(bits_per_s)
         return {"rate_bits_per_s": bits_per_s}
 
-    def run(
-        self, entry: str, arguments: Sequence[str], *, logs: Path, timeout_s: float, **_: Any
-    ) -> Outcome:
+    def run(self, launch: Launch) -> Outcome:
         assert self.entered
-        if entry == OPERATORS:
-            self.compiled.append(tuple(arguments))
+        if launch.entry == OPERATORS:
+            self.compiled.append(launch.arguments)
             error = self.behaviours.get("compiler")
             return Outcome("ok") if error is None else Outcome("failed", 0, error)
-        assert entry == WORKER
-        cell_file, output = map(Path, arguments)
+        assert launch.entry == WORKER
+        cell_file, output = map(Path, launch.arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self.started.append(cell.id)
+        logs, timeout_s = launch.logs, launch.timeout_s
         logs.mkdir(parents=True, exist_ok=True)
         behaviour = next((b for part, b in self.behaviours.items() if part in cell.id), "train")
         match behaviour:

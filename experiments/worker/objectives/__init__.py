@@ -34,11 +34,9 @@ def of(
             reference = Reference(cell, model, blocks, shard) if spec.beta else None
             return grpo.GRPO(spec, cell, reference, rank)
         case specs.Distillation():
-            return distillation.Distillation(
-                spec, distillation.teacher_of(spec, cell, model, shard)
-            )
+            return distillation.Distillation(spec, cell, model, shard)
         case specs.OwnObjective():
-            return own.make(spec, cell)
+            return own.Own(spec, cell)
 
 
 def iterate(

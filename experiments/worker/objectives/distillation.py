@@ -14,28 +14,26 @@ from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Frozen, Shard, logits
 
 
-def teacher_of(spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Shard) -> Frozen:
-    """The teacher, sharded; ``ValueError`` for one of another vocabulary."""
-    # Another seed: random weights would be the model's own, if its shape is.
-    update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
-    teacher, its_blocks = models.build(cell.model_copy(update=update))
-    theirs, own = models.vocabulary(teacher), models.vocabulary(model)
-    if theirs != own:
-        raise ValueError(
-            f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary of "
-            f"{theirs} tokens, and {cell.model.name} of {own}; they must have the same"
-        )
-    return Frozen(teacher, its_blocks, shard)
-
-
 class Distillation:
     """Has the teacher's logits travel with the tokens that they are of."""
 
     epochs = 1
     rewards: Sequence[float] = ()
 
-    def __init__(self, spec: specs.Distillation, teacher: Frozen) -> None:
-        self._teacher = teacher
+    def __init__(
+        self, spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Shard
+    ) -> None:
+        """Raises ``ValueError`` for a teacher of another vocabulary."""
+        # Another seed: random weights would be the model's own, if its shape is.
+        update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
+        teacher, its_blocks = models.build(cell.model_copy(update=update))
+        theirs, own = models.vocabulary(teacher), models.vocabulary(model)
+        if theirs != own:
+            raise ValueError(
+                f"{cell.origin.key('objective', 'teacher')}: {spec.teacher.name} has a vocabulary "
+                f"of {theirs} tokens, and {cell.model.name} of {own}; they must have the same"
+            )
+        self._teacher = Frozen(teacher, its_blocks, shard)
         self._temperature = spec.temperature
 
     def prepare(

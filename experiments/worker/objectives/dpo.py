@@ -28,7 +28,7 @@ class DPO:
         """Pairs, the preferred ones first, each with its answer's reference log-probability."""
         prepared = []
         for batch in batches:
-            prompt, answer = batch.split([_half(batch), batch.shape[1] - _half(batch)], dim=1)
+            prompt, answer = batch.tensor_split([batch.shape[1] // 2], dim=1)
             pairs = torch.cat([batch, torch.cat([prompt, answer.flip(1)], dim=1)])
             reference = _of_answers(self._reference.log_probabilities(model, pairs))
             # Exact: float32 has all whole numbers up to 2^24.
@@ -41,10 +41,6 @@ class DPO:
         margins = _of_answers(log_probabilities(model, tokens)) - reference
         preferred, other = margins.chunk(2)
         return -F.logsigmoid(self._beta * (preferred - other)).mean()
-
-
-def _half(tokens: torch.Tensor) -> int:
-    return tokens.shape[1] // 2
 
 
 def _of_answers(found: torch.Tensor) -> torch.Tensor:

@@ -59,13 +59,18 @@ class GRPO:
         group = self._spec.group
         prompts = torch.cat([batch[::group].repeat_interleave(group, 0) for batch in batches])
         tokens, old = self._answers(model, prompts[:, : self._prompt], ended)
-        counts = self._counts(tokens[:, self._prompt :])
+        answers = tokens[:, self._prompt :]
+        counts = torch.ones_like(answers, dtype=torch.bool)
+        if self._spec.end_token is not None:  # up to an answer's end, with it
+            ends = answers == self._spec.end_token
+            counts = ends.cumsum(1) - ends.long() == 0
         advantages = self._advantages(tokens, counts)
         prepared = []
         for part in torch.arange(len(tokens), device=tokens.device).split(self._micro_batch):
             reference = old[part]
             if self._reference is not None:
-                reference = self._of_answers(self._reference.log_probabilities(model, tokens[part]))
+                found = self._reference.log_probabilities(model, tokens[part])
+                reference = found[:, self._prompt - 1 :]
             # Exact: float32 has all whole numbers up to 2^24.
             columns = (tokens[part], advantages[part, None], counts[part], old[part], reference)
             prepared.append(torch.cat([each.float() for each in columns], dim=1))
@@ -98,23 +103,13 @@ class GRPO:
         tokens, advantages, counts, old, reference = batch.split(
             [self._prompt + new, 1, new, new, new], dim=1
         )
-        found = self._of_answers(log_probabilities(model, tokens.long()))
+        found = log_probabilities(model, tokens.long())[:, self._prompt - 1 :]
         ratio = (found - old).exp()
         gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
         behind = reference - found
         losses = self._spec.beta * (behind.exp() - behind - 1) - gain
         mean: torch.Tensor = ((losses * counts).sum(1) / counts.sum(1)).mean()
         return mean
-
-    def _of_answers(self, found: torch.Tensor) -> torch.Tensor:
-        return found[:, self._prompt - 1 :]
-
-    def _counts(self, answers: torch.Tensor) -> torch.Tensor:
-        """Which tokens count: up to an answer's end, with it."""
-        if self._spec.end_token is None:
-            return torch.ones_like(answers, dtype=torch.bool)
-        ends = answers == self._spec.end_token
-        return ends.cumsum(1) - ends.long() == 0
 
     def _advantages(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Rewards in standard deviations of their group; 0 where all of it are alike.

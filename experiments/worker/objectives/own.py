@@ -29,24 +29,20 @@ _PARTS = ("epochs", "rewards", "prepare", "loss")
 LOOK_S = 5.0
 
 
-def make(spec: OwnObjective, cell: Cell) -> Own:
-    """The objective that the user's function makes; ``ValueError`` where it is none."""
-    where = cell.origin.key("objective", "function")
-    made: Any = models.find_function(spec.function, where)(cell.sequence_length)
-    lacking = [name for name in _PARTS if not hasattr(made, name)]
-    if lacking:
-        raise ValueError(
-            f"{where}: {spec.function} returned a {type(made).__name__} without "
-            f"{', '.join(lacking)}; it must return an Objective of experiments.worker.objectives"
-        )
-    return Own(made, f"{where}: {spec.function}")
-
-
 class Own:
     """The user's objective; raises ``ValueError`` where calls of the model are not alike."""
 
-    def __init__(self, made: Objective, where: str) -> None:
-        self._made, self._where = made, where
+    def __init__(self, spec: OwnObjective, cell: Cell) -> None:
+        """Raises ``ValueError`` where the user's function makes no objective."""
+        where = cell.origin.key("objective", "function")
+        self._where = f"{where}: {spec.function}"
+        made: Any = models.find_function(spec.function, where)(cell.sequence_length)
+        if lacking := [name for name in _PARTS if not hasattr(made, name)]:
+            raise ValueError(
+                f"{self._where} returned a {type(made).__name__} without {', '.join(lacking)}; "
+                "it must return an Objective of experiments.worker.objectives"
+            )
+        self._made: Objective = made
         self._iteration = 0
         #: Ends of phases and calls of this iteration so far, and the end at which this rank waits.
         self._state: tuple[int, int, str] = (0, 0, "")
@@ -131,26 +127,23 @@ class Own:
             thread.join()
 
     def _look(self, over: Callable[[float], bool]) -> None:
-        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
-            self._compare(over)
-
-    def _compare(self, over: Callable[[float], bool]) -> None:
         rank = dist.get_rank()
         board: Board | None = None
         seen: tuple[int, int, str] | None = None
-        while not over(LOOK_S):
-            board = board or Board("objective")
-            ends, calls, at = state = self._state
-            key = f"{self._iteration}/{ends}"
-            if at and state == seen:
-                board.put(key, Announcement(f"another waits at {at}", calls))
-            there = board.read(key)
-            if there and (calls > there.exchanges or not there.text.endswith(at)):
-                self._wrong = (
-                    f"{self._where}: rank {rank} has called the model {calls} times and is "
-                    f"{f'at {at}' if at else 'in a call'}, {there.text} after {there.exchanges}; "
-                    "must be alike"
-                )
-                break_all(every_backend())
-                return
-            seen = state
+        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
+            while not over(LOOK_S):
+                board = board or Board("objective")
+                ends, calls, at = state = self._state
+                key = f"{self._iteration}/{ends}"
+                if at and state == seen:
+                    board.put(key, Announcement(f"another waits at {at}", calls))
+                there = board.read(key)
+                if there and (calls > there.exchanges or not there.text.endswith(at)):
+                    self._wrong = (
+                        f"{self._where}: rank {rank} has called the model {calls} times and is "
+                        f"{f'at {at}' if at else 'in a call'}, {there.text} after "
+                        f"{there.exchanges}; must be alike"
+                    )
+                    break_all(every_backend())
+                    return
+                seen = state

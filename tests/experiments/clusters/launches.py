@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.clusters.interface import Cluster, Outcome
+from experiments.clusters.interface import Cluster, Launch, Outcome
 
 ON_RANKS = "tests.experiments.clusters.on_ranks"
 
@@ -22,9 +22,9 @@ def run(
 ) -> Outcome:
     """Call a function of ``on_ranks`` on every rank, whose environment has what is ``given``."""
     environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", ""), **given}
-    return cluster.run(
-        f"{ON_RANKS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
-    )
+    entry = f"{ON_RANKS}:{function}"
+    common = {"logs": logs, "environment": environment, "timeout_s": timeout_s}
+    return cluster.run(Launch(entry=entry, arguments=arguments, **common))
 
 
 def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:

@@ -10,26 +10,19 @@ from pathlib import Path
 import pytest
 
 from experiments.clusters import lifetimes
-from experiments.clusters.messages import Order
-from experiments.clusters.node import _arguments
+from experiments.clusters.interface import Launch
+from experiments.clusters.launch import Node
+from experiments.clusters.node import Order, _arguments
 from tests import programs
 
 
 def order(*arguments: str, files: dict[str, str]) -> Order:
     return Order(
-        node=1,
-        nodes=2,
-        ranks=1,
+        node=Node(node=1, nodes=2, ranks_per_node=1, master_address="", port=29500, environment={}),
         address="127.0.0.1",
-        master_address="127.0.0.1",
-        port=29500,
-        entry="tests:none",
-        arguments=list(arguments),
+        launch=Launch(entry="tests:none", arguments=arguments, logs=Path("logs"), timeout_s=1.0),
         files=files,
-        logs="logs",
         marker="marker",
-        environment={},
-        at_most_s=1.0,
     )
 
 

@@ -15,6 +15,7 @@ from pyroute2 import IPRoute, netns
 from baselines.description import ExtraProcess
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster, Network
+from experiments.clusters.interface import Launch
 from experiments.records.cell import ClusterSpec
 
 pytestmark = pytest.mark.usefixtures("privileged")
@@ -61,14 +62,9 @@ def wait_for_ever(_: str) -> None:
 def _run(cluster: EmulatedCluster, folder: Path, entry: str, *extra: ExtraProcess):
     (folder / "said").mkdir()
     environment = {"TEST_FOLDER": str(folder / "said")}
-    return cluster.run(
-        f"{HERE}:{entry}",
-        [str(folder / "said")],
-        logs=folder / "logs",
-        environment=environment,
-        timeout_s=60,
-        extra=extra,
-    )
+    entry, arguments, logs = f"{HERE}:{entry}", (str(folder / "said"),), folder / "logs"
+    common = {"environment": environment, "timeout_s": 60, "extra": extra}
+    return cluster.run(Launch(entry=entry, arguments=arguments, logs=logs, **common))
 
 
 def test_they_share_a_secret_with_the_ranks_and_end_with_them(

@@ -94,7 +94,6 @@ def test_so_is_that_of_the_host_and_no_other_error() -> None:
 
 def test_a_rank_that_lives_has_finished_or_has_reported_is_not_silent(tmp_path: Path) -> None:
     board = Board(tmp_path, range(3))
-    board.create()
     assert board.silent() == set()
     with board.alive(0):
         pass

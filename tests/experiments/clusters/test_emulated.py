@@ -16,7 +16,7 @@ from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.launches import ON_RANKS, numbers, pids_below, run
 from tests.experiments.planted import markers, plant
@@ -84,7 +84,8 @@ def test_ranks_import_from_the_pythonpath_they_are_given(
         f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
     )
     given = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
-    assert cluster.run("only_here:main", [], logs=tmp_path / "logs", **given) == Outcome("ok")
+    launch = Launch(entry="only_here:main", logs=tmp_path / "logs", **given)
+    assert cluster.run(launch) == Outcome("ok")
     assert (tmp_path / "called").read_text() == "xxxx"
 
 
@@ -204,15 +205,8 @@ def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> Non
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")
 
 
-def test_an_entry_of_another_form_is_refused(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"entry = 'module\.function': allowed is"):
-        cluster.run("module.function", [], logs=tmp_path, environment={}, timeout_s=1)
-
-
-def test_a_cluster_that_is_not_or_cannot_be_built_says_so() -> None:
+def test_a_cluster_that_cannot_be_built_says_so() -> None:
     broken = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1), preload=["no.such.module"])
-    with pytest.raises(ClusterError, match="inside its `with` block"):
-        broken.shape(None)
     with pytest.raises(ClusterError, match=r"cannot import no\.such\.module(.|\n)*Traceback"):
         broken.__enter__()
 

@@ -118,8 +118,6 @@ def test_what_cannot_be_had_is_refused(network: Network) -> None:
     for rate in (0, -1, LOWEST_RATE - 1, HIGHEST_RATE + 1):
         with pytest.raises(ValueError, match=f"inter_bandwidth_bits_per_s = {rate}: allowed are"):
             network.shape(rate)
-    with pytest.raises(ValueError, match="nodes = 0: allowed are"):
-        Network(0)
 
 
 def test_nothing_appears_in_the_host_and_nothing_stays() -> None:
@@ -154,7 +152,8 @@ def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
     scope, pid, started, cluster = lifetimes.new_prefix().split("-")[1:]
     name = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
     namespaces.create(name)
-    assert name in namespaces.remove_stale()
+    namespaces.remove_stale()
+    assert name not in netns.listnetns()
 
 
 def test_names_of_others_of_a_live_owner_and_of_other_pid_namespaces_are_not_touched(
@@ -165,7 +164,7 @@ def test_names_of_others_of_a_live_owner_and_of_other_pid_namespaces_are_not_tou
         for name in made:
             namespaces.create(name)
         names = [*made, *network.nodes]
-        assert not set(names) & set(namespaces.remove_stale())
+        namespaces.remove_stale()
         assert set(names) <= set(netns.listnetns())
     finally:
         for name in made:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from experiments.clusters import messages, rented
+from experiments.clusters import node, rented
 from experiments.clusters.allocation import Allocation, Ssh
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
@@ -177,7 +177,7 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
 def test_a_node_that_falls_silent_is_lost(
     cluster: RentedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rented, "SILENCE_S", 2 * messages.BEAT_S)
+    monkeypatch.setattr(rented, "SILENCE_S", 2 * node.BEAT_S)
     monkeypatch.setattr(rented, "_ENDING_S", 1.0)
     stopped: list[psutil.Process] = []
 
@@ -245,8 +245,10 @@ def test_a_node_that_cannot_be_reached_is_named(
 
 
 def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = messages.Description(address="127.0.0.1", interface="lo", commit="another", network={})
-    written(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
+    answer = node.Description(address="127.0.0.1", commit="another", network={})
+    written(tmp_path / "ssh", f"cat <<'E'
+{answer.model_dump_json()}
+E")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ClusterError, match="other has commit another, the runner "):
         cluster_of("localhost", "other").__enter__()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.clusters import start_barrier
-from experiments.clusters.start_barrier import StartBarrier
+from experiments.clusters.start_barrier import limiting
 
 #: Longer than anything here takes; nothing waits for it unless a test is about to fail.
 ENDS_WITHIN_S = 30.0
@@ -53,12 +53,12 @@ def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
         waited.append(True)
         return SHAPED
 
-    with StartBarrier(tmp_path, limit) as watched:
+    with limiting(tmp_path, limit) as network:
         passed = rank_at_the_gate(tmp_path)
         arrived.set_result(passed)
         passed.result(ENDS_WITHIN_S)
         assert waited == [True]
-    assert watched.network == SHAPED
+    assert network == SHAPED
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ def test_what_the_limit_raises_reaches_the_rank(
     def limit() -> dict[str, Any]:
         raise error
 
-    with StartBarrier(tmp_path, limit) as watched:
+    with limiting(tmp_path, limit) as network:
         passed = rank_at_the_gate(tmp_path)
         with pytest.raises(RuntimeError) as caught:
             passed.result(ENDS_WITHIN_S)
     assert str(caught.value).startswith("the link between nodes could not be limited: ")
     assert text in str(caught.value)
-    assert watched.network == {}
+    assert network == {}
 
 
 @pytest.mark.timeout(ENDS_WITHIN_S)
 def test_a_launch_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> None:
-    with StartBarrier(tmp_path, lambda: pytest.fail("nobody is ready")) as watched:
+    with limiting(tmp_path, lambda: pytest.fail("nobody is ready")) as network:
         pass
-    assert watched.network == {}
+    assert network == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,15 +97,15 @@ def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
     tmp_path: Path,
 ) -> None:
     """Otherwise it would come over the next launch's set-up."""
-    limiting, finished = threading.Event(), threading.Event()
+    begun, finished = threading.Event(), threading.Event()
 
     def limit() -> dict[str, Any]:
-        limiting.set()
+        begun.set()
         finished.wait(LIMITING_S)  # nobody sets it before: the time passes
         finished.set()
         return SHAPED
 
-    with StartBarrier(tmp_path, limit):
+    with limiting(tmp_path, limit):
         rank_at_the_gate(tmp_path)
-        assert limiting.wait(ENDS_WITHIN_S)
+        assert begun.wait(ENDS_WITHIN_S)
     assert finished.is_set()

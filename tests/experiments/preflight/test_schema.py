@@ -15,12 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.preflight import probe
 from experiments.preflight.probe import Block
 from experiments.preflight.schema import (
-    BlockShape,
-    BlockTime,
     Compute,
     Host,
     Link,
     Preflight,
+    TimedBlock,
     hardware_of,
 )
 from simulation.compute import rates_of
@@ -136,10 +135,9 @@ def test_ranks_share_the_cores_and_the_memory_of_their_host(
 
 def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
     """Twice as slow as fitted: so are products, attention and bytes; and the range is no wider."""
-    shape = BlockShape(width=4096, heads=32, sequence_length=2048, sequences=2)
+    block = TimedBlock(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=1)
     fitted = rates_of(gpu("a40"))
-    seconds = 2 * fitted.seconds(shape.work())
-    block = BlockTime(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=seconds)
+    block = block.model_copy(update={"seconds": 2 * fitted.seconds(block.work())})
     compute = GPU_COMPUTE.model_copy(update={"block": block, "memory_bytes_per_s": 600e9})
     found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), "a40")
     assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
@@ -152,7 +150,7 @@ def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
 
 def test_the_block_computes_what_is_counted() -> None:
     """By PyTorch's own counter of matrix products and attention, of which it counts all pairs."""
-    shape = BlockShape(width=64, heads=4, sequence_length=32, sequences=2)
+    shape = TimedBlock(width=64, heads=4, sequence_length=32, sequences=2, seconds=1)
     inputs = torch.randn(2, 32, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         Block(shape.width, shape.heads)(inputs).sum().backward()

@@ -149,7 +149,7 @@ def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(tracking, "_write", fail)
+    monkeypatch.setattr(tracking, "begin", fail)
     result = export([record(cell())], tmp_path)
     assert result.warnings == ("1 W&B runs not written: no space left",)
 
