@@ -246,9 +246,7 @@ def test_a_node_that_cannot_be_reached_is_named(
 
 def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = node.Description(address="127.0.0.1", commit="another", network={})
-    written(tmp_path / "ssh", f"cat <<'E'
-{answer.model_dump_json()}
-E")
+    written(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ClusterError, match="other has commit another, the runner "):
         cluster_of("localhost", "other").__enter__()
