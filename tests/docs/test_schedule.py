@@ -31,7 +31,7 @@ WAIT = "fcdp::reduce_wait"
 
 def ranges_of_a_step() -> list[str]:
     """What a rank does in the second step of a full fine-tuning, in the order of its start."""
-    run = Run(Settings(optimizer="sgd"))
+    run = Run(Settings())
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             run.step()

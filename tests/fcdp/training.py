@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
@@ -61,18 +62,19 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Tied embeddings."""
 
-    def __init__(self, adapter_rank: int) -> None:
+    def __init__(self, adapter_rank: int, checkpointing: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return self.head(self.norm(x))
 
 
@@ -85,6 +87,7 @@ class Settings:
     #: Of both adapters a block; 0: none. On 2 × 2 those of rank 1 are small enough to share one
     #: unit, those of rank 3 are not.
     adapter_rank: int = 0
+    checkpointing: bool = False
     accumulation: int = 1
     steps: int = 4
     clip: float | None = None
@@ -135,7 +138,7 @@ def _topology_of(world: Any, nodes: int, ranks_per_node: int) -> fcdp.Topology:
 
 def make_model(settings: Settings) -> TinyLM:
     torch.manual_seed(0)
-    model = TinyLM(settings.adapter_rank)
+    model = TinyLM(settings.adapter_rank, settings.checkpointing)
     if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
