@@ -133,11 +133,6 @@ def _sizes(place: PartialsPlace, units: Sequence[Unit], topology: Topology) -> d
     return {unit: topology.nodes * unit.shard_numel * size for unit, size in widest.items()}
 
 
-def _widest(unit: Unit, topology: Topology) -> int:
-    itemsize = max(_wide(param.dtype).itemsize for param in unit.params)
-    return topology.nodes * unit.shard_numel * itemsize
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
