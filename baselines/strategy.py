@@ -185,9 +185,7 @@ def load(name: str) -> Builder:
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
         settings = job.settings
-        if (
-            found.settings in _LIBRARYS
-        ):  # all of FCDP's: those that are given or fixed, and defaults
+        if found.settings in _LIBRARYS:  # all of FCDP's: given, fixed, or defaults
             given = settings.model_dump()
             found.chosen(given)  # refuses what the strategy fixes to something else
             settings = CacheSettings(**(given | found.fixes))

@@ -207,7 +207,7 @@ class WandbRun:
     #: Its name, group, job type, configuration and tags, as W&B takes them.
     about: dict[str, Any]
     #: Writes W&B's run, and ends it.
-    fill: Callable[[Any], None] = lambda run: None
+    fill: Callable[[Any], None] = lambda run: run.finish()
 
     def folders(self, directory: Path) -> list[Path]:
         """Where W&B has written it, whole or not."""

@@ -26,8 +26,6 @@ class Unit:
     module: FSDPModule
     #: FSDP2's ``FSDPParamGroup``.
     group: Any
-    #: Elements and dtype of each parameter's part of one rank's part of the gather, with padding.
-    parts: list[tuple[int, torch.dtype]]
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
     #: Elements of it, padding included.
@@ -41,6 +39,11 @@ class Unit:
     def params(self) -> list[DTensor]:
         """Sharded parameters, as the optimizer sees them; FSDP2's, as a load may replace them."""
         return fsdp2.sharded_params(self.group)
+
+    @property
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of each parameter's part now, padding included: a cast changes it."""
+        return _parts(self.group)
 
     @property
     def trainable(self) -> bool:
@@ -107,7 +110,23 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
 
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
-    params = fsdp2.sharded_params(group)
+    _check(name, group, topology)
+    in_backward = fsdp2.gathers_in_backward(group) and not kept
+    frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))
+    parts = _parts(group)
+    return Unit(
+        name,
+        module,
+        group,
+        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
+        shard_numel=sum(numel for numel, _ in parts),
+        gather_dtypes=frozenset(dtype for _, dtype in parts),
+        reuses=in_backward + frozen,
+    )
+
+
+def _check(name: str, group: Any, topology: Topology) -> None:
+    """Raise ``ValueError`` for a group that is sharded, or gathered, as no cache can serve it."""
     info, backward_info = fsdp2.meshes(group)
     # Parameters may be distributed over other dimensions too, as by tensor parallelism.
     if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
@@ -126,26 +145,17 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
             f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
             "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
         )
-    for param in params:
+    for param in fsdp2.sharded_params(group):
         if hasattr(param._local_tensor, "fsdp_pre_all_gather"):
             raise ValueError(
                 f"parameter of shape {tuple(param.shape)}: its tensor class "
                 f"{type(param._local_tensor).__name__} gathers by an FSDP2 extension, which FCDP "
                 "cannot cache"
             )
-    in_backward = fsdp2.gathers_in_backward(group) and not kept
-    frozen = not any(param.requires_grad for param in params)
-    parts = [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
-    return Unit(
-        name,
-        module,
-        group,
-        parts,
-        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
-        shard_numel=sum(numel for numel, _ in parts),
-        gather_dtypes=frozenset(dtype for _, dtype in parts),
-        reuses=in_backward + frozen,
-    )
+
+
+def _parts(group: Any) -> list[tuple[int, torch.dtype]]:
+    return [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
 
 
 def _gather_dtype(data: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:

@@ -31,14 +31,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_920, aim=34_000),
-    "lines of fcdp": Budget(most=11_800, aim=7_500),
+    "lines of source": Budget(most=45_930, aim=34_000),
+    "lines of fcdp": Budget(most=11_810, aim=7_500),
     "lines of baselines": Budget(most=7_710, aim=6_500),
-    "lines of simulation": Budget(most=8_430, aim=6_500),
+    "lines of simulation": Budget(most=8_440, aim=6_500),
     "lines of experiments": Budget(most=11_450, aim=8_500),
     "lines of analysis": Budget(most=6_550, aim=5_000),
     "lines of scripts": Budget(most=2_950, aim=3_000),
-    "lines of tests": Budget(most=43_690, aim=32_000),
+    "lines of tests": Budget(most=43_700, aim=32_000),
     "imports inside of functions": Budget(most=53, aim=60),
     "modules with one importer": Budget(most=39, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

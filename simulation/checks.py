@@ -53,8 +53,7 @@ class Checked:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for name, check in _checks(kind):
-            if (value := getattr(self, name)) is not None:
-                check(name, value)
+            check(name, getattr(self, name))
 
 
 @cache
@@ -69,4 +68,9 @@ def _of(hint: Any) -> Iterator[_Check]:
     elif get_origin(hint) is Literal:
         yield partial(one_of, allowed=get_args(hint))
     elif get_origin(hint) in (Union, UnionType):
-        yield from (check for part in get_args(hint) for check in _of(part))
+        for check in (check for part in get_args(hint) for check in _of(part)):
+            yield _unless_none(check)
+
+
+def _unless_none(check: _Check) -> _Check:
+    return lambda name, value: None if value is None else check(name, value)

@@ -291,8 +291,10 @@ def place(workload: Workload, units: Layout, hardware: Hardware) -> tuple[Tiers,
     schedule = workload.schedule
     if schedule.cache is None or hardware.nodes == 1:
         return {}, {}
-    if schedule.cache != "policy":  # a vendor's, which has the rank's own shard in it
+    if schedule.cache != "policy":
         whole = workload.parameters * workload.element_bytes / hardware.ranks_per_node
+        if not schedule.caches_own_shard:
+            whole *= (hardware.nodes - 1) / hardware.nodes
         return dict.fromkeys(units.units, schedule.cache), {schedule.cache: whole}
     return _by_policy(schedule.policy or workload.policy, workload, units, hardware)
 

@@ -24,7 +24,7 @@ TIERS = {
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters",
     "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells,"
-    " and what is published computed anew",
+    " further rows of products, kills and signals, and what is published computed anew",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
@@ -106,7 +106,7 @@ def _highest(tiers: Iterable[str | None]) -> str:
 
 
 def in_ci(*values: Any) -> Any:
-    """Values of a parametrized test with which it is CI's."""
+    """A row of a parametrized test that CI runs, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.system)
 
 

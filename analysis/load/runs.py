@@ -169,10 +169,10 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
             known = read(results / predicted) if predicted else []
             found.append(Run(name, file, latest(read(results / file)), predicted, known))
     if only is None:
-        if file := _file(results, MEMORY):
-            found.append(of_memory(file, imitated.read(results / file)))
-        if file := _file(results, BOUND):
-            found.append(_of_bound(file, bound.read(results / file)))
+        if (file := _file(results, MEMORY)) and (cases := imitated.read(results / file)):
+            found.append(of_memory(file, cases))
+        if (file := _file(results, BOUND)) and (points := bound.read(results / file)):
+            found.append(_of_bound(file, points))
         if (results / fuyou.FILE).exists():
             found.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
     if not found:

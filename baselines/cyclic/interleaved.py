@@ -83,6 +83,8 @@ class Lane:
         try:
             if not self._closed:
                 self._ended.set_result(self._function())
+        except _Closed:
+            pass  # a future that kept it would keep the forward's activations
         except BaseException as error:
             self._ended.set_exception(error)
         self._back.release()

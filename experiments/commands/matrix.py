@@ -26,11 +26,11 @@ def matrix(
     if file.suffix not in (".yaml", ".yml"):
         terminal.stop(f"FILE = {str(file)!r}: ends in neither .yaml nor .yml")
     with terminal.stopping():
-        if file.exists():
+        if file.exists() or file.is_symlink():
             raise ValueError(f"FILE = {str(file)!r}: is there already, and stays as it is")
         terminal.check_writable("FILE", file)
-        template = _TEMPLATE.read_text(encoding="utf-8")
-        file.write_text(template.replace("NAME", file.stem), encoding="utf-8")
+        with file.open("x", encoding="utf-8") as new:
+            new.write(_TEMPLATE.read_text(encoding="utf-8").replace("NAME", file.stem))
     try:
         found = reader.read(str(file.absolute()))
     except ValueError as error:  # a name that no matrix may have

@@ -177,8 +177,6 @@ class _Probe:
 
             together[name] = self._rate(multiply, 2 * rows**3)
             alone[name] = self._rate(multiply, 2 * rows**3, alone=True)
-        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
-        other = torch.ones_like(one)
         on_cpu = self._device.type == "cpu"
         properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
         return {
@@ -186,10 +184,15 @@ class _Probe:
             "matmul_flops_per_s": together,
             "alone_matmul_flops_per_s": alone,
             "memory_bytes": None if on_cpu else properties.total_memory,
-            # An addition in place reads two vectors and writes one.
-            "memory_bytes_per_s": self._rate(lambda: one.add_(other), 3 * _COPY_BYTES),
+            "memory_bytes_per_s": self._memory_bytes_per_s(),
             "block": self._block(),
         }
+
+    def _memory_bytes_per_s(self) -> float:
+        """An addition in place reads two vectors and writes one."""
+        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        other = torch.ones_like(one)
+        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
 
     def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""

@@ -11,6 +11,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -262,8 +263,9 @@ def _error(outcome: Outcome, logs: Path) -> str | None:
         lines[0] = f"rank {outcome.rank}: {lines[0]}"
     log = logs / f"rank{outcome.rank}.log"
     # A signal leaves no traceback, but perhaps last words.
-    if (outcome.error or "").startswith("killed by signal") and log.exists():
-        with log.open("rb") as file:
+    if (outcome.error or "").startswith("killed by signal"):
+        end = ""
+        with suppress(OSError), log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
             end = file.read().decode("utf-8", errors="replace")
         if said := end.strip().splitlines()[-_LAST_LINES:]:

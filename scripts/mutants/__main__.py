@@ -143,7 +143,7 @@ class _Worker:
         self._tiers = tiers
         self._catchers = catchers
         self._ends = ends
-        #: Seconds that unit tests may take; they pass without a mutant, others by `make test`.
+        #: Seconds that unit tests may take; they pass without a mutant, others by `make ci`.
         self._limits: dict[tuple[str, ...], float] = {}
         #: By file, and by file and function: the tests that caught something there, latest last.
         self._recent: defaultdict[str | tuple[str, str], dict[str, None]] = defaultdict(dict)

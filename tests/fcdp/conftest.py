@@ -75,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     there = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and "accelerator" in _params(item).values():
+        runs = isinstance(item, pytest.Function) and not item.get_closest_marker("skip")
+        if runs and "accelerator" in _params(item).values():
             there[item.path].append(item)
     left_out = [
         item

@@ -154,7 +154,6 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
     ]
 
 
-@pytest.mark.system
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
     """Another of either would compute the same, and wait for what it need not wait for."""
     ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)

@@ -62,7 +62,7 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Tied embeddings."""
 
-    def __init__(self, adapter_rank: int, checkpointing: bool) -> None:
+    def __init__(self, adapter_rank: int, checkpointing: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))

@@ -218,3 +218,15 @@ def test_one_tier_is_what_the_library_decides(policy: str, monkeypatch: pytest.M
     own = memory._by_policy(policy, given, units, HARDWARE)
     monkeypatch.setattr(memory, "_ONE_TIER", {})
     assert own == memory._by_policy(policy, given, units, HARDWARE)
+
+
+def test_a_fixed_tier_has_the_own_shard_where_the_strategy_keeps_it() -> None:
+    given = workload("fcdp")
+    units = layout(given, *HARDWARE.shape)
+    found = []
+    for keeps in (True, False):
+        of_tier = replace(given)
+        fixed = replace(given.schedule, cache="host", caches_own_shard=keeps)
+        of_tier.__dict__["schedule"] = fixed  # as a cached property would
+        found.append(memory.place(of_tier, units, HARDWARE)[1]["host"])
+    assert found[1] == pytest.approx(found[0] * (HARDWARE.nodes - 1) / HARDWARE.nodes)

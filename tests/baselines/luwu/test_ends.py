@@ -150,5 +150,6 @@ def test_the_run_ends_in_all_roles_and_goes_on_from_the_files(
         for name, role in roles.items():
             if name != who:
                 error = role.last_words(WITHIN_S)
+                assert isinstance(error, Lost)
                 assert who in str(error), (name, error)
     _goes_on(tmp_path)

@@ -62,7 +62,6 @@ class Trained:
     losses: list[float]
     rewards: Sequence[float]
     prepared: list[torch.Tensor]
-    #: After the iterations that are compared.
     parameters: list[torch.Tensor]
     #: Bytes between nodes of each iteration by phase of the ledger, where there is one.
     sent: list[dict[str, float]]
@@ -96,48 +95,44 @@ def trained(
         sequence_length=of.sequence_length,
     )
     losses, sent = [], []
-    for iteration in range(iterations):
+    for _ in range(iterations):
         step = list(islice(batches, of.accumulation))
         losses.append(objectives.iterate(objective, trainable, step, ended).item())
         sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
-        if iteration + 1 == min(iterations, COMPARED):
-            whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-            parameters = [each.detach().clone() for each in whole]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    parameters = [each.detach().clone() for each in whole]
     found = losses, objective.rewards, prepared, parameters, sent
     return Trained(*found, trainable.closed_form_bytes)
 
 
-#: Objectives that are seen to learn, which takes iterations; a few are compared with FSDP2's.
+#: Objectives that are seen to learn, which takes iterations.
 LEARNING = ("dpo", "distillation", "grpo")
-COMPARED = 5
 
 
 def beside_fsdp2(name: str, iterations: int) -> list[Trained]:
     """By FCDP and FSDP2 on this rank, once also by FSDP2 with what it gathers once to generate."""
-    strategies: list[tuple[str, int, dict[str, Any]]] = [("fcdp", iterations, {})]
-    strategies.append(("fsdp2", COMPARED, {}))
+    strategies: list[tuple[str, dict[str, Any]]] = [("fcdp", {}), ("fsdp2", {})]
     if name == "grpo-epochs":
-        strategies.append(("fsdp2", COMPARED, {"forwards": "unsharded"}))
+        strategies.append(("fsdp2", {"forwards": "unsharded"}))
     return [
-        trained(wanted(strategy, **OBJECTIVES[name], **own), 2, 1, count)
-        for strategy, count, own in strategies
+        trained(wanted(strategy, **OBJECTIVES[name], **own), 2, 1, iterations)
+        for strategy, own in strategies
     ]
 
 
 @pytest.mark.parametrize("name", [in_ci(name) if name in LEARNING else name for name in OBJECTIVES])
 def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
     """Bit for bit, but for the order in which several micro-batches' gradients are added."""
-    iterations, settings = 20 if name in LEARNING else COMPARED, OBJECTIVES[name]
+    iterations, settings = 20 if name in LEARNING else 5, OBJECTIVES[name]
     own, *others = ranks.run(2, beside_fsdp2, name, iterations)[0]
     start, _ = models.build(wanted("fcdp", **settings))
     near = {"rtol": 1e-3, "atol": 1e-4} if "accumulation" in settings else {"rtol": 0, "atol": 0}
     for other in others:
-        assert list(own.rewards[:COMPARED]) == list(other.rewards)
-        ours = own.prepared[: len(other.prepared)]
-        tokens = [[part[:, :17] for part in each] for each in (ours, other.prepared)]
+        assert list(own.rewards) == list(other.rewards)
+        tokens = [[part[:, :17] for part in each.prepared] for each in (own, other)]
         torch.testing.assert_close(*tokens, rtol=0, atol=0)
-        torch.testing.assert_close(ours, other.prepared, **near)
-        torch.testing.assert_close(own.losses[:COMPARED], other.losses, **near)
+        torch.testing.assert_close(own.prepared, other.prepared, **near)
+        torch.testing.assert_close(own.losses, other.losses, **near)
         torch.testing.assert_close(own.parameters, other.parameters, **near)
     moved = zip(own.parameters, start.parameters(), strict=True)
     assert not all(torch.equal(*pair) for pair in moved)

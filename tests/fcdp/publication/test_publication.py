@@ -105,6 +105,20 @@ def test_each_version_is_read_bit_for_bit(
     assert len(files) == 6 * settings.world_size
 
 
+def cast_and_read(place: Path, dtype: torch.dtype) -> set[torch.dtype]:
+    """Dtypes of what is published of a model that was cast after FCDP was set up."""
+    run = Run(Settings(2, 1), place, {})
+    run.model.to(dtype)
+    run.publish()
+    reader = fcdp.Subscriber(place)
+    reader.update()
+    return {tensor.dtype for tensor in reader.state.values()}
+
+
+def test_a_model_that_was_cast_is_published_as_it_is_gathered(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks.run(2, cast_and_read, tmp_path, torch.bfloat16) == [{torch.bfloat16}] * 2
+
+
 def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
     """Read as TRL's and vLLM's side reads them: names and flat indices, no word of ours."""
     results = ranks.run(4, train_and_read, BF16, tmp_path, {"anchor_every": 99}, 2)

@@ -60,6 +60,7 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
         ({"policies": ("nonsense",)}, "policy = 'nonsense': allowed are none, "),
         ({"kernels": "cudnn"}, "kernels = 'cudnn': allowed are eager, flash, fused"),
         ({"product_dtype": "fp8"}, "product_dtype = 'fp8': a40 has none; allowed with it is bf16"),
+        ({"product_dtype": None}, "product_dtype = None: "),
         ({"frozen_dtype": "int8"}, "frozen_dtype = 'int8': allowed are fp32, bf16, nf4"),
         (
             {"lora_rank": 8, "frozen_dtype": "nf4", "strategies": ("fcdp",)},
