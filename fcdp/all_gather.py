@@ -204,12 +204,7 @@ class CachedAllGather(AllGather):
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
-                if isinstance(sent, Sent):  # sees how long that takes, where it could take less
-                    watch = Watch(works)
-                    yield [watch]
-                    sent.saw(watch, own, whole=True, written=False)
-                else:
-                    yield works
+                yield from self._whole(works, own)
                 self._decode(arriving, received)
         # Alike on every rank. The next gather tells what has changed since what was ``told``.
         resized = own.nbytes != self._unit.shard_bytes
@@ -228,6 +223,15 @@ class CachedAllGather(AllGather):
         else:
             self._streams.current().wait_stream(self._streams.inter_node)
         self._slices.release(received)
+
+    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
+        """Wait for shards as they are, and see how long that takes where it could take less."""
+        if not isinstance(self._sent, Sent):
+            yield works
+            return
+        watch = Watch(works)
+        yield [watch]
+        self._sent.saw(watch, own, whole=True, written=False)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""

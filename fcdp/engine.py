@@ -206,13 +206,8 @@ class Engine:
         Flat exchanges reduce each micro-batch's.
         """
         sync = last or self._world is not None
-        for unit in self.units if not sync else ():
-            if unit.hooked:
-                raise RuntimeError(
-                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
-                    "or an all-reduce hook, which would be called before the gradient has crossed "
-                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
-                )
+        if not sync:
+            self._check_gradient_hooks()
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -260,10 +255,21 @@ class Engine:
         tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
         return [faster, any(tell)]
 
+    def _check_gradient_hooks(self) -> None:
+        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
+        for unit in self.units:
+            if unit.hooked:
+                raise RuntimeError(
+                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
+                    "or an all-reduce hook, which would be called before the gradient has crossed "
+                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
+                )
+
     def _agreed(self, faster: bool = False, told: bool = False) -> None:
         """All ranks know what is stale, and what any of them wishes."""
-        for economy in self._economies if faster else ():
-            economy.learn_again()
+        if faster:
+            for economy in self._economies:
+                economy.learn_again()
         for sent in self._sent.values():
             sent.telling = told
         if self._sizes is not None:

@@ -31,11 +31,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_930, aim=34_000),
-    "lines of fcdp": Budget(most=11_810, aim=7_500),
-    "lines of baselines": Budget(most=7_710, aim=6_500),
+    "lines of source": Budget(most=45_950, aim=34_000),
+    "lines of fcdp": Budget(most=11_820, aim=7_500),
+    "lines of baselines": Budget(most=7_720, aim=6_500),
     "lines of simulation": Budget(most=8_440, aim=6_500),
-    "lines of experiments": Budget(most=11_450, aim=8_500),
+    "lines of experiments": Budget(most=11_460, aim=8_500),
     "lines of analysis": Budget(most=6_550, aim=5_000),
     "lines of scripts": Budget(most=2_950, aim=3_000),
     "lines of tests": Budget(most=43_700, aim=32_000),

@@ -184,6 +184,18 @@ def _tag(message: Message) -> int:
     return message.stage * len(KINDS) + KINDS.index(message.kind)
 
 
+def _stages(model: nn.Module, job: Job, runs: Sequence[range]) -> list[Stage]:
+    """Put the model on the device, and its parameters into stages of these runs of blocks."""
+    device, zero = torch.device(job.topology.mesh.device_type), job.schedule.cycle == "zero"
+    model.to(device)
+    stages = []
+    for params in parameters(model, job.blocks, runs, frozen=zero):
+        # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
+        kept, passed = split(params, job.blocks) if zero else (params, [])
+        stages.append(Stage(Part(kept, device), Part(passed, device)))
+    return stages
+
+
 class Executor(Staged):
     """One rank of the cycle, which is one micro-batch."""
 
@@ -199,13 +211,7 @@ class Executor(Staged):
                 f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
             )
         runs = chosen_runs(settings.stages, job.blocks, topology.world_size, "ranks")
-        device = torch.device(topology.mesh.device_type)
-        model.to(device)
-        stages = []
-        for params in parameters(model, job.blocks, runs, frozen=zero):
-            # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
-            kept, passed = split(params, job.blocks) if zero else (params, [])
-            stages.append(Stage(Part(kept, device), Part(passed, device)))
+        stages = _stages(model, job, runs)
         cycle = Cycle(settings.rule, topology.world_size, len(runs), zero)
         sizes: dict[Kind, list[int]] = {
             "forward": [numel(stage.params) for stage in stages],
@@ -228,15 +234,19 @@ class Executor(Staged):
         #: steps.
         self._sent = [0] * (2 * cycle.stages)
         self._steps = 0
-        self._post.step = -1  # what a step before the first would have sent
+        self._send_first()
+        for index in range(cycle.stages):
+            self._let_go(index)
+
+    def _send_first(self) -> None:
+        """Send what a step before the first would have."""
+        self._post.step = -1
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
-                stage = stages[index]
+                stage = self._stages[index]
                 values = stage.values() if kind == "forward" else stage.passed.values().clone()
                 self._post.send(kind, index, values)
         self._post.step = 0
-        for index in range(cycle.stages):
-            self._let_go(index)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take one micro-batch through all stages; return its loss."""

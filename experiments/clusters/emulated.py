@@ -106,26 +106,7 @@ class EmulatedCluster(Cluster):
                 stack.callback(network.withdraw)
             for each in extra:
                 network.add(each.name, in_network=each.in_network)
-            variables = {
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-                **passed_on(os.environ, named(os.environ)),
-                "FCDP_INTERFACE": INTERFACE,
-                **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "TP_SOCKET_IFNAME": INTERFACE,
-                "NCCL_SOCKET_IFNAME": INTERFACE,
-                # Not InfiniBand's: no namespace limits that.
-                "NCCL_NET": "Socket",
-                **launch.environment,
-                "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-                # Where processes beside the ranks are, and a secret that all share.
-                **{
-                    f"FCDP_{name.upper()}": f"{address}:{self._port}"
-                    for name, (_, address) in network.beside.items()
-                },
-                **({"FCDP_RUN_SECRET": secrets.token_hex()} if extra else {}),
-            }
+            variables = self._variables(launch)
             beside = []
             for each in extra:
                 machine = Machine(
@@ -155,6 +136,30 @@ class EmulatedCluster(Cluster):
                 agents.append(Started(context, name, "serve", node, launch, board))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, launch.timeout_s)
+
+    def _variables(self, launch: Launch) -> dict[str, str]:
+        """The environment of a launch's processes, but for what torchrun adds."""
+        network = self._network
+        return {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **passed_on(os.environ, named(os.environ)),
+            "FCDP_INTERFACE": INTERFACE,
+            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            # Not InfiniBand's: no namespace limits that.
+            "NCCL_NET": "Socket",
+            **launch.environment,
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            # Where processes beside the ranks are, and a secret that all share.
+            **{
+                f"FCDP_{name.upper()}": f"{address}:{self._port}"
+                for name, (_, address) in network.beside.items()
+            },
+            **({"FCDP_RUN_SECRET": secrets.token_hex()} if launch.extra else {}),
+        }
 
 
 def _watch(
@@ -332,8 +337,9 @@ class Network:
                 _shape_link(self.beside[name][0], INTERFACE, bits_per_s)
             # Where a machine is a part of the network, what the others receive is limited alike:
             # its own link stands for as many as there are others.
-            for port in (*range(len(self.nodes)), *outside) if self._inside else ():
-                _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
+            if self._inside:
+                for port in (*range(len(self.nodes)), *outside):
+                    _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
         except NetlinkError as error:
             raise ClusterError(
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "

@@ -167,9 +167,10 @@ def _answers(
         new = {each.node: each.read(kind) for each in waiting if each.answer.done()}
         if not new and left <= 0:
             break
-        for each in waiting if not new else ():
-            if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
-                raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
+        if not new:
+            for each in waiting:
+                if time.monotonic_ns() - each.heard_ns > SILENCE_S * 1e9:
+                    raise each.lost(f"nothing was heard of it for {SILENCE_S:g} s")
         ended = [each for each in new.values() if isinstance(each, Ended)]
         if any(not each.result.ok or each.reports for each in ended):
             deadline = min(deadline, time.monotonic() + grace_s)
@@ -180,7 +181,7 @@ def _answers(
 def _all_answers(
     nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float
 ) -> list[AnyAnswer]:
-    answers = _answers(nodes, kind, timeout_s, timeout_s)
+    answers = _answers(nodes, kind, timeout_s, grace_s=timeout_s)  # for all, whatever one tells
     for each in nodes:
         if each.node not in answers:
             raise each.lost("it has not answered in time")
