@@ -24,6 +24,7 @@ STATE_STYLES = {
 }
 #: The two lines above a column: what it shows, and its unit or what it is compared with.
 _Title = tuple[str, str]
+_Row = dict[_Title, Text]
 #: Most cells that are named of those that failed alike.
 _LISTED = 3
 #: Meaning of a minimum above what was sent.
@@ -48,7 +49,7 @@ def summary(records: Sequence[Record]) -> RenderableType:
         if metric.brief and any(getattr(of.measurement, name, None) is not None for of in ran)
     }
     compared: list[Comparison] = []
-    tables: list[tuple[list[Record], list[dict[_Title, Text]], Text]] = []
+    tables: list[tuple[list[Record], list[_Row], Text]] = []
     for group in groups(ran):
         found = reference(group, wanted)
         baseline = found if found and found.cell.subject == wanted else None
@@ -57,14 +58,7 @@ def summary(records: Sequence[Record]) -> RenderableType:
         last = min(steps, default=0)  # that every cell with losses has trained
         rows = [dict(_figures(Comparison(of, baseline), last, versus, metrics)) for of in group]
         tables.append((group, rows, _heading(group, extra, last if len(steps) > 1 else None)))
-    widths = {
-        title: max(
-            *map(len, title), *(row[title].cell_len for _, rows, _ in tables for row in rows)
-        )
-        for title in tables[0][1][0]
-    }
-    # The first column fits every strategy, so that the tables line up under one header.
-    widths["strategy", ""] = max(len(record.cell.subject) for record in ran)
+    widths = _widths([row for _, rows, _ in tables for row in rows])
     # A narrow terminal lacks these, the first of them sooner than the others.
     spare = (*metrics, ("minimum", "MB/step"), ("sent", versus), ("loss", ""))
     losing = [[*widths].index(title) for title in spare]
@@ -76,6 +70,13 @@ def summary(records: Sequence[Record]) -> RenderableType:
     if any(map(_sends_less, ran)):
         parts.append(Text(_LESS, style="dim"))
     return Group(*parts, *_notes(records, compared))
+
+
+def _widths(rows: Sequence[_Row]) -> dict[_Title, int]:
+    """Widths of columns in which all rows line up under one header."""
+    return {
+        title: max(*map(len, title), *(row[title].cell_len for row in rows)) for title in rows[0]
+    }
 
 
 def varying_settings(cells: Sequence[Cell]) -> list[settings.Described]:
