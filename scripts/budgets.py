@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_950, aim=34_000),
+    "lines of source": Budget(most=45_960, aim=34_000),
     "lines of fcdp": Budget(most=11_820, aim=7_500),
     "lines of baselines": Budget(most=7_720, aim=6_500),
     "lines of simulation": Budget(most=8_440, aim=6_500),
