@@ -261,7 +261,7 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
     def fill(run: Any) -> None:
         import wandb
 
-        # What is looked at in the browser: the cells as a table, two charts of it, the figures.
+        # The browser shows the cells as a table, two charts of it, and the figures.
         rows = [_row(record) for record in records]
         table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
         shown: dict[str, Any] = {"cells": table}

@@ -47,7 +47,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Raises ``ValueError`` that lists candidates where there is none, or several are as likely.
     """
-    # Of a model of ``transformers``, whatever is wrapped around it.
+    # A model of ``transformers`` has them, whatever is wrapped around it.
     named = (getattr(module, "_no_split_modules", None) for module in model.modules())
     never_split = frozenset(name for names in named for name in names or ())
     stacks = [*_stacks("", model, never_split)]

@@ -137,7 +137,7 @@ def _given_by_all(
 ) -> list[torch.Tensor]:
     """Give ``own`` to a group's ranks; list what each gives, in rank order.
 
-    Of a group that sends nothing (torch's "fake") all are this rank's own.
+    In a group that sends nothing (torch's "fake") all are this rank's own.
     """
     parts = [own.clone() for _ in range(group.size())]
     others = _others(group)

@@ -98,7 +98,7 @@ class _Model:
         self._schedule = workload.schedule
         self._ranks_per_node = ranks_per_node
         self._full = workload.lora is None
-        #: Of a replicated model nothing is gathered, and all gradients are reduced at once.
+        #: A replicated model gathers nothing, and reduces all gradients at once.
         self._whole = self._schedule.shards == "rank" and self._schedule.hierarchical
         self._sharers = self._schedule.sharers(nodes, ranks_per_node) if self._schedule.pads else 1
         lora = workload.lora

@@ -372,7 +372,7 @@ def kept_bytes(workload: Workload) -> float:
 
 def loss_bytes(workload: Workload) -> int:
     """Bytes per token and word of the vocabulary when the loss is differentiated."""
-    # Of a fused one these are the logits and their gradient.
+    # A fused one keeps the logits and their gradient.
     return 2 * workload.element_bytes if workload.kernels == "fused" else _LOSS_BYTES
 
 

@@ -62,7 +62,7 @@ class Run:
 
     @property
     def origin(self) -> list[tuple[str, str]]:
-        """What made the records, each by its name."""
+        """Commit, versions and hardware that made the records, each by its name."""
         found = [_commit(self.records)]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """What claims are compared with that is no run of a matrix; its fields are those of ``Run``."""
+    """Results for claims that are no run of a matrix; the fields are those of ``Run``."""
 
     matrix: str
     file: str

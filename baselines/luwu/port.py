@@ -52,7 +52,7 @@ class Port(wire.Role):
         self._outbox = wire.Inbox()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        #: What the server has answered to what it was asked once, by kind.
+        #: Answers of the server to questions that are asked once, by kind.
         self._answers: dict[wire.Kind, wire.Message] = {}
         self._slots: deque[_Slot] = deque()
         #: Chunks of the slots in their order, those that have come and may not land yet, and how
@@ -175,7 +175,7 @@ class Port(wire.Role):
             if kind == wire.Kind.PARAMETERS:
                 self._waiting.append(message)
             elif kind == wire.Kind.APPLIED:
-                # What this worker has sent: initial parameters come of one alone.
+                # This worker has sent them: initial parameters come of one alone.
                 self._pushed -= self._committed >= 0 or self._rank == 0
             elif kind == wire.Kind.COMMITTED:
                 self._committed = message.step

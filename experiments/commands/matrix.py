@@ -10,7 +10,7 @@ import typer
 from experiments import terminal
 from experiments.matrix import reader
 
-#: What a new file says, but for its name.
+#: Text of a new file, but for its name.
 _TEMPLATE = Path(__file__).with_name("new.yaml")
 
 

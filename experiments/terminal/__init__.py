@@ -22,7 +22,7 @@ from rich.table import Table
 FAILED = 1
 UNUSABLE = 2
 LOST = 75
-#: Of a command that was interrupted.
+#: Exit status of a command that was interrupted.
 INTERRUPTED = 130
 
 

@@ -63,7 +63,7 @@ def available_host_memory() -> int | None:
     return min([fields["MemAvailable"], *_left_to_groups()])
 
 
-#: Of a control group by version of Linux's: files of its limit and of what it uses, and fields of
+#: Files of a control group's limit and use, by version of Linux's, and fields of
 #: ``memory.stat`` for file pages, which the kernel gives up before it kills.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"
 _V2 = "memory.max", "memory.current", "active_file", "inactive_file"

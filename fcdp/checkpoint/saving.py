@@ -260,9 +260,9 @@ def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tenso
 
 
 class Background:
-    """A group of their own, because training goes on in the others, and an order for its use.
+    """A group for saves and loads, because training goes on in the others, and an order in it.
 
-    What is done in it is done in one order on every rank, because that group is one.
+    Saves and loads come in one order on every rank, because that group is one.
     """
 
     def __init__(self) -> None:

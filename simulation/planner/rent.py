@@ -215,7 +215,7 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     """
     # Sequences of one length everywhere: offers are compared.
     request = replace(request, usual_length=None)
-    #: What each costs at least, if it computes and does nothing else.
+    #: The least cost of each, if it computes and does nothing else.
     priced = [
         (min(one.prices.values()) * _least_hours(request, one), one)
         for one in instances

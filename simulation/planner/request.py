@@ -180,7 +180,7 @@ class Request(Checked):
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
             for policy in self._policies(schedule_of(strategy))
-            # What computes least again comes first.
+            # Points that compute least again come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]
 

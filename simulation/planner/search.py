@@ -222,7 +222,7 @@ def search(request: Request) -> tuple[Verdict, ...]:
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
-    """What each point of the grid lacks, by strategy; nothing is simulated."""
+    """List what each point of the grid lacks, by strategy; nothing is simulated."""
     hardware = request.hardware
     for point in request.workloads():
         for tried in _tried(point, request):

@@ -120,7 +120,7 @@ def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
     Comes after the optimizer's tasks.
     """
     hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
-    # Of a round's steps some fragment crosses in this share; it begins when so much is left of one.
+    # In this share of a round's steps some fragment crosses; it begins when so much is left of one.
     share = min(1.0, workload.fragments * workload.overlap / workload.interval)
     begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
     if schedule.averages == "streamed" and share < 1:
@@ -160,7 +160,7 @@ class Step:
         self._stored: dict[Unit, int] = {}
         #: Tasks that the gather before has waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
-        #: Of this micro-batch: whether it is the step's first; units that are gathered, and by
+        #: Whether this micro-batch is the step's first; units that are gathered, and by
         #: which task; tasks that its gathers wait for.
         self._first = True
         self._gathered: dict[Unit, int | None] = {}

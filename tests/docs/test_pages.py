@@ -1,6 +1,6 @@
 """Every page: its links lead somewhere, its code is Python, its numbers are those of the code.
 
-What was measured stands in blocks that a command writes: prose has no such number of its own.
+Measured numbers stand in blocks that a command writes: prose has none of its own.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_the_glossary_has_each_term_once_on_one_page() -> None:
 
 
 def blocks(page: str) -> str:
-    """What a command writes of a page, or a test compares with what it is of."""
+    """Parts of a page that a command writes, or that a test compares with their source."""
     return "\n".join(match[0] for match in BLOCK.finditer(page))
 
 

@@ -18,7 +18,7 @@ BLOCKS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 
 @dataclass(frozen=True)
 class Range:
-    """Of the trace, in microseconds."""
+    """Times of the trace, in microseconds."""
 
     start: float
     end: float

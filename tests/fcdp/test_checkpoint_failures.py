@@ -249,7 +249,7 @@ def step_and_save(directory: Path, rank: int, killed_at: int) -> None:
 
 
 def parameters_by_step(directory: Path, steps: int) -> list[dict[str, torch.Tensor]]:
-    """Of a run that nothing disturbs; its start is saved."""
+    """Train a run that nothing disturbs; its start is saved."""
     run = Run()
     run.save(directory)
     history = [run.params()]

@@ -99,7 +99,7 @@ COPIES = {("store", "copies_out"), ("load", "copies_in")}
 
 
 def copies_of(tier: str, tape: Any) -> set[tuple[str, str]]:
-    """What copies in a tier, by the base of all that it calls, and on which stream."""
+    """List what copies in a tier, by the base of all that it calls, and on which stream."""
     found = set()
     for operation in tape.operations:
         copies, _, caller = operation.where.partition(" < ")

@@ -1,4 +1,4 @@
-"""What contributors read and run: make targets, CI, hooks, scripts, CONTRIBUTING, the changelog."""
+"""Files that contributors use: make targets, CI, hooks, scripts, CONTRIBUTING, the changelog."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def configured(model: nn.Module, blocks: list[nn.Module], **own: Any) -> dict[st
 
 @lru_cache
 def defaults() -> Any:
-    """What DeepSpeed takes if nothing is said, which the rules of the configuration refer to."""
+    """Defaults of DeepSpeed, which the rules of the configuration refer to."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     return DeepSpeedZeroConfig(stage=3)

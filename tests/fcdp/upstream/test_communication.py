@@ -32,7 +32,7 @@ def loss_of(run: Run, model: nn.Module, step: int = 0) -> torch.Tensor:
 
 
 def collectives(calls: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
-    """What a call returns, and the all-gathers and reductions of units that it asks for."""
+    """Return a call's result, and the all-gathers and reductions of units that it asks for."""
     module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
