@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of experiments": Budget(most=11_460, aim=8_500),
     "lines of analysis": Budget(most=6_550, aim=5_000),
     "lines of scripts": Budget(most=2_950, aim=3_000),
-    "lines of tests": Budget(most=43_700, aim=32_000),
+    "lines of tests": Budget(most=43_080, aim=32_000),
     "imports inside of functions": Budget(most=53, aim=60),
     "modules with one importer": Budget(most=39, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

@@ -1,7 +1,5 @@
 """Disks without room."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A process that takes up a file of minutes while the other has none left makes `m
 longer. What is not in ``SECONDS`` is judged by its tests' tiers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

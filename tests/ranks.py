@@ -4,8 +4,6 @@ Starting ranks costs seconds and running a collective milliseconds, so a test se
 ranks that already exist. A pool whose ranks failed or hung is ended and made anew.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import multiprocessing

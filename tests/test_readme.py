@@ -1,7 +1,5 @@
 """The README: short, its tables the records', its links and code real."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

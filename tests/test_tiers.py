@@ -1,7 +1,5 @@
 """Each test is in one tier, and unit tests start nothing."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

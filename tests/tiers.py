@@ -6,8 +6,6 @@ tests, and are held to it: one that starts a process or a process group fails, s
 the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing.process
 import sys

@@ -1,7 +1,5 @@
 """Builds the wheel of a copy of the checkout, and environments that have it."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Made-up records for the tests: plausible sizes, not one of them measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from experiments.records.cell import Cell

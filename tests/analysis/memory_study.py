@@ -1,7 +1,5 @@
 """A made-up study of memory."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from analysis.load.runs import Study, of_memory

@@ -1,7 +1,5 @@
 """What every HTML page of this repository must be."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

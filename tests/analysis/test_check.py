@@ -1,7 +1,5 @@
 """A reader's own run, judged beside the committed one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Time to quality: the best of a fair search, seconds to a loss, and who is the first there."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

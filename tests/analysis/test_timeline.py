@@ -1,7 +1,5 @@
 """Spans of a step: from the simulator's trace, and from one of torch's profiler."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

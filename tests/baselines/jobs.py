@@ -1,7 +1,5 @@
 """The job that a strategy is given, with the values that most tests have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, cast
 

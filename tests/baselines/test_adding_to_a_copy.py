@@ -1,7 +1,5 @@
 """A strategy added to a copy of the tree, by one file, one entry and a setting of its own."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The committed configurations are what the code makes, and the README explains each setting."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Codecs by name: what matrix files may say, and sizes against the library's codecs."""
 
-from __future__ import annotations
-
 import pytest
 
 import fcdp

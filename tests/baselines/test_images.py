@@ -1,7 +1,5 @@
 """A strategy of each engine trains a network of images as FSDP2 does."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

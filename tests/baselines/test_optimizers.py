@@ -1,7 +1,5 @@
 """The optimizers of cells, and their learning rates over the steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Where DeepSpeed's other pin is looked for, and with what a process imports it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """The list of strategies: what can run here, why not, and the schedule of each."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from pathlib import Path

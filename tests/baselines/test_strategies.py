@@ -1,7 +1,5 @@
 """Every strategy that runs on CPUs trains as FSDP2 does, or as near as its codec lets it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

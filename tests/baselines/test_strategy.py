@@ -1,7 +1,5 @@
 """Strategies by name, and the closed form of ZeRO-3's bytes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """A real model, small, under any strategy: what the tests of all strategies train."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """TRL's trainers and the Trainer, with FSDP2 and with FCDP, on the ranks of one process group."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Fabric and Lightning's Trainer, with FSDP2 and with FCDP, on the ranks of one process group."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

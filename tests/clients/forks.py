@@ -9,8 +9,6 @@ ranks start in, and its ``words``, a script and arguments. Once all ranks have e
 highest of their exit codes; what they print themselves goes where its errors go.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ tests/clients/on_streams.py CLIENT OUT CASE...    as a program of ``tests.client
 Clients keep one state per process. Here each thread has its own, as accelerate has it for TPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

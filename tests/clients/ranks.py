@@ -3,8 +3,6 @@
 tests/clients/ranks.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

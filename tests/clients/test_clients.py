@@ -1,7 +1,5 @@
 """Other people's trainers with FCDP, beside themselves with FSDP2: histories, parameters, bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Models, tokenizers and texts of a few kilobytes, made here: there is no hub to ask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

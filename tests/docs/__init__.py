@@ -1,7 +1,5 @@
 """What the documentation says is what the code does."""
 
-from __future__ import annotations
-
 import re
 
 from tests.programs import ROOT

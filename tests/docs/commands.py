@@ -1,7 +1,5 @@
 """The commands that README and docs show, as they are written."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

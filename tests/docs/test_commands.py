@@ -5,8 +5,6 @@ emulated cluster is expanded by ``--dry-run``, make shows its target, what a lau
 told is parsed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """The figures of pages are drawn from committed records, and what is said of them is so."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

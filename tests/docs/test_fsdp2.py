@@ -1,7 +1,5 @@
 """docs/fsdp2.md lists FSDP2's whole public surface, and what it says of refusals is so."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

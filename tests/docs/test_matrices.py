@@ -1,7 +1,5 @@
 """Matrix files: keys of the reference are the reader's and the types'; one of two groups is one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

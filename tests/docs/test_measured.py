@@ -3,8 +3,6 @@
 Collectives do not grow with the number of nodes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The equations of docs/memory.md against what real small models make fcdp allocate and send."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

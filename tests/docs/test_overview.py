@@ -1,7 +1,5 @@
 """The README's picture: its bytes are the equations', its files the script's, its texts apart."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -3,8 +3,6 @@
 Measured numbers stand in blocks that a command writes: prose has none of its own.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Policies: the names are those of matrix files, and the page's own works."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Docstrings of the library: every argument, what is returned and raised, an example that runs."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import doctest

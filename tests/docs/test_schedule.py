@@ -1,7 +1,5 @@
 """The drawn schedule is the library's: order of calls, counts, and the committed figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documentation's site: built without a warning, and every link in it leads somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

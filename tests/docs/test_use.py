@@ -1,7 +1,5 @@
 """docs/use.md: its matrix runs, its functions train, its figures are those of the records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

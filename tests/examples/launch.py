@@ -1,7 +1,5 @@
 """What torchrun tells a rank, for ranks that torchrun did not start."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

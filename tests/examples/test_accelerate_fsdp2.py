@@ -1,7 +1,5 @@
 """One line turns FCDP on under accelerate's FSDP2, and changes no loss."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 from unittest import mock

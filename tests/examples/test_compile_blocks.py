@@ -1,7 +1,5 @@
 """Blocks compiled before ``fcdp.shard`` train as eager ones do, from the cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

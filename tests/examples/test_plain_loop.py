@@ -1,7 +1,5 @@
 """The plain loop trains, prints what it says, and moves as little as FCDP promises."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trace names every gather and reduction by unit, and shows forward prefetching."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

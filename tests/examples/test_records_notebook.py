@@ -1,7 +1,5 @@
 """The notebook that reads records: its cells run from any folder, and leave nothing in the file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The program that people copy, from an empty folder with the wheel: it outlives its ranks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

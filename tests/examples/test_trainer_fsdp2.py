@@ -1,7 +1,5 @@
 """A callback turns FCDP on under the Trainer's FSDP2, and changes no loss."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Calls of ``python -m experiments`` in this process, and what a terminal shows."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console, RenderableType

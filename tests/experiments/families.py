@@ -1,7 +1,5 @@
 """Small models of several families of ``transformers``, as users save them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's operators, compiled before a cell's time limit would have to pay for it."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 

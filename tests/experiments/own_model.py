@@ -1,7 +1,5 @@
 """A model and a loss of a user's own; imported by ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

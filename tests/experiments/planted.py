@@ -1,7 +1,5 @@
 """Secrets as people have them in their environment."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

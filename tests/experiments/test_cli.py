@@ -1,7 +1,5 @@
 """The command line: what it prints, and how it exits."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.metadata import version

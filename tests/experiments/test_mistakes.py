@@ -1,7 +1,5 @@
 """Mistakes at the command line: one line that says what is wrong, never a raw error."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

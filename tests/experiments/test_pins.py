@@ -4,8 +4,6 @@ The paper's table gives ZeRO++ half of ZeRO-3's bytes with LoRA. DeepSpeed's hpZ
 secondary shards of trained parameters after a step, so it sends next to nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -6,8 +6,6 @@ LoRA of rank 8 on c_attn, and a DeepSpeed that kept no gathered parameter alive.
 the shares that they have of 30B parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Waiting for what other processes do, in bounded time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training run that tests of checkpoints save and resume."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

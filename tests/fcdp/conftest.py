@@ -3,8 +3,6 @@
 What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

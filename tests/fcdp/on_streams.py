@@ -1,7 +1,5 @@
 """Sends to ranks of the accelerator what tests send to processes with CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

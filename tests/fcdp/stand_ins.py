@@ -3,8 +3,6 @@
 And ranks as threads of this process, whose messages are gloo's own: no process has to start.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The accelerator to test on: it notices what nothing orders, and nothing else."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any

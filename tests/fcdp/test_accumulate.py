@@ -1,7 +1,5 @@
 """Micro-batches of a step: what is given up does not leak, what some of them use is summed."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input is refused with the field, the value and what is allowed; misuse is noticed."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

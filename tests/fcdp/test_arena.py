@@ -1,7 +1,5 @@
 """The block of host memory: how it is taken and handed out, and how long it is page-locked."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

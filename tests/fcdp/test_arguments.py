@@ -1,7 +1,5 @@
 """Mistakes of the first hour: each has one line that says what is wrong and what is allowed."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

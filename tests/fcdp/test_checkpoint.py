@@ -1,7 +1,5 @@
 """A checkpoint brings back the same run, anywhere, and does not hold up the one that goes on."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The suite damages each file at five random places, ``pytest --exhaustive`` at fifty.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -3,8 +3,6 @@
 Ranks are killed at three places of a save, with ``pytest --exhaustive`` at twenty.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checksums see what changed, where it changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

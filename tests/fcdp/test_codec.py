@@ -1,7 +1,5 @@
 """Codecs: what comes back is within half a scale, in as many bytes as the closed form says."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

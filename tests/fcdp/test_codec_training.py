@@ -1,7 +1,5 @@
 """Training with codecs that round: near FSDP2 and alike on every node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

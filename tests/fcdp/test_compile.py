@@ -1,7 +1,5 @@
 """Compiled blocks and whole models train as without FCDP, and none of its hooks is traced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import CodeType
 

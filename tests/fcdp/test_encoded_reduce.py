@@ -1,7 +1,5 @@
 """Coded reductions: parts that are rounded once, and parts that are bit for bit what they were."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

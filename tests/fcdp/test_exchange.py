@@ -1,7 +1,5 @@
 """The exchanges: what each rank sends, to whom, and what arrives; ranks are threads."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What other programs load is what the sharded model holds, to the bit."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All that FCDP relies on of FSDP2 stands in one file, and a torch without it is refused."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

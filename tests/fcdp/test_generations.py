@@ -3,8 +3,6 @@
 And files that are replaced whole, or stay as they were.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

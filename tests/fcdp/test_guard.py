@@ -1,7 +1,5 @@
 """Writes that nothing shows: healed before a pass that can still be, an error soon after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 And gathers on the CPU that somebody interrupts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

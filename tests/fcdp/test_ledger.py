@@ -1,8 +1,6 @@
 """The ledger's bytes equal the closed forms (design.md, invariant 5; the kernel's count is compared
 in tests/experiments), and a profiler's timeline names what runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Who follows optimizers may end at any time."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Blocks are found where nobody names them; what is split off them is joined, by kind, in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What peft and users freeze, add and unfreeze trains like FSDP2 (paper: FCDP-Comm)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

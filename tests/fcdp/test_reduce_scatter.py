@@ -1,7 +1,5 @@
 """Micro-batches of one unit, reduced between ranks that are threads or only note what is asked."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """A size is read alike wherever there is one, in the library and outside of it."""
 
-from __future__ import annotations
-
 import pytest
 
 import fcdp

@@ -1,7 +1,5 @@
 """Causes of stale entries, ranks that decide alike, and what one rank takes for a write."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ ranks in one process. For each pair of operations on the same bytes it is shown 
 them; schedules drawn from seeds are run besides.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FCDP over the data-parallel dimension of a mesh whose other dimension is tensor-parallel."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache

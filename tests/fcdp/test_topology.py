@@ -1,7 +1,5 @@
 """Where ranks stand, what is refused, and what the groups cost each process."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -6,8 +6,6 @@ product of walks that train alone has every policy on every topology.
 And that a walk notices what it is there for.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small language model and the training loops that parity tests compare."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import logging

@@ -1,7 +1,5 @@
 """A real Docker engine on each node of a network, and an image that needs no registry."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import tarfile

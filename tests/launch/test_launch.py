@@ -1,7 +1,5 @@
 """The launch scripts, with stand-ins for ssh and docker."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The Dockerfile, as far as it can be tested without a container engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """constraints.txt pins everything that pyproject.toml leads to, for every Python it allows."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Files that contributors use: make targets, CI, hooks, scripts, CONTRIBUTING, the changelog."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """scripts/setup.sh, run for real with stand-ins for Python, pip and the compiler."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

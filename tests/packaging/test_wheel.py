@@ -1,7 +1,5 @@
 """The wheel: the library alone, with torch, a checksum and a codec of bytes."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from email.message import Message

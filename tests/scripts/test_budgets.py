@@ -1,7 +1,5 @@
 """Counts of lines, modules and imports beside their budgets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import grimp

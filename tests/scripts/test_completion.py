@@ -1,7 +1,5 @@
 """TAB after `python -m experiments`, in a real bash."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 

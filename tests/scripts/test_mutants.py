@@ -1,7 +1,5 @@
 """What a mutant changes, what names it, and that each has tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

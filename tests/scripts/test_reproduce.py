@@ -1,7 +1,5 @@
 """What ``make reproduce`` runs: all matrices that have records, from where it was ended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

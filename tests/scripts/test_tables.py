@@ -1,7 +1,5 @@
 """The tables of the README and other pages, of made-up records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Committed records, each beside what the simulator says of its cell."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from experiments.records.modelled import cluster_of, measured_step

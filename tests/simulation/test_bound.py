@@ -1,7 +1,5 @@
 """The memory and bandwidth model, against identities; claims hold it against papers.md 5.3."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

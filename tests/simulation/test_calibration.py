@@ -1,7 +1,5 @@
 """The simulator against the committed records: the same bytes, and nearly the same times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from statistics import median
 

@@ -1,7 +1,5 @@
 """Rates of computation: constants are found again, published runs predicted, all GPUs have some."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import median

@@ -1,7 +1,5 @@
 """Stages as the executor cuts real models; what a rank keeps of them, and sends in each slot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Headers and small messages: as many as the schedule has, and as the kernel has counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.records.modelled import framed, why_not_simulated

@@ -1,7 +1,5 @@
 """Frozen parameters in fp32, bf16 and four bits: what they take, and what their use costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

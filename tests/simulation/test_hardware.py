@@ -1,7 +1,5 @@
 """GPUs, clusters, networks: the one table, what is refused, the memory that cards really have."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """LuWu: bytes by link, memory, seconds and its server, by hand and beside the committed records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

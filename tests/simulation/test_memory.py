@@ -1,7 +1,5 @@
 """Activations against real modules; what strategies hold where; the largest micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

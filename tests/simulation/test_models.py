@@ -1,7 +1,5 @@
 """Shapes by name and by configuration, against real modules and what their makers publish."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

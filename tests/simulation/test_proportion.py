@@ -1,7 +1,5 @@
 """The emulated matrix of the paper communicates for as long as the large cluster does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

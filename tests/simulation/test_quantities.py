@@ -1,7 +1,5 @@
 """What people write, and what each mistake is told."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """The exchanges' bytes against the closed forms of ``baselines.strategy``, and their times."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn as nn

@@ -1,7 +1,5 @@
 """The closed forms of a model against its real modules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

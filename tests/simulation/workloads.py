@@ -1,7 +1,5 @@
 """Workloads and clusters for the simulator's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A made-up claim, as files of claims say one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from analysis.claims.computations import Ratio, Selection

@@ -1,7 +1,5 @@
 """No verdict is there by construction: records that say something else give another one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

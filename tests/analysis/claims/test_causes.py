@@ -1,7 +1,5 @@
 """A reason that is computed changes one setting, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

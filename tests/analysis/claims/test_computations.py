@@ -1,7 +1,5 @@
 """A claim's number is computed from the cells that it names, each with its own partner."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

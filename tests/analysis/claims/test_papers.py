@@ -1,7 +1,5 @@
 """The committed claims are well-formed, and a mistake in such a file is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

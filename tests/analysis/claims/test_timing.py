@@ -1,7 +1,5 @@
 """A speed-up over few rounds, or whose interval straddles what is asked, decides nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

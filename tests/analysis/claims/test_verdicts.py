@@ -1,7 +1,5 @@
 """Each claim against the records: the number, the verdict, and the reason that goes with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from analysis.claims.papers import Claims, MatrixUse

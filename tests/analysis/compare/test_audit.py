@@ -1,7 +1,5 @@
 """The audit finds what a baseline must not do, and lets pass what is explained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Held-out metrics over seeds: means, and differences of cells with the same seed."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from analysis.compare.baseline import compare, over_seeds, seeds_in_words

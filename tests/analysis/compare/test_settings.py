@@ -1,7 +1,5 @@
 """Every field of a cell says once what it is, and all that compares and shows cells reads it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Many strategies: an engine a column, nothing on top of anything else, values of the records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What figures have around their axes; the figure of slots draws what the records say."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

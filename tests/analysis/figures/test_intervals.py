@@ -1,7 +1,5 @@
 """Held-out loss over the interval: the points are the records', and only such matrices have it."""
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bound of memory and bandwidth as a run: what claims are compared with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Fuyou's cost model beside what its authors published."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from analysis.load import fuyou

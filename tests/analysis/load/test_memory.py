@@ -1,7 +1,5 @@
 """The study of memory as rows and as a run; its records are made up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from analysis.claims import papers

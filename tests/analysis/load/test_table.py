@@ -1,7 +1,5 @@
 """Records as one table, and the names that matrices' files say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """A pivot shows every system's cells and how they ended; the study of memory is drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from matplotlib.text import Annotation

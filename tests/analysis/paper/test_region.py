@@ -1,7 +1,5 @@
 """Where the paper's numbers hold together, and what the answer depends on."""
 
-from __future__ import annotations
-
 import pytest
 
 from analysis.claims import papers

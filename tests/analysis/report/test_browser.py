@@ -1,7 +1,5 @@
 """The pages in headless Chromium: nothing wider than a phone, both colour schemes, sorting."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

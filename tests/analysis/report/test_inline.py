@@ -1,7 +1,5 @@
 """Figures inside a page: text is text, ids are their own, nothing reaches the rest of it."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """Predictions, pairs of cells and the simulator's choice, next to what was run."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """REPRODUCTION.md is what the committed records and claims give; its page is whole."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DiLoCo and Streaming DiLoCo as their listings have them, whose outer optimizer is PyTorch's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of workers that train apart, the rule that they say, and how a late mean moves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

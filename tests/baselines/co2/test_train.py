@@ -1,7 +1,5 @@
 """Local SGD, SlowMo and CO2 as the listing has them, on ranks that exchange for real."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any

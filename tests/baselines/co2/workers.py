@@ -1,7 +1,5 @@
 """Workers that train apart, and the same in one process, step by step as the listing has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

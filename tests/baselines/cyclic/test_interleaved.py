@@ -1,7 +1,5 @@
 """Micro-batches that take turns on one device train as ranks do, and keep as much in each slot."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

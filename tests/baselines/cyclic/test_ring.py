@@ -1,7 +1,5 @@
 """The executor trains as the synchronous reference does, by messages from rank to rank alone."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The update rules, the stages, and every message sent before the slot that needs it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Cyclic Data Parallelism trains as its update rules say, computed here in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A small model whose ends share a matrix, and what each rank computes with, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's configuration: on a small model what its defaults are on one of 30B."""
 
-from __future__ import annotations
-
 import importlib
 from functools import lru_cache
 from typing import Any, Literal

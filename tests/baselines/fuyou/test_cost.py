@@ -1,7 +1,5 @@
 """The cost model: convex in what is kept, its choice the best of all, its rates those observed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

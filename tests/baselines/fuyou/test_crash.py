@@ -1,7 +1,5 @@
 """Whenever a run ends, the last complete step is there, and the run goes on from it exactly."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

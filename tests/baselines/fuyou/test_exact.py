@@ -1,7 +1,5 @@
 """Out of core is bit for bit AdamW in memory, within its budgets, whatever the form."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

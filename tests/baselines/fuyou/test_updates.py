@@ -1,7 +1,5 @@
 """When groups and blocks are read, stepped and written, on stores that note it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

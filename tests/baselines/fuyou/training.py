@@ -1,7 +1,5 @@
 """A small model under Fuyou, and the same by PyTorch's AdamW in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Roles that end or hang: all others say so soon, and the server's files are whole."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The server's files: what is refused, and what a failed write leaves."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who leaves may be gone before its last words are read: they count, not that it is gone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LuWu's roles as threads of one process on loopback, and single-process Adam beside them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What crosses nodes as a cell chooses it: over which ring, and how often gradients do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

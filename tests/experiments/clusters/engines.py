@@ -1,7 +1,5 @@
 """Real sshd and real Slurm on this machine: network namespaces are the nodes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A cell that saves on a schedule, which launch scripts start on two nodes; and what ends it."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Launches of what ``on_ranks`` has, on clusters of any kind."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 It launches others, in a folder of their own, where those of the first launch are ended.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Torch is imported where it is used: a rank of a rented node that only waits need not wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

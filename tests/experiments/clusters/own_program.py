@@ -1,7 +1,5 @@
 """``examples/train.py`` as a user's own program, which launch scripts start on two nodes."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A node's part of a launch: files, and the fork server's socket."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile

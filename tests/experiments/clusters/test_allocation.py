@@ -1,7 +1,5 @@
 """Rented nodes as the launcher's variables describe them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Processes beside the ranks: on machines of their own, limited like nodes, ended with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

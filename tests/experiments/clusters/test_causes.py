@@ -1,7 +1,5 @@
 """The rank that failed first, from what the ranks and agents left."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from pathlib import Path

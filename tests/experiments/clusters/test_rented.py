@@ -1,7 +1,5 @@
 """Rented nodes on this host, with a stand-in for ssh that starts everything here."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

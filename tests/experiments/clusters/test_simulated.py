@@ -1,7 +1,5 @@
 """The cluster kind ``simulated``: matrices whose cells the simulator answers."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rented nodes on a real Slurm."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Rented nodes on real sshd, without a common file system."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that have set up wait until the link between nodes is limited."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A matrix of one cell on two nodes of this machine, run by the command line on the first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a command does first, in a process of its own: get the privileges, build, run."""
 
-from __future__ import annotations
-
 import sys
 
 from experiments.clusters.interface import ClusterError

@@ -1,7 +1,5 @@
 """Commands are imported when they are called, and the help of all of them says what each does."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A new matrix file runs as it is; a dry run says how long, in what, and what is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

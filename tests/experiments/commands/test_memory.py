@@ -1,7 +1,5 @@
 """``python -m experiments memory``: what it writes, what it does not do again, what it refuses."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m experiments plan``: its table, its JSON, its mistakes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

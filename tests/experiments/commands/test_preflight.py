@@ -1,7 +1,5 @@
 """The command on an emulated cluster: what it measures is the link that was set."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``show`` and ``compare`` read what runs leave, the committed ones included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

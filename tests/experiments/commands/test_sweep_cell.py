@@ -1,7 +1,5 @@
 """A sweep's cells are a matrix's, and one process writes the run that W&B's agent has made."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

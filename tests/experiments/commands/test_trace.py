@@ -1,7 +1,5 @@
 """``python -m experiments trace``: the trace of one simulated cell."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m experiments validate`` on committed records."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the command line sets takes the place of what a matrix file says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a matrix file says of images, their models and optimizers; the papers' recipes."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The matrices of the repository: all strategies, and the paper's suite on a simulated cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

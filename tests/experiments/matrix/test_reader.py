@@ -1,7 +1,5 @@
 """Matrix files: what they expand to, and what is said about mistakes in them."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections import Counter

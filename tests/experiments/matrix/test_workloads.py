@@ -1,7 +1,5 @@
 """What a matrix file says of models, data and losses that come from elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Made-up measurements: round numbers that can be worked with by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from experiments.preflight.schema import Compute, Host, Link, Links, Preflight, Sample

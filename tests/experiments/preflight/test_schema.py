@@ -1,7 +1,5 @@
 """Measurements: the line through a link's samples, the file, and the cost model's hardware."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

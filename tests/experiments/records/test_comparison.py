@@ -1,7 +1,5 @@
 """Speeds and their intervals are of rounds; a second way of computing each gives the same."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What passes reaches ranks; the values of all else are cut out of texts."""
 
-from __future__ import annotations
-
 import json
 from urllib.parse import quote, quote_plus
 

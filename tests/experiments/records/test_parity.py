@@ -1,7 +1,5 @@
 """Losses next to a reference's: what is the same, what is near enough, and what is a problem."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

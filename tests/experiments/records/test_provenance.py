@@ -1,7 +1,5 @@
 """Provenance says where a record comes from, and nothing about who ran it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The file of records survives kills, full disks, strange text; repetitions count as one cell."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

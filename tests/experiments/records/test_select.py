@@ -1,7 +1,5 @@
 """Cells are picked by settings or by ids, of all committed matrices."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

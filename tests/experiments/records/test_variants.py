@@ -1,7 +1,5 @@
 """Variants of one strategy are ranked against a stated reference, with what their caches did."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.records.comparison import reference

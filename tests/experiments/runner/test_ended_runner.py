@@ -1,7 +1,5 @@
 """The command that runs a matrix, killed and interrupted: it goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Looks at a cell that runs: its last step, and what the host takes of the processors."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

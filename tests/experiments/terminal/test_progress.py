@@ -1,7 +1,5 @@
 """The display: what a log and a terminal show, the table at the end, destinations refused first."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """W&B's variables of who runs the tests are none of the tests'."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

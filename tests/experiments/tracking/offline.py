@@ -1,7 +1,5 @@
 """W&B's offline files, read back as ``wandb sync`` reads them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Of the sweep's grid every ``EVERY``-th point is asked for. The cells run on the stand-in cluster.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterator

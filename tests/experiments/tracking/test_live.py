@@ -1,7 +1,5 @@
 """W&B while a cell runs: its steps so far are in W&B's file, with the times at which they ended."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """W&B's copy of the records: complete, quick, quiet about keys, and never in the way."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

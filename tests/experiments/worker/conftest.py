@@ -1,7 +1,5 @@
 """Clusters that run real cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Cells that save on a schedule: ranks are killed, and what is left is as if none had been."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models by their configuration, with pretrained weights, and users' own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

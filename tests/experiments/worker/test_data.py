@@ -1,7 +1,5 @@
 """The text that cells train on, and how the ranks draw from it."""
 
-from __future__ import annotations
-
 import sysconfig
 from itertools import islice
 from pathlib import Path

@@ -3,8 +3,6 @@
 Bytes are the kernel's, of each link apart.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

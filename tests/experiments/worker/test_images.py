@@ -1,7 +1,5 @@
 """The images that cells train on, and the networks that classify them."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """LuWu on an emulated cluster: bytes of all links by the kernel's count, and losses."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.records.cell import ClusterSpec

@@ -1,7 +1,5 @@
 """The models of cells: equal weights, what LoRA trains, what is frozen."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Objectives: the same under all strategies, what generation sends, what is said of mistakes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A profiled step leaves a trace per rank, and a summary of what was exchanged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rollout beside the ranks: its answers are the trainer's, and errors end what waits for it."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokens that cells train on, and those that they hold out."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Bytes are the kernel's: what the busiest node's interface has sent, headers and 
 messages included.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

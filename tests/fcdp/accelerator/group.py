@@ -6,8 +6,6 @@ operation, of its own stream. Hosts wait for each other inside of a collective, 
 on the tape: on the device nobody would wait.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Runs a function on several ranks of one process, each a thread with an accelerator of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import traceback

@@ -3,8 +3,6 @@
 And what comes next, told from the pass before.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

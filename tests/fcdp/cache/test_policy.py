@@ -3,8 +3,6 @@
 And policies by name.
 """
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slices: what was let go is given out anew, to its own stream and in its own form alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes of a test's own: neither a hang nor an illegal access spoils the tests behind it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path

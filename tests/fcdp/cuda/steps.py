@@ -1,7 +1,5 @@
 """One step of a model of a billion parameters, its seconds and its trace."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

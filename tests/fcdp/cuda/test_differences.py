@@ -4,8 +4,6 @@ The other node is imitated, and what goes to it is copied inside the device: a s
 costs, and nothing of a link.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import warnings

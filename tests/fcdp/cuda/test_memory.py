@@ -4,8 +4,6 @@ What the device still reads cannot be reused, so memory shows what is in flight:
 slower than its host a library that holds gathered units too long grows towards the whole model.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

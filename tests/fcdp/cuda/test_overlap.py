@@ -5,8 +5,6 @@ A step with ``NoCache`` is compute, with the other node's part copied inside the
 gather after the first is served.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import statistics

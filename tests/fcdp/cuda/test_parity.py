@@ -6,8 +6,6 @@ it says that nothing hangs, and that losses are FSDP2's. An imitated world is qu
 device as busy as one rank of sixteen does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Whether words arrive, which tests of each form ask."""
 
-from __future__ import annotations
-
 import torch
 
 from fcdp.delta.difference import Coding, apply, capacity, encode

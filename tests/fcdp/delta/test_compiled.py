@@ -1,7 +1,5 @@
 """Loops are compiled when they run first, and where nothing can be kept as well."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

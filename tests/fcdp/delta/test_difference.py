@@ -3,8 +3,6 @@
 And a message leads from one version to the next, or is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Differences are told where they pay."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

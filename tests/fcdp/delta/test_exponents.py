@@ -1,7 +1,5 @@
 """Words arrive by their exponents, in few bits where those are near each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

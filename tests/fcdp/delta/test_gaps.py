@@ -1,7 +1,5 @@
 """Numbers arrive, near their entropy, or are refused."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

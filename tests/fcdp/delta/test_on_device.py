@@ -3,8 +3,6 @@
 And what a step on the accelerator of tests waits for, exchanges and takes.
 """
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import replace
 from typing import Any, NamedTuple

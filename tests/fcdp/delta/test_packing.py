@@ -1,7 +1,5 @@
 """Codes and flags come back from their words; each form of a chunk is taken where it is least."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Of which version a rank tells a difference, and when it tells none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

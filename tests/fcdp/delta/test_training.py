@@ -5,8 +5,6 @@ adversarial write; on processes reductions are coded too, which accelerators ref
 ``--exhaustive`` 200 steps at five rates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Announcements of an error: their words, what a waiting rank finds, and when it aborts."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

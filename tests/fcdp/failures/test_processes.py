@@ -5,8 +5,6 @@ own does, with its error output in a file of the job's folder. All jobs run at t
 exit statuses are printed, by job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank that raises ends the waits of the others, with its error in their messages."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

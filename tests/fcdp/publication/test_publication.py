@@ -3,8 +3,6 @@
 Which files are a version, what they may tell, and which state they may be written to.
 """
 
-from __future__ import annotations
-
 import gc
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Small models of the shapes that upstream's cases use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

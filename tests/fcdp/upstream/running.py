@@ -1,7 +1,5 @@
 """Runs one case twice on the same ranks, with and without FCDP, and compares what it saw."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

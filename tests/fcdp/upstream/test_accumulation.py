@@ -1,7 +1,5 @@
 """Gradient accumulation as FSDP2 has it: with and without communication, and 1F1B."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -1,7 +1,5 @@
 """Calls of FSDP2 that come after FCDP, and custom collectives of the user's own."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

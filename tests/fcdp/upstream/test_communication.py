@@ -1,7 +1,5 @@
 """How often each link is used, and the calls that change it: reshard, unshard, divide factors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

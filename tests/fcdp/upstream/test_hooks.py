@@ -1,7 +1,5 @@
 """Hooks on gradients see what they see with FSDP2, or accumulation refuses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Ignored parameters, forward methods of other names, shared streams, contiguous shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

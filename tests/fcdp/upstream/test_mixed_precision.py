@@ -1,7 +1,5 @@
 """Casts of parameters, inputs and outputs: by module, in several dtypes, with odd sub-modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

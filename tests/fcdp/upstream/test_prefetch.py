@@ -1,7 +1,5 @@
 """Explicit prefetching: lists of modules, ``unshard`` by hand, events, and what is skipped."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

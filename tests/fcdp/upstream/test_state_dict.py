@@ -1,7 +1,5 @@
 """State dicts: sharded, full, partial, kept while training goes on, and loaded from meta."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

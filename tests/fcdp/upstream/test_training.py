@@ -3,8 +3,6 @@
 Tied weights and modules that share a group; frozen and trained parameters; norms and clipping.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ their mean over ranks. Parameters, activations and losses are not rounded at all
 is one bit off gives another loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How a walk's model is made, sharded, cached and optimized: drawn from its seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two copies of one model, FSDP2's and FCDP's, and whether they are equal."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Events that compute: passes forward and backward, steps, freezing, failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

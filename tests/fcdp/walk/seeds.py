@@ -1,7 +1,5 @@
 """Walks by number: what a seed draws, and how ranks walk it."""
 
-from __future__ import annotations
-
 import faulthandler
 import inspect
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Events that load and save: state dicts, checkpoints of PyTorch's and of FCDP's own."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

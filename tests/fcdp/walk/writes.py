@@ -1,7 +1,5 @@
 """Events that write parameters, between passes and amid one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

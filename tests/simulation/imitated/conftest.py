@@ -1,7 +1,5 @@
 """A process of its own for the imitated accelerator, which PyTorch does not forget again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

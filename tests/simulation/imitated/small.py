@@ -1,7 +1,5 @@
 """A case that runs in a second, and how to run it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The imitated accelerator counts what is alive, where it is alive."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

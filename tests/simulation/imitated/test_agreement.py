@@ -1,7 +1,5 @@
 """The simulator's memory model and real steps agree at every length of the study."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/simulation/imitated/test_on_cuda.py
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The search ends at the largest micro-batch that fits, after few steps."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What the imitation finds agrees with what is known of each strategy's memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.commands.memory import build

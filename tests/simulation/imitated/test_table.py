@@ -1,7 +1,5 @@
 """Tables say what the records say."""
 
-from __future__ import annotations
-
 from simulation import models
 from simulation.imitated import study
 from simulation.imitated.records import MemoryRecord

@@ -1,7 +1,5 @@
 """Requests that tests plan for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

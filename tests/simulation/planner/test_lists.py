@@ -1,7 +1,5 @@
 """Plans for what people train and rent: each is answered, in time; all with ``--exhaustive``."""
 
-from __future__ import annotations
-
 import random
 import time
 from itertools import product

@@ -1,7 +1,5 @@
 """The plan's recommendation, and what it says about FCDP; where nothing fits, what would help."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

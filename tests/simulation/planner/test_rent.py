@@ -1,7 +1,5 @@
 """What to rent: the table of instances, cheapest first, in time, and no cheaper offer left out."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models by name, path and cache; requests that cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

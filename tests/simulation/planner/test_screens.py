@@ -1,7 +1,5 @@
 """Screens of 80 columns: no number is cut, at most ten rows, and the next command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The grid: what fits, how steps of many micro-batches are counted, and what can never be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LuWu is offered where there is a server, Fuyou on one GPU that nothing else fits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No one source decides what a plan says to take: twelve examples, all with ``--exhaustive``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """Tasks on shared resources: order, sharing, and what bounds the whole."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

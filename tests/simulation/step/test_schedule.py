@@ -1,7 +1,5 @@
 """What a simulated step moves, and when: the schedules' rules, for every strategy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

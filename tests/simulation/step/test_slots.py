@@ -1,7 +1,5 @@
 """Ranks two slots apart and micro-batches that take turns: bytes, slots, what a step waits for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The host cache on a GPU: page-locked, ordered by events, no copy that waits for compute."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

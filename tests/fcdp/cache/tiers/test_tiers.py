@@ -1,7 +1,5 @@
 """Promises of every tier; the host arena beyond its plan; real files, and disks that fail."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
