@@ -7,8 +7,6 @@ GPU and step, γ the share of intermediate activations that is kept (0: full che
 share of the peak that kernels reach. The study's answers are one line of ``bound.jsonl`` per point.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -8,8 +8,6 @@ some are slower than their neighbours by a quarter, without a reason that the ta
 rows tell stays close to what is usual.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of what users give; each error names the field, the value and what is allowed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial

@@ -13,8 +13,6 @@ Whole sources are left out and predicted by the fit to the others: their errors 
 plans print. A GPU has the rates of its own rows, or those of the GPU whose architecture is nearest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

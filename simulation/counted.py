@@ -5,8 +5,6 @@ model's repository. Blocks are the modules that repeat; their matrices, experts 
 read from their parameters. What is neither is refused by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

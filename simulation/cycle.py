@@ -1,7 +1,5 @@
 """A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: what each has and keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

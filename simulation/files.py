@@ -6,8 +6,6 @@ compresses what is long of the records below: a file is either ``NAME.jsonl`` or
 and whoever names the first reads the second as well.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -5,8 +5,6 @@ number of bytes per message. A message over gloo is two packets and their acknow
 data, and the receiver's word that it is ready.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from simulation.cycle import cycle_of, stages_of

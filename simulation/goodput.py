@@ -5,8 +5,6 @@ lost to waiting for the slowest of many nodes is in the fitted rates of computat
 (``lost_with_scale``), from 8 to 512 GPUs.
 """
 
-from __future__ import annotations
-
 import math
 
 from simulation import checks

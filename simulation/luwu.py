@@ -11,8 +11,6 @@ that are not whole chunks, bursts that a limited link lets through, and files th
 time unevenly between reading ahead and stepping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ what docs/memory.md says, in the tiers that the library's own policies decide. A
 peaks with those of real steps, in results/memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args

@@ -12,8 +12,6 @@ makers' reports. Numbers of parameters are what their makers publish; a test com
 is counted from these.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The simulator's answer: one step's time, bytes, memory, and what it waits for."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Quantities as people write and read them; each error names what was given and what is allowed."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 

@@ -9,8 +9,6 @@ activations, which a test compares with real modules. Fused kernels are those of
 of which fit by these figures: a test holds that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

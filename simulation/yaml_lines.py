@@ -4,8 +4,6 @@ The values are those of ``yaml.safe_load``, except that a key given twice is an 
 the last one silently winning.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One of the cluster's ranks: its process group sends nothing, its training step is real."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

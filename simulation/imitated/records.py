@@ -1,7 +1,5 @@
 """The study's cases and what was found of memory: one line of ``memory.jsonl`` per case."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

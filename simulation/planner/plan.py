@@ -3,8 +3,6 @@
 Each remedy of what does not fit is tried in the memory model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

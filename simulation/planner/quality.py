@@ -1,7 +1,5 @@
 """Time to quality as it was measured, said of a plan by how long its link takes."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

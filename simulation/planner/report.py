@@ -1,7 +1,5 @@
 """A plan as a table and as JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

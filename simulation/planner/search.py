@@ -1,7 +1,5 @@
 """The grid search: each point's speed and how sure that is, and the fastest of each strategy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

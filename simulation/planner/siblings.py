@@ -5,8 +5,6 @@ and each GPU is a worker, so that those of one node share its link. Fuyou is mod
 simulated: a pass takes as long as the busiest of the device, its link, the SSDs and the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

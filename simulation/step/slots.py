@@ -12,8 +12,6 @@ there are from its first micro-batch's start to that of the next step's, and all
 these.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
