@@ -12,7 +12,7 @@ time unevenly between reading ahead and stepping.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baselines.luwu import LAYERS, WINDOW
 from simulation.checks import Checked, Positive
@@ -139,22 +139,20 @@ class Server(Checked):
 
 def like(hardware: Hardware) -> Server:
     """A server that has what a node has, as on an emulated cluster, but for drives of its own."""
-    return _server(hardware.inter_bytes_per_s, hardware.server_drives, hardware)
-
-
-def nominal(bits_per_s: float, drives: int, hardware: Hardware) -> Server:
-    """A server by its nominal bandwidth and number of drives; it steps as a node's CPUs do."""
-    return _server(LINK_EFFICIENCY * bits_per_s / 8, drives, hardware)
-
-
-def _server(link: float, drives: float, hardware: Hardware) -> Server:
+    drives = hardware.server_drives
     return Server(
-        link_bytes_per_s=link,
+        link_bytes_per_s=hardware.inter_bytes_per_s,
         disk_read_bytes_per_s=drives * DRIVE_READ or hardware.disk_read_bytes_per_s,
         disk_write_bytes_per_s=drives * DRIVE_WRITE or hardware.disk_write_bytes_per_s,
         adam_elements_per_s=hardware.cpu_adam_elements_per_s,
         description=f"a server with {drives} NVMe drives" if drives else "a server like a node",
     )
+
+
+def nominal(bits_per_s: float, drives: int, hardware: Hardware) -> Server:
+    """A server by its nominal bandwidth and number of drives; it steps as a node's CPUs do."""
+    link = LINK_EFFICIENCY * bits_per_s / 8
+    return like(replace(hardware, inter_bytes_per_s=link, server_drives=drives))
 
 
 def footprint(workload: Workload, hardware: Hardware) -> Footprint:
