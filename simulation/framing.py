@@ -58,7 +58,11 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     # ranks, which a reduction passes twice.
     pairwise = ranks_per_node * (nodes - 1)
     if schedule.passes_on:
-        return pairwise + _passed_on(workload, nodes * ranks_per_node, ranks_per_node)
+        ranks = nodes * ranks_per_node
+        cycle = cycle_of(workload, stages_of(workload, ranks), ranks)
+        ends = ((m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages())
+        # Those of a stage, of the node that sends most.
+        return pairwise + max(Counter(source for source, to in ends if source != to).values())
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
     gathers, reductions = _gathers(workload, units), _reductions(workload, units)
     if schedule.shards == "node":  # by an all-reduce of gloo's among partners
@@ -68,7 +72,12 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         each = pairwise if schedule.hierarchical else ring
         return (1 + agreements) * pairwise + (gathers + reductions) * each
-    replicated = _small(workload) if schedule.replicates_small else 0
+    replicated = 0
+    if schedule.replicates_small:  # vectors and adapters, which DeepSpeed gathers one by one
+        model, lora = workload.model, workload.lora
+        small = sum(row == 1 for _, row in model.block_rows)
+        small += 0 if lora is None else len(model.adapter_rows(lora))
+        replicated = model.layers * small + sum(row == 1 for _, row in model.root_rows)
     return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 
 
@@ -81,13 +90,6 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
         return 0.0
     replicated = layout(workload, nodes, ranks_per_node).replicated
     return (nodes - 1) / nodes * replicated * workload.element_bytes
-
-
-def _passed_on(workload: Workload, ranks: int, ranks_per_node: int) -> int:
-    """Messages of a stage that the busiest node sends to others."""
-    cycle = cycle_of(workload, stages_of(workload, ranks), ranks)
-    ends = [(m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages()]
-    return max(Counter(source for source, target in ends if source != target).values())
 
 
 def _gathers(workload: Workload, units: Layout) -> int:
@@ -118,11 +120,3 @@ def _reductions(workload: Workload, units: Layout) -> int:
     if units.replicated_trained:
         trained += 1 if schedule.replicates_small else 2
     return trained * (1 if schedule.accumulates_without_sync else workload.accumulation)
-
-
-def _small(workload: Workload) -> int:
-    """Parameters that DeepSpeed replicates and gathers one by one: vectors and adapters."""
-    model, lora = workload.model, workload.lora
-    vectors = sum(row == 1 for _, row in model.block_rows)
-    adapters = 0 if lora is None else len(model.adapter_rows(lora))
-    return model.layers * (vectors + adapters) + sum(row == 1 for _, row in model.root_rows)
