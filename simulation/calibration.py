@@ -217,7 +217,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
             found[rest] = least[rest] + _robust(features[:, rest], fixed, len(runs))
             found[at] = one.most
     values = [1 / value if one.share else value for one, value in zip(usual, found, strict=True)]
-    return Fitted(dict(zip(names, map(float, values), strict=True)))
+    return dict(zip(names, map(float, values), strict=True))
 
 
 def _features(run: Run) -> dict[str, float]:
@@ -298,7 +298,7 @@ def errors(rows: Iterable[Row], found: Fitted) -> Check:
 
 def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
     """Tokens per second and GPU as the simulator predicts them."""
-    hardware = replace(run.hardware, rates=found.rates(run.hardware.device))
+    hardware = replace(run.hardware, rates=compute.rates_by(found, run.hardware.device))
     some = replace(run.workload, accumulation=min(_SIMULATED, run.workload.accumulation))
     return predict(some, hardware).tokens_per_s / hardware.world_size
 
@@ -340,18 +340,18 @@ def spread(ratios: Sequence[tuple[str, float]]) -> tuple[float, float]:
 
 def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
     """The constants with intervals; a draw that lacks a GPU, or cannot be fitted, is left out."""
-    names = list(whole.constants)
+    names = list(whole)
 
     def solve(drawn: list[Run]) -> list[float] | None:
         try:
-            numbers = fit(drawn).constants
+            numbers = fit(drawn)
         except ValueError:
             return None
         return [numbers[name] for name in names] if {*numbers} == {*names} else None
 
     ends = bootstrap(runs, lambda run: (run.row.gpu, run.row.model), solve)
     found = []
-    for name, *numbers in zip(names, whole.constants.values(), *ends, strict=True):
+    for name, *numbers in zip(names, whole.values(), *ends, strict=True):
         value, low, high = (float(f"{number:.4g}") for number in numbers)
         found.append(Constant(name=name, value=value, low=low, high=high))
     return found

@@ -147,33 +147,31 @@ def run_of(row: Row) -> Run:
     return Run(row, workload, hardware)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Fitted constants by name, such as ``h100-sxm products`` and ``h100 attention``."""
+#: Fitted constants by name, such as ``h100-sxm products`` and ``h100 attention``.
+Fitted = Mapping[str, float]
 
-    constants: Mapping[str, float]
 
-    def rates(self, device: Gpu) -> Rates:
-        """The rates of a GPU by its own shares, or by those of the nearest that had rows."""
-        name = device.name
-        known = [name.split()[0] for name in self.constants if name.endswith(" products")]
-        alike = (gpu for gpu in known if architecture(gpu) == architecture(name))
-        nearest = (name, card(name).like, *alike, *known)
-        measured = next(gpu for gpu in nearest if gpu in known)
-        products, attention, share = (self.constants[name] for name in shares(measured))
-        nbytes = share * device.memory_bytes_per_s
-        passes = self.constants[PASSES]
-        return Rates(
-            products_per_s=products * device.peak_flops,
-            attention_per_s=attention * device.peak_flops,
-            bytes_per_s=nbytes,
-            copied_bytes_per_s=nbytes,
-            exchanged_bytes_per_s=device.memory_bytes_per_s / passes if passes else inf,
-            kernel_seconds=self.constants[LAUNCH] / 1e6,
-            lost_with_scale=self.constants[LOST],
-            basis="fitted" if measured == device.name else "nearest architecture",
-            measured_on=measured,
-        )
+def rates_by(fitted: Fitted, device: Gpu) -> Rates:
+    """The rates of a GPU by its own shares, or by those of the nearest that had rows."""
+    name = device.name
+    known = [name.split()[0] for name in fitted if name.endswith(" products")]
+    alike = (gpu for gpu in known if architecture(gpu) == architecture(name))
+    nearest = (name, card(name).like, *alike, *known)
+    measured = next(gpu for gpu in nearest if gpu in known)
+    products, attention, share = (fitted[name] for name in shares(measured))
+    nbytes = share * device.memory_bytes_per_s
+    passes = fitted[PASSES]
+    return Rates(
+        products_per_s=products * device.peak_flops,
+        attention_per_s=attention * device.peak_flops,
+        bytes_per_s=nbytes,
+        copied_bytes_per_s=nbytes,
+        exchanged_bytes_per_s=device.memory_bytes_per_s / passes if passes else inf,
+        kernel_seconds=fitted[LAUNCH] / 1e6,
+        lost_with_scale=fitted[LOST],
+        basis="fitted" if measured == device.name else "nearest architecture",
+        measured_on=measured,
+    )
 
 
 def architecture(gpu: str) -> str:
@@ -231,7 +229,7 @@ class ComputeRecord(Strict):
 
     def fitted(self) -> Fitted:
         """The constants as the fit has them."""
-        return Fitted({constant.name: constant.value for constant in self.constants})
+        return {constant.name: constant.value for constant in self.constants}
 
     def check(self, what: str) -> Check:
         """The check of this name."""
@@ -247,7 +245,7 @@ def read() -> ComputeRecord:
 def rates_of(device: Gpu) -> Rates:
     """The rates of the GPU, with their range and what they rest on; raises as ``card``."""
     known = read()
-    rates = known.fitted().rates(device)
+    rates = rates_by(known.fitted(), device)
     if rates.basis == "fitted":
         check = known.check(SOURCES)
         return replace(rates, lowest=check.lowest, highest=check.highest)

@@ -8,7 +8,17 @@ import pytest
 
 from simulation import calibration, compute
 from simulation.calibration import fit, spread
-from simulation.compute import ROWS, SOURCES, Fitted, Run, rates_of, read_rows, run_of, with_rates
+from simulation.compute import (
+    ROWS,
+    SOURCES,
+    Fitted,
+    Run,
+    rates_by,
+    rates_of,
+    read_rows,
+    run_of,
+    with_rates,
+)
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
 from simulation.planner.request import Request
 from simulation.planner.search import computed_range, simulated, tokens_range
@@ -17,9 +27,7 @@ from tests.simulation.workloads import workload
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
 RECORD = compute.read()
 VALUES = {"products": 0.8, "attention": 0.5, "bytes": 0.6}
-TRUE = Fitted(
-    {name: VALUES.get(name.split()[-1], value) for name, value in RECORD.fitted().constants.items()}
-)
+TRUE = {name: VALUES.get(name.split()[-1], value) for name, value in RECORD.fitted().items()}
 
 
 def made(run: Run) -> Run:
@@ -33,8 +41,8 @@ def ratio(run: Run, by: Fitted) -> float:
 
 
 def test_constants_are_found_again() -> None:
-    found = fit([made(run) for run in RUNS]).constants
-    for name, value in TRUE.constants.items():
+    found = fit([made(run) for run in RUNS])
+    for name, value in TRUE.items():
         tolerance = {"exchange passes": 0.4, "lost with scale": 0.25}.get(name, 0.1)
         if name.split()[0] not in ("rtx4090", "kernel"):  # few rows tell them from what is usual
             assert found[name] == pytest.approx(value, rel=tolerance), name
@@ -43,7 +51,7 @@ def test_constants_are_found_again() -> None:
 def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
     rows = [row for row in read_rows() if row.bf16]
     assert [one.row for one in RECORD.predictions] == rows
-    again = fit(RUNS).constants
+    again = fit(RUNS)
     for constant in RECORD.constants:
         assert constant.value == pytest.approx(again[constant.name], rel=1e-3)
         assert constant.low <= constant.value <= constant.high
@@ -95,7 +103,7 @@ def test_ranges_hold_nine_of_ten_rows_whose_kernels_nobody_named() -> None:
     for source in dict.fromkeys(run.row.source for run in RUNS):
         found = fit([run for run in RUNS if run.row.source != source])
         for run in map(by_default, (run for run in RUNS if run.row.source == source)):
-            rates = found.rates(run.hardware.device)
+            rates = rates_by(found, run.hardware.device)
             rates = replace(rates, lowest=check.lowest, highest=check.highest)
             low, high = computed_range(run.workload, replace(run.hardware, rates=rates), None, None)
             inside.append(low <= ratio(run, found) <= high)
@@ -174,7 +182,7 @@ def test_measured_products_take_the_place_of_the_share() -> None:
 def test_scale_is_linear_first_and_then_ends() -> None:
     assert scale(1) == 0
     assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
-    rates = RECORD.fitted().rates(gpu("h100-sxm"))
+    rates = rates_by(RECORD.fitted(), gpu("h100-sxm"))
     assert rates.slower(1) == 1
     # Llama 3's MFU fell from 43 to 41 % where its GPUs became twice as many, batches aside.
     assert 0.95 <= rates.slower(1024) / rates.slower(2048) <= 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulation.calibration import fit
-from simulation.compute import Fitted, read_rows, run_of
+from simulation.compute import Fitted, rates_by, read_rows, run_of
 from simulation.hardware import Hardware
 from simulation.planner.plan import Plan, plan
 from simulation.planner.rent import STRATEGIES
@@ -48,7 +48,7 @@ def test_a_source_left_out_moves_no_choice_but_a_tie(what: Any, gbit_s: float) -
     hardware = rented(gpu, gbit_s=gbit_s)
     taken = asked(model, tuning, hardware)
     for name, found in without().items():
-        other = asked(model, tuning, replace(hardware, rates=found.rates(hardware.device)))
+        other = asked(model, tuning, replace(hardware, rates=rates_by(found, hardware.device)))
         if taken is None or other is None:
             assert taken is other is None, name
             continue
