@@ -93,9 +93,9 @@ def settle(
                 highlight=False,
             )
             progress.advance(bar)
-    for part in study.tables(known[case] for case in cases):
-        shown = terminal.table(study.HEAD, title=part.title)
-        for row in part.rows:
+    for title, rows in study.tables(known[case] for case in cases).items():
+        shown = terminal.table(study.HEAD, title=title)
+        for row in rows:
             shown.add_row(*row)
         console.print(shown)
     return [known[case] for case in cases]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from baselines import registry
 from simulation import checks
@@ -218,23 +218,19 @@ def find(case: Case, build: Build) -> MemoryUse:
     )
 
 
-class Table(NamedTuple):
-    """A table of one model and length; its columns are ``HEAD``."""
+def tables(records: Iterable[MemoryRecord]) -> dict[str, list[tuple[str, ...]]]:
+    """One table per length and model, by its title; its columns are ``HEAD``.
 
-    title: str
-    rows: Sequence[tuple[str, ...]]
-
-
-def tables(records: Iterable[MemoryRecord]) -> list[Table]:
-    """One table per length and model, one row per strategy: the largest micro-batch, and a peak."""
+    It has one row per strategy: the largest micro-batch, and a peak.
+    """
     groups: dict[tuple[int, str], list[MemoryRecord]] = {}
     for record in records:
         case = record.case
         groups.setdefault((case.sequence_length, case.model.name), []).append(record)
-    return [
-        Table(f"{name}, {length:,} tokens per sequence", _rows(groups[length, name]))
+    return {
+        f"{name}, {length:,} tokens per sequence": _rows(groups[length, name])
         for length, name in sorted(groups)
-    ]
+    }
 
 
 def _rows(records: Sequence[MemoryRecord]) -> list[tuple[str, ...]]:

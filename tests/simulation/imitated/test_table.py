@@ -18,20 +18,17 @@ def record(
     return settled(case, largest)
 
 
-def test_a_row_holds_the_largest_micro_batch_the_papers_peak_and_the_host() -> None:
-    (one,) = study.tables(
-        [record("fcdp", 5), record("fcdp", 7, tuning="lora"), record("ddp", None)]
+def test_each_length_has_a_table_of_the_largest_batch_the_papers_peak_and_the_host() -> None:
+    found = study.tables(
+        [
+            record("fcdp", 1, length=2048),
+            record("fcdp", 5),
+            record("fcdp", 7, tuning="lora"),
+            record("ddp", None),
+        ]
     )
-    assert one.title == "gpt-30b, 512 tokens per sequence"
-    assert one.rows == [
+    assert [*found] == ["gpt-30b, 512 tokens per sequence", "gpt-30b, 2,048 tokens per sequence"]
+    assert found["gpt-30b, 512 tokens per sequence"] == [
         ("fcdp host", "5 (50.0 GB)", "", "7 (50.0 GB)", "", "16.0"),
         ("ddp", "skipped", "", "", "", "–"),
-    ]
-
-
-def test_each_length_has_a_table() -> None:
-    found = study.tables([record("fcdp", 1, length=2048), record("fcdp", 5)])
-    assert [one.title.partition(", ")[2] for one in found] == [
-        "512 tokens per sequence",
-        "2,048 tokens per sequence",
     ]
