@@ -7,7 +7,6 @@ lost to waiting for the slowest of many nodes is in the fitted rates of computat
 
 import math
 
-from simulation import checks
 from simulation.hardware import Hardware
 from simulation.workload import STATE_BYTES, Workload
 
@@ -24,13 +23,8 @@ _NEVER = 100
 def goodput(save_seconds: float, mean_seconds: float, restart_seconds: float) -> float:
     """Share of the time that trains, with checkpoints as often as is best (Young; Daly 2006).
 
-    ``mean_seconds`` are those between two failures. Raises ``ValueError`` for a time that cannot
-    be.
+    ``mean_seconds`` are those between two failures.
     """
-    checks.not_negative(save_seconds=save_seconds, restart_seconds=restart_seconds)
-    checks.positive(mean_seconds=mean_seconds)
-    if math.isinf(mean_seconds):
-        return 1.0
     # Young's interval; none is shorter than a save, as where failures are frequent it would be.
     interval = max(math.sqrt(2 * save_seconds * mean_seconds) - save_seconds, save_seconds, 1.0)
     to_save, to_restart = (interval + save_seconds) / mean_seconds, restart_seconds / mean_seconds

@@ -110,11 +110,8 @@ def test_it_is_a_share_that_failures_lower(save: float, mean: float, restart: fl
 def test_youngs_interval_and_its_loss() -> None:
     # A save of 60 s, a failure a day: √(2 · 60 · 86,400) = 3,220 s between saves, 3.7 % lost.
     assert goodput(60, 86_400, 0) == pytest.approx(1 - math.sqrt(2 * 60 / 86_400), abs=1e-3)
-    assert goodput(60, math.inf, 300) == 1
     assert goodput(3600, 60, 300) == pytest.approx(0)
     assert goodput(0, 1, 709) == 0
-    with pytest.raises(ValueError, match="save_seconds = -1"):
-        goodput(-1, 1, 1)
 
 
 YAML = """\
@@ -128,7 +125,7 @@ YAML = """\
 """
 
 
-def test_each_row_has_a_source_and_a_date() -> None:
+def test_each_row_has_a_source_and_a_date_and_what_it_does_not_say_is_not_planned() -> None:
     rows = read(ALL)
     assert len({(row.provider, row.instance) for row in rows}) == len(rows)
     for row in rows:
@@ -136,12 +133,9 @@ def test_each_row_has_a_source_and_a_date() -> None:
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.as_of)
         assert row.cluster(1).world_size == row.gpus
         assert row.list_usd_per_hour or row.spot_usd_per_hour
-
-
-def test_what_the_source_does_not_say_is_not_planned() -> None:
-    (lambda_h100,) = (row for row in read(ALL) if row.name == "lambda 8x H100 SXM")
+    (lambda_h100,) = (row for row in rows if row.name == "lambda 8x H100 SXM")
     assert lambda_h100.most_nodes == 1
-    (p5,) = (row for row in read(ALL) if row.instance == "p5.48xlarge")
+    (p5,) = (row for row in rows if row.instance == "p5.48xlarge")
     assert p5.cluster(2).inter_bytes_per_s == pytest.approx(0.8 * 3.2e12 / 8)
 
 
