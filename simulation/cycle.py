@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_step
-from baselines.settings import UpdateRule
 from simulation.workload import FP32, Workload
 
 _MOMENTS = 8
@@ -38,14 +38,6 @@ class Stages:
             "gradient": self.trained,
             "sum": self.trained,
         }
-
-    def late(self, rule: UpdateRule, micro_batch: int) -> int:
-        """Trained parameters that are a step old where this micro-batch, from 0, computes."""
-        return sum(
-            numel
-            for stage, numel in enumerate(self.trained)
-            if not is_fresh(rule, micro_batch, stage, len(self))
-        )
 
 
 def stages_of(workload: Workload, ranks: int) -> Stages:
@@ -106,7 +98,9 @@ def held(workload: Workload, ranks: int) -> Held:
     every = FP32 * trained + frozen * workload.frozen
     cycle = workload.schedule.cycle
     if cycle == "together":
-        late = FP32 * stages.late(workload.rule, 0)  # the first rank's are most
+        # Gradients of the stages that are a step old; the first rank's are most.
+        old = [not is_fresh(workload.rule, 0, at, len(stages)) for at in range(len(stages))]
+        late = FP32 * sum(compress(stages.trained, old))
         step = FP32 * trained + late
         return Held(every, FP32 * trained, _MOMENTS * trained, step, versions=late)
     if cycle == "turns":

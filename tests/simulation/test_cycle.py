@@ -1,11 +1,10 @@
 """Stages as the executor cuts real models; what a rank keeps of them, and sends in each slot."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.part import split
@@ -58,17 +57,6 @@ def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
     assert counted.root_parameters == 2 * 256 * 32 + 32
 
 
-@given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(["v1", "v2"]))
-def test_what_is_late_are_the_stages_that_a_micro_batch_comes_to_too_early(
-    ranks: int, stages: int, rule: Literal["v1", "v2"]
-) -> None:
-    found = stages_of(workload("cyclic", stages=min(stages, ranks)), ranks)
-    late = [found.late(rule, rank) for rank in range(ranks)]
-    assert late == sorted(late, reverse=True)
-    assert late[0] == sum(found.trained) - (found.trained[-1] if rule == "v2" else 0)
-    assert late[-1] == (0 if rule == "v2" else sum(found.trained))
-
-
 @pytest.mark.parametrize(
     ("strategy", "settings", "said"),
     [
@@ -115,12 +103,12 @@ def test_zero_keeps_its_own_stage_and_what_is_outside_of_the_blocks() -> None:
 
 def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
     """By v2 all but the last stage's, on the first rank; by v1 all."""
-    for rule, share in (("v1", 1.0), ("v2", 0.5)):
-        of = workload("cyclic", rule=rule, stages=2)
+    for rule, stages in product(("v1", "v2"), (1, 2, 6)):
+        of = workload("cyclic", rule=rule, stages=stages)
+        *_, last = stages_of(of, WORLD).trained
         late = held(of, WORLD).versions
-        assert late == pytest.approx(4 * share * of.trained, rel=0.05)
-        more = needed(of, hardware()).device["versions"]
-        assert more == late
+        assert late == 4 * (of.trained - (last if rule == "v2" else 0))
+        assert needed(of, hardware()).device.get("versions", 0) == late
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
