@@ -18,11 +18,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import add
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from simulation import checks
 from simulation.checks import Checked, Count, NotNegative, Positive, Share
-from simulation.files import rows_of
+from simulation.files import Strict, rows_of, validated
 
 Backend = Literal["nccl", "gloo"]
 #: Grounds of rates: a share of the data sheet's peak, measurements of this GPU, of one of a
@@ -87,11 +89,16 @@ class Gpu(Checked):
     link_is_pcie: bool = False
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(Strict):
     """All that is known of a GPU: a row of the one table that there is of them."""
 
-    gpu: Gpu
+    name: str = Field(min_length=1)
+    tflops: float = Field(gt=0)
+    memory_gb: float = Field(gt=0)
+    memory_gb_s: float = Field(gt=0)
+    pcie_gb_s: float = Field(default=31.5, gt=0)
+    #: Without NVLink exchanges pass PCIe.
+    nvlink_gb_s: float | None = Field(default=None, gt=0)
     #: Total memory as ``nvidia-smi`` reports it; data sheets round it.
     reported_mib: int
     #: The pattern of what the driver calls it.
@@ -100,25 +107,26 @@ class Card:
     like: str
     #: Whether it has matrix products in fp8, of which all have twice as many a second.
     fp8: bool = False
+    #: The data sheet.
+    source: str = ""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The accelerator in bytes and operations."""
+        return Gpu(
+            self.name,
+            peak_flops=self.tflops * _TERA,
+            memory_bytes=self.memory_gb * GB,
+            memory_bytes_per_s=self.memory_gb_s * GB,
+            pcie_bytes_per_s=GB * self.pcie_gb_s,
+            link_bytes_per_s=GB * (self.nvlink_gb_s or self.pcie_gb_s),
+            link_is_pcie=self.nvlink_gb_s is None,
+        )
 
 
-def _card(row: Mapping[str, str]) -> Card:
-    pcie, nvlink = GB * float(row["pcie_gb_s"]), row.get("nvlink_gb_s")
-    device = Gpu(
-        row["name"],
-        peak_flops=float(row["tflops"]) * _TERA,
-        memory_bytes=float(row["memory_gb"]) * GB,
-        memory_bytes_per_s=float(row["memory_gb_s"]) * GB,
-        pcie_bytes_per_s=pcie,
-        link_bytes_per_s=GB * float(nvlink) if nvlink else pcie,
-        link_is_pcie=not nvlink,
-    )
-    kind = int(row["reported_mib"]), row["driver"], row["like"]
-    return Card(device, *kind, fp8=bool(row.get("fp8")))
-
-
+_TABLE = Path(__file__).with_name("gpus.csv")
 #: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
-CARDS = {row["name"]: _card(row) for _, row in rows_of(Path(__file__).with_name("gpus.csv"))}
+CARDS = {row["name"]: validated(Card, row, where) for where, row in rows_of(_TABLE)}
 
 
 def gpu_of(model: str) -> Gpu | None:
@@ -139,17 +147,14 @@ def described(text: str) -> str:
     shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
     """
     name, _, said = text.partition(":")
-    given = dict(one.partition("=")[::2] for one in said.split(","))
-    row = {"pcie_gb_s": "31.5", "nvlink_gb_s": "", "like": "a100-80gb"} | given
-    allowed = {"tflops", "gb", "gb_s", "pcie_gb_s", "nvlink_gb_s", "like"}
+    row: dict[str, Any] = dict(one.partition("=")[::2] for one in said.split(","))
+    like = row.setdefault("like", "a100-80gb")
     try:
-        if not name or set(row) != allowed or row["like"] not in CARDS:
-            raise ValueError
-        more = {"name": name, "memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
-        more["reported_mib"] = str(int(float(row["gb"]) * GB / _MIB))
-        more["fp8"] = "yes" if CARDS[row["like"]].fp8 else ""
-        CARDS[name] = _card(row | more)
-    except ValueError:
+        gigabytes = float(row.pop("gb"))
+        own = {"memory_gb": gigabytes, "memory_gb_s": row.pop("gb_s"), "driver": "(?!)"}
+        own |= {"reported_mib": int(gigabytes * GB / _MIB), "fp8": CARDS[like].fp8}
+        CARDS[name] = Card(name=name, **row, **own)
+    except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
             "with pcie_gb_s, nvlink_gb_s and like"

@@ -16,11 +16,8 @@ from simulation.prediction import needed, predict
 from simulation.workload import Attention, States, Workload
 from tests.simulation.workloads import paper_cluster
 
-NEW = replace(
-    CARDS["h100-sxm"],
-    gpu=replace(CARDS["h100-sxm"].gpu, name="x100", peak_flops=2e15),
-    reported_mib=90_000,
-    driver=r"X100$",
+NEW = CARDS["h100-sxm"].model_copy(
+    update={"name": "x100", "tflops": 2000, "reported_mib": 90_000, "driver": r"X100$"}
 )
 
 
@@ -87,12 +84,12 @@ def test_ranks_that_share_a_device_share_its_rate_and_a_share_of_its_peak_is_one
     ],
 )
 def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str | None) -> None:
-    assert gpu_of(model) is (name and gpu(name))
+    assert gpu_of(model) == (name and gpu(name))
 
 
 def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hardware.CARDS, "x100", NEW)
-    assert gpu_of("NVIDIA X100") is NEW.gpu
+    assert gpu_of("NVIDIA X100") == NEW.gpu
     rates = rates_of(NEW.gpu)
     assert (rates.basis, rates.measured_on) == ("nearest architecture", "h100-sxm")
     rented = Instance(provider="p", instance="x", gpu="x100", gpus=8, nic_gbit_s=400).cluster(2)
