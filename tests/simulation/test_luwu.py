@@ -8,8 +8,8 @@ from experiments.records.record import Record
 from simulation import luwu
 from simulation.emulated import Comparison
 from simulation.hardware import Hardware
-from simulation.luwu import Server, Traffic, footprint, like, nominal
-from simulation.prediction import Prediction, predict
+from simulation.luwu import Server, footprint, like, nominal
+from simulation.prediction import predict
 from simulation.workload import Workload
 from tests.simulation import committed
 from tests.simulation.workloads import hardware, workload
@@ -25,31 +25,18 @@ def compared(name: str) -> list[tuple[Record, Comparison]]:
     return [pair for pair in committed.compared(f"luwu/{name}") if pair[0].cell.strategy == "luwu"]
 
 
-def of(given: Workload, workers: int = 4, ranks: int = 1) -> Traffic:
-    return luwu.traffic(given, workers, ranks)
-
-
 def test_a_worker_receives_each_parameter_twice_and_sends_each_gradient_once() -> None:
+    """The server's bytes do not depend on the workers; a node has those of its ranks."""
     given = workload("luwu")
-    links = of(given).links
-    nbytes = 2 * given.parameters
+    few, many = luwu.traffic(given, 4, 1), luwu.traffic(given, 64, 8)
+    links, nbytes = few.links, 2 * given.parameters
     assert links["node received"] == links["server sent"] == 2 * nbytes
     assert links["node sent"] == links["server received"] == nbytes
     assert links["server file_read"] == 16 * given.parameters
     assert links["server file_written"] == 14 * given.parameters
-
-
-def test_the_servers_bytes_do_not_depend_on_the_workers_and_a_node_has_those_of_its_ranks() -> None:
-    given = workload("luwu")
-    few, many = of(given, workers=1), of(given, workers=64, ranks=8)
-    assert few.links["server sent"] == many.links["server sent"]
+    assert links["server sent"] == many.links["server sent"]
     assert few.server_messages == many.server_messages
-    assert many.links["node received"] == 8 * few.links["node received"]
-
-
-def test_files_are_two_generations_of_what_is_trained_and_what_is_frozen() -> None:
-    given = workload("luwu", lora=True)
-    assert luwu.files_bytes(given) == 28 * given.trained + 2 * given.frozen
+    assert many.links["node received"] == 8 * links["node received"]
 
 
 @pytest.mark.parametrize("name", [*BYTES, "speed", "pipeline"])
@@ -61,7 +48,7 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
         if measured.server_messages_per_step is not None:
             assert measured.server_messages_per_step == predicted.server_messages
         step = comparison.measured
-        messages = of(step.workload, step.hardware.world_size).worker_messages
+        messages = luwu.traffic(step.workload, step.hardware.world_size, 1).worker_messages
         for link, counted in measured.link_bytes_per_step.items():
             payload = predicted.link_bytes[link]
             beside = SHARE * payload + MESSAGE_BYTES * messages
@@ -78,8 +65,9 @@ def test_a_device_has_two_layers_however_many_there_are() -> None:
     assert few["gathered"] == 2 * 2 * given.model.block_parameters
 
 
-def test_host_memory_has_frozen_layers_that_are_kept_and_nothing_else() -> None:
+def test_host_memory_has_frozen_layers_that_are_kept_and_files_two_generations_of_others() -> None:
     given = workload("luwu", lora=True)
+    assert luwu.files_bytes(given) == 28 * given.trained + 2 * given.frozen
     assert not footprint(given, hardware()).host
     kept = footprint(replace(given, cached=True), hardware())
     assert kept.host == {"cache": 8 * 2 * given.frozen}
@@ -100,33 +88,28 @@ def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:
         assert abs(comparison.relative_error) < 0.1
 
 
-def slow(**more: float) -> tuple[Workload, Hardware, Server]:
+def slow() -> tuple[Workload, Hardware, Server]:
     """A link that all waits for."""
-    given = workload("luwu")
     cluster = hardware(1e9, nodes=2, ranks_per_node=1)
-    return given, cluster, replace(like(cluster), **more)
-
-
-def steps(given: Workload, cluster: Hardware, server: Server) -> Prediction:
-    return predict(given, cluster, server)
+    return workload("luwu"), cluster, like(cluster)
 
 
 def test_a_step_is_as_long_however_many_workers_there_are_but_ranks_share_a_nodes_link() -> None:
     given, cluster, server = slow()
-    few = steps(given, cluster, server).step_seconds
-    assert steps(given, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
+    few = predict(given, cluster, server).step_seconds
+    assert predict(given, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
     fast = replace(server, link_bytes_per_s=1e12)
-    alone = steps(given, cluster, fast).step_seconds
-    shared = steps(given, replace(cluster, ranks_per_node=4), fast).step_seconds
+    alone = predict(given, cluster, fast).step_seconds
+    shared = predict(given, replace(cluster, ranks_per_node=4), fast).step_seconds
     assert shared > 3 * alone
 
 
 def test_the_optimizer_hides_behind_backward_until_the_drives_are_slower_than_links() -> None:
     given, cluster, server = slow()
-    usual = steps(given, cluster, server)
-    slower = steps(given, cluster, replace(server, disk_write_bytes_per_s=1e9))
+    usual = predict(given, cluster, server)
+    slower = predict(given, cluster, replace(server, disk_write_bytes_per_s=1e9))
     assert slower.step_seconds < 1.1 * usual.step_seconds
-    slowest = steps(given, cluster, replace(server, disk_write_bytes_per_s=1e7))
+    slowest = predict(given, cluster, replace(server, disk_write_bytes_per_s=1e7))
     written = (slowest.link_bytes or {})["server file_written"] / 1e7
     assert slowest.step_seconds >= written
     assert slowest.bottleneck == "server_disk"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.tasks import Task, Timeline, simulate
+from simulation.step.tasks import Task, simulate
 
 RESOURCES = ["compute", "link", "disk"]
 
@@ -59,17 +59,13 @@ def test_dependencies_and_the_critical_path() -> None:
 def test_any_tasks(tasks: list[Task]) -> None:
     """One set of examples for all that holds of any: to make them up takes longest."""
     timeline = simulate(tasks)
-    _check_order_and_bounds(tasks, timeline)
-    _check_that_the_critical_path_has_no_gap(timeline)
     assert timeline.spans == simulate(tasks).spans, "it is not deterministic"
-
-
-def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
     for index, (task, span) in enumerate(zip(tasks, timeline.spans, strict=True)):
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
         same = [other for other in range(index) if tasks[other].stream == task.stream]
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in same)
-        assert span.end - span.start >= _alone_seconds(task) * (1 - 1e-6) - 1e-9
+        alone = task.latency_seconds + max(task.demands.values(), default=0.0)
+        assert span.end - span.start >= alone * (1 - 1e-6) - 1e-9
     # No resource does more than a second's work a second, and something is always going on.
     assert all(
         seconds <= timeline.seconds * (1 + 1e-6) + 1e-9
@@ -81,13 +77,7 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
         + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
         + 1e-9
     )
-
-
-def _alone_seconds(task: Task) -> float:
-    return task.latency_seconds + max(task.demands.values(), default=0.0)
-
-
-def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
+    # The critical path has no gap.
     path = timeline.critical_path
     assert timeline.spans[path[0]].start == 0
     assert timeline.spans[path[-1]].end == timeline.seconds

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baselines.cyclic import routes
-from experiments.records.modelled import cluster_of, workload_of
+from experiments.records.modelled import workload_of
 from experiments.records.record import Record
 from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import Comparison, emulated
@@ -61,18 +61,8 @@ def test_bytes_are_the_records_within_framing(record: Record) -> None:
     found = Comparison.of(step, predict(step.workload, step.hardware))
     assert found.bytes_agree, found.counted_share
     assert found.counted_share == pytest.approx(1, abs=0.01)
-
-
-@pytest.mark.parametrize("rule", ["v1", "v2"])
-@pytest.mark.parametrize("strategy", FORMS)
-def test_bytes_of_the_records_are_the_executors_closed_form(strategy: str, rule: str) -> None:
-    (record,) = (
-        r
-        for r in recorded()
-        if r.cell.strategy == strategy and getattr(r.cell.settings, "rule", None) == rule
-    )
-    found = predict(workload_of(record.cell), cluster_of(record.cell))
-    assert found.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
+    if record.cell.strategy in FORMS:
+        assert found.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
 
 
 @settings(max_examples=20)
