@@ -1,5 +1,6 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -84,93 +85,75 @@ def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
 
 @lru_cache(maxsize=_REMEMBERED)
 def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
-    model = _Model(workload, nodes, ranks_per_node)
-    return model.by_matrix() if workload.schedule.unit == "matrix" else model.by_block()
+    model, schedule, full = workload.model, workload.schedule, workload.lora is None
+    # A replicated model gathers nothing, and reduces all gradients at once.
+    whole = schedule.shards == "rank" and schedule.hierarchical
+    sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
 
+    def gathered(rows: Iterable[Rows]) -> int:
+        return 0 if whole else padded_numel(rows, sharers, cut_rows=schedule.cuts_low_rank)
 
-class _Model:
-    """One workload's model while it is divided."""
-
-    def __init__(self, workload: Workload, nodes: int, ranks_per_node: int) -> None:
-        self._workload = workload
-        self._schedule = workload.schedule
-        self._ranks_per_node = ranks_per_node
-        self._full = workload.lora is None
-        #: A replicated model gathers nothing, and reduces all gradients at once.
-        self._whole = self._schedule.shards == "rank" and self._schedule.hierarchical
-        self._sharers = self._schedule.sharers(nodes, ranks_per_node) if self._schedule.pads else 1
-        lora = workload.lora
-        self._adapter_rows = [] if lora is None else workload.model.adapter_rows(lora)
-
-    def by_block(self) -> Layout:
-        model = self._workload.model
-        apart = self._schedule.apart and not self._full
-        adapters = self._adapters() if apart else {}
-        inside = [] if apart else self._adapter_rows
-        base, more = self._gathered(model.block_rows), self._gathered(inside)
-        size = padded_numel([*model.block_rows, *inside], 1)
-        passes = block_passes(self._workload)
-        segments = []
-        for block in range(model.layers):
-            name = f"block {block}"
-            own = Unit(name, size, base + more, base + more if self._full else more)
-            units = (own, *adapters.get(block, ()))
-            segments.append(Segment(name, *passes, units, block=True))
-        root, workload = self._root(), self._workload
-        replicated = (workload.parameters, workload.trained) if self._whole else (0, 0)
-        head = Segment("head", *head_work(workload), (root,))
-        return Layout(root, tuple(segments), head, *replicated)
-
-    def _gathered(self, rows: list[Rows]) -> int:
-        if self._whole:
-            return 0
-        return padded_numel(rows, self._sharers, cut_rows=self._schedule.cuts_low_rank)
-
-    def _root(self) -> Unit:
-        rows = self._workload.model.root_rows
-        gathered = self._gathered(rows)
-        trained = gathered if self._full else 0
-        return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
-
-    def _adapters(self) -> dict[int, list[Unit]]:
-        """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
-        layers, adapters = self._workload.model.layers, self._workload.block_adapters
-        gathered = self._gathered(self._adapter_rows)
-        kept = layers * adapters <= self._workload.block_parameters / self._ranks_per_node
-        count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if kept else 1
-        units: dict[int, list[Unit]] = {}
-        for first in range(0, layers, count):
-            held = min(count, layers - first)
-            moved = held * gathered
-            units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
-        return units
-
-    def by_matrix(self) -> Layout:
-        """DeepSpeed's layout: a unit per matrix; vectors and adapters are below its threshold.
-
-        Their changes reach all ranks by a gather after each step.
-        """
-        model, workload = self._workload.model, self._workload
-        active = sum(matrix.active_weights for matrix in model.matrices)
-        # Blocks are alike, and share what is the same in all.
-        pieces = []
-        for matrix in model.matrices:
-            part = matrix.active_weights / matrix.experts / active
-            forward, backward = block_passes(workload, part)
-            for index in range(matrix.experts):
-                name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
-                pieces.append((name, matrix, forward, backward))
-        segments = []
-        for block in range(model.layers):
-            for index, (title, matrix, forward, backward) in enumerate(pieces):
-                name, size = f"block {block} {title}", matrix.size
-                unit = Unit(name, size, size, size if self._full else 0)
-                needed = block > 0 or self._full or matrix.name not in _READS_EMBEDDINGS
-                segments.append(Segment(name, forward, backward, (unit,), index == 0, needed))
+    moved = gathered(model.root_rows)
+    root = Unit("root", model.root_parameters, moved, moved if full else 0, kept=True)
+    head = Segment("head", *head_work(workload), (root,))
+    if schedule.unit == "matrix":
+        # DeepSpeed's: vectors and adapters are below its threshold, and their changes reach all
+        # ranks by a gather after each step.
         weights = sum(matrix.weights for matrix in model.matrices)
         vectors = model.layers * (model.block_parameters - weights)
         adapters = model.layers * workload.block_adapters
-        trained = vectors if self._full else adapters
-        root = self._root()
-        head = Segment("head", *head_work(workload), (root,))
-        return Layout(root, tuple(segments), head, vectors + adapters, trained)
+        trained = vectors if full else adapters
+        return Layout(root, _by_matrix(workload), head, vectors + adapters, trained)
+    adapter_rows = [] if workload.lora is None else model.adapter_rows(workload.lora)
+    of_adapters = gathered(adapter_rows)
+    apart = schedule.apart and not full
+    units = _adapters(workload, of_adapters, ranks_per_node) if apart else {}
+    size, base = model.block_parameters, gathered(model.block_rows)
+    more = 0 if apart else of_adapters
+    if not apart:
+        size += workload.block_adapters
+    passes = block_passes(workload)
+    segments = []
+    for block in range(model.layers):
+        name = f"block {block}"
+        own = Unit(name, size, base + more, base + more if full else more)
+        segments.append(Segment(name, *passes, (own, *units.get(block, ())), block=True))
+    replicated = (workload.parameters, workload.trained) if whole else (0, 0)
+    return Layout(root, tuple(segments), head, *replicated)
+
+
+def _adapters(workload: Workload, gathered: int, ranks_per_node: int) -> dict[int, list[Unit]]:
+    """Units of adapters, by the block that uses them first: see ``fcdp.partition``.
+
+    Those of a block have so many ``gathered`` elements.
+    """
+    layers, adapters = workload.model.layers, workload.block_adapters
+    kept = layers * adapters <= workload.block_parameters / ranks_per_node
+    count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if kept else 1
+    units: dict[int, list[Unit]] = {}
+    for first in range(0, layers, count):
+        held = min(count, layers - first)
+        moved = held * gathered
+        units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
+    return units
+
+
+def _by_matrix(workload: Workload) -> tuple[Segment, ...]:
+    """A unit per matrix, as DeepSpeed has them; of experts each has its own."""
+    model, full = workload.model, workload.lora is None
+    active = sum(matrix.active_weights for matrix in model.matrices)
+    # Blocks are alike, and share what is the same in all.
+    pieces = []
+    for matrix in model.matrices:
+        passes = block_passes(workload, matrix.active_weights / matrix.experts / active)
+        for index in range(matrix.experts):
+            name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
+            pieces.append((name, matrix, passes))
+    segments = []
+    for block in range(model.layers):
+        for index, (title, matrix, passes) in enumerate(pieces):
+            name, size = f"block {block} {title}", matrix.size
+            unit = Unit(name, size, size, size if full else 0)
+            needed = block > 0 or full or matrix.name not in _READS_EMBEDDINGS
+            segments.append(Segment(name, *passes, (unit,), index == 0, needed))
+    return tuple(segments)
