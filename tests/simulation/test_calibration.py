@@ -33,12 +33,6 @@ def steps(found: Iterable[Record]) -> list[MeasuredStep]:
     return [step for step in map(step_of, found) if step is not None]
 
 
-def root_copy(step: MeasuredStep) -> float:
-    """Bytes per node of what other nodes hold of the unit that is outside of the blocks."""
-    nodes, workload = step.hardware.nodes, step.workload
-    return (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
     """Our own engine counts what it moves, by link and phase."""
@@ -60,7 +54,10 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         assert unseen <= kept or record.cell.strategy == "offload"
         predicted = {link: dict(phases) for link, phases in moved.items() if link not in unseen}
         stored = predicted.get("device_to_host", {}).get("forward", 0.0)
-        without = stored - root_copy(comparison.measured)
+        # What other nodes hold of the unit that is outside of the blocks.
+        nodes, workload = step.hardware.nodes, step.workload
+        root = (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
+        without = stored - root
         if record.cell.tuning == "full" and ledger.get("device_to_host") == {"forward": without}:
             predicted["device_to_host"]["forward"] = without
         assert predicted == {
@@ -106,25 +103,22 @@ def test_constants_come_with_intervals() -> None:
         assert constant.low < constant.high, constant
 
 
-def timed(name: str) -> dict[tuple[str, str, int], list[float]]:
-    """Predicted over timed seconds of a matrix, by strategy, tuning and micro-batches."""
-    found: dict[tuple[str, str, int], list[float]] = {}
-    for record, comparison in compared(name):
-        cell = record.cell
-        key = (cell.strategy, cell.tuning, cell.accumulation)
-        found.setdefault(key, []).append(1 + comparison.relative_error)
-    return found
-
-
 def test_what_was_once_predicted_to_take_much_longer_than_it_does() -> None:
-    ratios = timed("baselines")
-    # Replicas, while they were taken to have the engine's hooks of blocks: twice as long.
-    replicas = [each for (name, *_), each in ratios.items() if name == "replicated"]
-    assert max(map(max, replicas)) < 1.6
-    # Seconds that an engine takes once per step, and that were taken per micro-batch.
-    assert max(ratios["deepspeed-hpz", "lora", 8]) < 1.1
-    # Offloaded parameters, whose copy waits for no computation: there is no device to copy to.
-    assert max(ratios["deepspeed-offload-param", "lora", 8]) < 1.3
+    most = {
+        # Replicas, while they were taken to have the engine's hooks of blocks: twice as long.
+        "replicated": 1.6,
+        # Seconds that an engine takes once per step, and that were taken per micro-batch.
+        "deepspeed-hpz": 1.1,
+        # Offloaded parameters, whose copy waits for no computation: there is no device to copy to.
+        "deepspeed-offload-param": 1.3,
+    }
+    seen = set()
+    for record, comparison in compared("baselines"):
+        name, many = record.cell.strategy, (record.cell.tuning, record.cell.accumulation)
+        if name in most and (name == "replicated" or many == ("lora", 8)):
+            seen.add(name)
+            assert 1 + comparison.relative_error < most[name], record.cell_id
+    assert seen == {*most}
 
 
 def test_too_few_cells_to_calibrate() -> None:

@@ -12,13 +12,8 @@ from tests.simulation.workloads import paper_cluster, workload
 HARDWARE = paper_cluster(2)
 
 
-def given(strategy: str, **more: Any) -> Workload:
-    return replace(workload(strategy, large=True), **more)
-
-
-def lora(strategy: str, **more: Any) -> Workload:
-    full = given(strategy)
-    return replace(full, lora=full.model.lora(8), micro_batch=1, **more)
+def lora(strategy: str, frozen_dtype: str) -> Workload:
+    return workload(strategy, lora=True, large=True, micro_batch=1, frozen_dtype=frozen_dtype)
 
 
 @pytest.mark.parametrize(("strategy", "sharers"), [("ddp", 1), ("fsdp2-hsdp", 8), ("fcdp", 16)])
@@ -50,6 +45,7 @@ def test_four_bits_are_gathered_as_they_are_and_cost_a_pass() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3"])
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
 def test_what_is_all_trained_has_no_base(strategy: str, kind: Any) -> None:
-    usual, other = given(strategy), given(strategy, frozen_dtype=kind)
+    usual = workload(strategy, large=True)
+    other = replace(usual, frozen_dtype=kind)
     assert needed(usual, HARDWARE) == needed(other, HARDWARE)
     assert predict(usual, HARDWARE).step_seconds == predict(other, HARDWARE).step_seconds
