@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from simulation import traffic as collectives
 from simulation.cycle import Stages
-from simulation.hardware import Hardware, Work
+from simulation.hardware import Hardware
 from simulation.memory import Tiers
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Exchanges, Traffic
@@ -84,57 +84,6 @@ def adam_seconds(workload: Workload, elements: float, hardware: Hardware) -> flo
     return workload.adam_bytes * elements / _rate(hardware)
 
 
-def optimizer_tasks(tasks: Tasks, workload: Workload, units: Layout, ends: Sequence[int]) -> None:
-    """Append the optimizer's step, which begins when all gradients are reduced."""
-    hardware, schedule = tasks.hardware, workload.schedule
-    mine = workload.trained / schedule.sharers(*hardware.shape)
-    if schedule.optimizer == "device":
-        at = tasks.compute("optimizer", adam_seconds(workload, mine, hardware), ends)
-    else:
-        of_node = mine * hardware.ranks_per_node
-        demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
-        if schedule.optimizer == "disk":  # read, step and write follow one another as a pipeline
-            nbytes = STATE_BYTES * of_node
-            rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
-            demands["disk"] = sum(nbytes / rate for rate in rates)
-            tasks.count("disk", "optimizer", 2 * nbytes)
-        at = tasks.add("optimizer", "cpu", demands, ends)
-        if schedule.parameters == "device":
-            size = workload.element_bytes * mine
-            at = tasks.copy(
-                "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
-            )
-    if units.replicated and schedule.replicates_small:
-        # DeepSpeed steps what it replicates in shards, and gathers it again.
-        nbytes = float(workload.element_bytes * units.replicated)
-        if schedule.shards == "node" or hardware.nodes == 1:
-            traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)
-        else:
-            traffic = collectives.flat(nbytes, *hardware.shape)
-        tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))
-
-
-def round_tasks(tasks: Tasks, workload: Workload, average: Traffic) -> None:
-    """Append a step's share of a round's mean: all wait for it, or it arrives meanwhile.
-
-    Comes after the optimizer's tasks.
-    """
-    hardware, schedule, stepped = tasks.hardware, workload.schedule, len(tasks.tasks) - 1
-    # In this share of a round's steps some fragment crosses; it begins when so much is left of one.
-    share = min(1.0, workload.fragments * workload.overlap / workload.interval)
-    begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
-    if schedule.averages == "streamed" and share < 1:
-        computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
-        before = (1 - share) * computed[-1]
-        begins = (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
-    arrived = tasks.exchange("average", "average", average, "reduce", begins)
-    if workload.outer_on == "device":
-        sharers = schedule.sharers(*hardware.shape)
-        seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
-        begin = stepped if schedule.averages == "late" else arrived
-        tasks.compute("outer update", seconds, (begin,))
-
-
 def _rate(hardware: Hardware) -> float:
     """Bytes per second of a rank's device memory."""
     return hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
@@ -152,8 +101,6 @@ class Step:
         self._hardware = hardware
         self._exchanges = Exchanges(workload, hardware)
         self._gloo = hardware.backend == "gloo"
-        #: Seconds of computation that is alike, as that of all blocks is.
-        self._seconds: dict[Work, float] = {}
         #: Computation so far; reductions; the store of each unit's entry in this step.
         self._computed: list[int] = []
         self._reduced: list[int] = []
@@ -167,7 +114,10 @@ class Step:
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
         lead = min(schedule.lead_per_block * layers, schedule.most_lead)
-        self._over_turn = _over_turn(units, lead * block)
+        last = [unit for segment in reversed(units.segments) for unit in segment.units]
+        sums = accumulate(unit.parameters for unit in last)
+        #: The last units of forward, up to so many parameters.
+        self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         self._overhead_seconds = layers * overhead_seconds(workload, hardware)
         #: In each pass through a block, whatever its tokens: four bits become bf16.
@@ -181,9 +131,9 @@ class Step:
         ends = [*self._computed[-1:], *self._reduced]
         if calls := workload.model.layers * call_seconds(workload, self._hardware):
             ends = [tasks.compute("calls", calls, ends)]
-        optimizer_tasks(tasks, workload, self._units, ends)
+        self._optimizer(ends)
         if self._schedule.averages is not None:
-            round_tasks(tasks, workload, self._exchanges.average())
+            self._round()
         return tasks
 
     def _micro_batch(self, index: int) -> None:
@@ -219,9 +169,7 @@ class Step:
         work, passes = segment.forward, 1.0
         if phase == "backward":
             work, passes = segment.backward, 1 + self._workload.recomputed
-        if work not in self._seconds:
-            self._seconds[work] = self._hardware.seconds(work * self._workload.tokens)
-        seconds = self._seconds[work]
+        seconds = self._hardware.seconds(work * self._workload.tokens)
         if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
             seconds += passes * self._pass_seconds
@@ -310,9 +258,49 @@ class Step:
         if after != tuple(self._computed[-1:]):
             self._reduced += after
 
+    def _optimizer(self, ends: Sequence[int]) -> None:
+        """Append the optimizer's step, which begins when all gradients are reduced."""
+        tasks, workload = self.tasks, self._workload
+        hardware, schedule, replicated = self._hardware, self._schedule, self._units.replicated
+        mine = workload.trained / schedule.sharers(*hardware.shape)
+        if schedule.optimizer == "device":
+            at = tasks.compute("optimizer", adam_seconds(workload, mine, hardware), ends)
+        else:
+            of_node = mine * hardware.ranks_per_node
+            demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
+            if schedule.optimizer == "disk":
+                # Read, step and write follow one another as a pipeline.
+                nbytes = STATE_BYTES * of_node
+                rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
+                demands["disk"] = sum(nbytes / rate for rate in rates)
+                tasks.count("disk", "optimizer", 2 * nbytes)
+            at = tasks.add("optimizer", "cpu", demands, ends)
+            if schedule.parameters == "device":
+                title, size = "updated parameters", workload.element_bytes * mine
+                at = tasks.copy(title, "host_to_device", "copy in", size, "optimizer", (at,))
+        if replicated and schedule.replicates_small:
+            # DeepSpeed steps what it replicates in shards, and gathers it again.
+            nbytes = float(workload.element_bytes * replicated)
+            if schedule.shards == "node" or hardware.nodes == 1:
+                traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)
+            else:
+                traffic = collectives.flat(nbytes, *hardware.shape)
+            tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))
 
-def _over_turn(units: Layout, parameters: float) -> frozenset[Unit]:
-    """The last units of forward, up to so many parameters."""
-    last = [unit for segment in reversed(units.segments) for unit in segment.units]
-    sums = accumulate(unit.parameters for unit in last)
-    return frozenset(unit for unit, sum_ in zip(last, sums, strict=True) if sum_ <= parameters)
+    def _round(self) -> None:
+        """Append a step's share of a round's mean: all wait for it, or it arrives meanwhile."""
+        tasks, workload, average = self.tasks, self._workload, self._exchanges.average()
+        hardware, schedule, stepped = self._hardware, self._schedule, len(tasks.tasks) - 1
+        # In this share of a round's steps some fragment crosses, which begins when so much is left.
+        share = min(1.0, workload.fragments * workload.overlap / workload.interval)
+        begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
+        if schedule.averages == "streamed" and share < 1:
+            computed = list(accumulate(task.demands.get("compute", 0.0) for task in tasks.tasks))
+            before = (1 - share) * computed[-1]
+            begins = (next(at for at, sum_ in enumerate(computed) if sum_ >= before),)
+        arrived = tasks.exchange("average", "average", average, "reduce", begins)
+        if workload.outer_on == "device":
+            sharers = schedule.sharers(*hardware.shape)
+            seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware)
+            begin = stepped if schedule.averages == "late" else arrived
+            tasks.compute("outer update", seconds / workload.interval, (begin,))
