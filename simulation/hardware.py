@@ -224,12 +224,11 @@ class Rates(Checked):
         """Factor of the time of computation on so many nodes."""
         return 1 / (1 - min(0.9, self.lost_with_scale * scale(nodes)))
 
-    def with_products(self, products_per_s: float) -> Rates:
-        """The rates where matrix products were measured; attention is as much faster or slower."""
-        return self.faster(products_per_s / self.products_per_s, 1.0, "preflight")
-
     def faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
-        """The rates where products, and bytes through memory, are so many times as fast."""
+        """The rates where products, and bytes through memory, are so many times as fast.
+
+        Attention is as much faster or slower as products are.
+        """
         return replace(
             self,
             products_per_s=products * self.products_per_s,

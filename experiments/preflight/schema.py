@@ -189,7 +189,8 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
     if (block := measured.compute.block) is not None:
         rates = by_block(device, block.work(), block.seconds)
     else:  # an older file
-        rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
+        rates, products = rates_of(device), measured.compute.matmul_flops_per_s["bfloat16"]
+        rates = rates.faster(products / rates.products_per_s, 1.0, "preflight")
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",

@@ -173,7 +173,8 @@ def test_rates_say_what_they_rest_on(name: str) -> None:
 
 def test_measured_products_take_the_place_of_the_share() -> None:
     rates = rates_of(gpu("a100-80gb"))
-    faster = rates.with_products(1.2 * rates.products_per_s)
+    faster = rates.faster(1.2, 1.0, "preflight")
+    assert faster.products_per_s == pytest.approx(1.2 * rates.products_per_s)
     assert faster.basis == "preflight"
     assert faster.attention_per_s == pytest.approx(1.2 * rates.attention_per_s)
     assert faster.bytes_per_s == rates.bytes_per_s
