@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from baselines.registry import find, schedule_of, simulated
-from baselines.schedule import Schedule
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
 from simulation.hardware import Hardware, card
@@ -179,11 +178,7 @@ class Request(Checked):
                 policy=policy,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy in self._policies(schedule_of(strategy))
+            for policy in (self.policies if find(strategy).has_policy else ("host",))
             # Points that compute least again come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]
-
-    def _policies(self, schedule: Schedule) -> tuple[str, ...]:
-        chooses = schedule.cache == "policy" and schedule.policy is None
-        return self.policies if chooses else ("host",)
