@@ -78,22 +78,15 @@ def test_step_times_are_within_an_eighth(name: str) -> None:
     assert median(abs(one.relative_error) for _, one in compared(name)) < 0.125
 
 
-def fitted_to() -> list[MeasuredStep]:
-    """Steps of the cells that the constants rest on, which are simulated and without a limit."""
-    found = (record for name in FITTED_TO for record in records(name))
-    return steps(record for record in found if not why_not_simulated(record.cell))
-
-
-def test_the_constants_are_what_the_records_give() -> None:
-    found = calibrate(fitted_to())
+def test_the_constants_are_what_the_records_give_with_intervals() -> None:
+    """Which hold the value, and are wide where few cells tell a constant from the rest."""
+    every = (record for name in FITTED_TO for record in records(name))
+    fitted_to = steps(record for record in every if not why_not_simulated(record.cell))
+    constants = calibrate(fitted_to)
     for name, told in vars(TWO_CORES).items():
         near = 5e-3 if isinstance(told, dict) else 1e-3
-        assert getattr(found, name) == pytest.approx(told, rel=near), name
-
-
-def test_constants_come_with_intervals() -> None:
-    """Which hold the value, and are wide where few cells tell a constant from the rest."""
-    found = {constant.name: constant for constant in intervals(fitted_to())}
+        assert getattr(constants, name) == pytest.approx(told, rel=near), name
+    found = {constant.name: constant for constant in intervals(fitted_to)}
     assert found["flops"].value == pytest.approx(TWO_CORES.flops, rel=1e-3)
     assert {name.removesuffix(" block") for name in found if name.endswith(" block")} == {
         *TWO_CORES.block_seconds

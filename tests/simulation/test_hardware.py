@@ -13,7 +13,7 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
-from simulation.workload import Attention, States, Workload
+from simulation.workload import States, Workload
 from tests.simulation.workloads import paper_cluster
 
 NEW = CARDS["h100-sxm"].model_copy(
@@ -188,7 +188,6 @@ def test_fabrics_differ_in_the_share_that_they_reach() -> None:
 
 
 STATES: tuple[States, ...] = ("fp32", "bf16", "int8")
-GENERATIONS: tuple[Attention, ...] = ("flash-1", "flash-2", "flash-3")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])
@@ -200,11 +199,3 @@ def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, stra
     assert predict(kept[2], HARDWARE).step_seconds <= predict(kept[0], HARDWARE).step_seconds
     states = [place["optimizer states"] for place in places]
     assert states[0] > states[1] == 2 * states[2]
-
-
-def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
-    fitted = with_rates(HARDWARE)
-    kept = [replace(workload, attention=one) for one in GENERATIONS]
-    seconds = [predict(one, fitted).step_seconds for one in kept]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > seconds[2]
