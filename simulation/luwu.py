@@ -17,17 +17,14 @@ from dataclasses import dataclass, replace
 from baselines.luwu import LAYERS, WINDOW
 from simulation.checks import Checked, Positive
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
-from simulation.memory import Footprint
+from simulation.memory import Footprint, activations
 from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import Tasks
 from simulation.workload import (
     STATE_BYTES,
     Workload,
-    block_bytes,
     block_passes,
     head_work,
-    kept_bytes,
-    loss_bytes,
 )
 
 #: The strategy's name.
@@ -171,19 +168,13 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
     sizes = sorted((unit.held for unit in layers), reverse=True)
     # Those of the layer are put together while they are there; the root's wait for backward's end.
     gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
-    block = tokens * block_bytes(workload)
-    left_by = tokens * kept_bytes(workload)
-    kept = workload.recomputed * left_by + (1 - workload.recomputed) * block
-    model, full = workload.model, workload.lora is None
-    # As in ``simulation.memory``: a block that is computed again, and gradients inside its MLP; the
-    # last norm's input and output, and what the loss writes.
-    in_block = (block if workload.recomputed else 0.0) + 3 * tokens * element * model.inner
-    at_loss = tokens * loss_bytes(workload) * model.vocabulary
-    at_loss += (2 if full else 1) * tokens * element * model.width
+    _, kept, again, output = activations(workload)
+    # With a block that is computed again there are gradients inside its MLP.
+    in_block = again + 3 * tokens * element * workload.model.inner
     device = {
         "gathered": sum(sizes[:LAYERS]),
         "gradients": gradients,
-        "activations": model.layers * kept + max(in_block, at_loss),
+        "activations": kept + max(in_block, output),
     }
     host = {}
     if workload.cached and workload.frozen:

@@ -132,6 +132,21 @@ def footprint(
     )
 
 
+def activations(workload: Workload) -> tuple[float, float, float, float]:
+    """Bytes of one block's activations, of those that all keep, of one that backward has again.
+
+    And of what comes after the blocks, when the loss is differentiated.
+    """
+    model, tokens = workload.model, workload.tokens
+    block = tokens * block_bytes(workload)
+    left_by = tokens * kept_bytes(workload)
+    kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
+    # The last norm's input and, for the gradient of the output matrix, what it gives.
+    entries = (2 if workload.lora is None else 1) * tokens * workload.element_bytes * model.width
+    output = entries + tokens * loss_bytes(workload) * model.vocabulary
+    return block, kept, block if workload.recomputed else 0.0, output
+
+
 def _held(workload: Workload, hardware: Hardware) -> Held:
     """Memory that a rank keeps from step to step, and that its optimizer takes."""
     schedule = workload.schedule
@@ -203,15 +218,9 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     schedule, full = workload.schedule, workload.lora is None
-    block = tokens * block_bytes(workload)
-    entry = tokens * element * model.width
-    left_by = tokens * kept_bytes(workload)
-    kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
-    again = block if workload.recomputed else 0.0
+    block, kept, again, output = activations(workload)
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.inner
-    # The last norm's input and, for the gradient of the output matrix, what it gives.
-    output = (2 if full else 1) * entry + tokens * loss_bytes(workload) * model.vocabulary
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
