@@ -18,12 +18,11 @@ from baselines.luwu import LAYERS, WINDOW
 from simulation.checks import Checked, Positive
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint, activations
-from simulation.step.schedule import overhead_seconds
+from simulation.step.schedule import block_seconds
 from simulation.step.tasks import Tasks
 from simulation.workload import (
     STATE_BYTES,
     Workload,
-    block_passes,
     head_work,
 )
 
@@ -227,13 +226,11 @@ class _Steps:
         workload, tokens = self._workload, self._workload.tokens
         root, *blocks = self._units
         forward, backward = passes(self._units)
-        block, back = block_passes(workload)
+        block, back = block_seconds(workload, self._hardware)
         head_forward, head_backward = head_work(workload)
         committed = tuple(self._applied.values())
         begin, turn = self._asked, self._asked
         self._pushes = []
-        beside = overhead_seconds(workload, self._hardware)
-        seconds = self._hardware.seconds(block * tokens) + beside
         for place, unit in enumerate(forward):
             if unit is blocks[-1]:  # as it comes to the last block it asks for backward
                 turn = tuple(self._computed[-1:])
@@ -242,11 +239,10 @@ class _Steps:
                 work = (head_forward + head_backward) * tokens
                 self._compute("head", self._hardware.seconds(work), arrived)
             else:
-                self._compute(f"forward {unit.name}", seconds if place else 0.0, arrived)
-        seconds = self._hardware.seconds(back * tokens) + beside
+                self._compute(f"forward {unit.name}", block if place else 0.0, arrived)
         for unit in backward:
             arrived = self._pull(unit, "backward", turn)
-            self._compute(f"backward {unit.name}", seconds, (*arrived, *self._waited()))
+            self._compute(f"backward {unit.name}", back, (*arrived, *self._waited()))
             self._push(unit, committed)
         self._push(root, committed)
         # When the last gradients have arrived at the server; without any, the last computation.

@@ -44,6 +44,15 @@ def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
     return launches + (each + overheads.activation_byte_seconds * kept) / 2
 
 
+def block_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
+    """Seconds in which a rank computes forward and backward of a block."""
+    beside = overhead_seconds(workload, hardware)
+    each_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+    works = (work * workload.tokens for work in block_passes(workload))
+    forward, backward = (hardware.seconds(work) + beside for work in works)
+    return forward + each_pass, backward + (1 + workload.recomputed) * each_pass
+
+
 def call_seconds(workload: Workload, hardware: Hardware) -> float:
     """Seconds of calls for a block in the optimizer's step."""
     return hardware.overheads.step_seconds.get(workload.engine, 0.0)
@@ -61,13 +70,8 @@ class StageSeconds:
     def of(cls, workload: Workload, stages: Stages, hardware: Hardware) -> StageSeconds:
         """Seconds of a workload's stages on ranks of this hardware; the last has the head."""
         tokens = workload.tokens
-        forward, backward = block_passes(workload)
         head = [hardware.seconds(work * tokens) for work in head_work(workload)]
-        beside = overhead_seconds(workload, hardware)
-        each_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
-        one = hardware.seconds(forward * tokens) + beside + each_pass
-        back = hardware.seconds(backward * tokens) + beside
-        back += (1 + workload.recomputed) * each_pass
+        one, back = block_seconds(workload, hardware)
         last = len(stages) - 1
         return cls(
             tuple(n * one + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
