@@ -13,7 +13,7 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
-from simulation.workload import States, Workload
+from simulation.workload import Attention, States, Workload
 from tests.simulation.workloads import paper_cluster
 
 NEW = CARDS["h100-sxm"].model_copy(
@@ -199,3 +199,11 @@ def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, stra
     assert predict(kept[2], HARDWARE).step_seconds <= predict(kept[0], HARDWARE).step_seconds
     states = [place["optimizer states"] for place in places]
     assert states[0] > states[1] == 2 * states[2]
+
+
+def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
+    generations: tuple[Attention, ...] = ("flash-1", "flash-2", "flash-3")
+    kept = [replace(workload, attention=one) for one in generations]
+    seconds = [predict(one, with_rates(HARDWARE)).step_seconds for one in kept]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[2]

@@ -42,19 +42,6 @@ def test_a_stream_is_one_task_after_another_and_a_resource_is_shared() -> None:
     assert [end for _, end in spans(exchange, copy)] == pytest.approx([5.5, 4.5])
 
 
-def test_dependencies_and_the_critical_path() -> None:
-    timeline = simulate(
-        [
-            Task("short", "s", {"link": 1}),
-            Task("long", "t", {"disk": 5}),
-            Task("last", "s", {"link": 1}, after=(1,)),
-        ]
-    )
-    assert [timeline.tasks[index].name for index in timeline.critical_path] == ["long", "last"]
-    assert timeline.seconds == 6
-    assert timeline.busy_seconds() == {"link": 2, "disk": 5}
-
-
 @given(task_lists())
 def test_any_tasks(tasks: list[Task]) -> None:
     """One set of examples for all that holds of any: to make them up takes longest."""

@@ -144,8 +144,9 @@ def test_what_does_not_fit_says_what_is_missing_and_fp32_on_gpus_is_refused() ->
     assert found.state == "oom"
     assert "a device needs" in found.error
     assert found.step_seconds > 0
-    host = predicted("fcdp", on=hardware(host_memory_bytes=1e6))
-    assert "a node's host needs" in host.error
+    small = hardware(nodes=4, host_memory_bytes=1e9)
+    host = predict(workload("fcdp", large=True, micro_batch=1), small)
+    assert "a node's host needs 14.8 GB, has 1.0" in host.error
     with pytest.raises(ValueError, match="dtype = 'float32': .* allowed: bfloat16"):
         predict(replace(workload("fcdp"), element_bytes=4), hardware())
 
