@@ -79,6 +79,7 @@ def test_a_timeline_since_a_task_counts_from_the_end_of_those_before() -> None:
         Task("second", "b", {"link": 3.0}, after=(1,)),
     ]
     whole = simulate(tasks)
+    assert whole.busy_seconds() == {"compute": 3.0, "link": 3.0}
     last = whole.since(1)
     assert [(span.start, span.end) for span in last.spans] == [(0.0, 1.0), (1.0, 4.0)]
     assert last.seconds == 4.0
