@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Place:
 
 def place(model: nn.Module, job: Job) -> Place:
     """Put the model under what trains a worker. Raises ``ValueError`` if workers do not fit."""
-    settings, topology = job.settings, job.topology
+    settings, topology, device = job.settings, job.topology, job.topology.mesh.device_type
     assert isinstance(settings, LocalSGDSettings)
     together = settings.nodes_per_worker
     if problem := divided(together, topology.nodes):
@@ -79,47 +80,28 @@ def place(model: nn.Module, job: Job) -> Place:
     # Out and back as sums, in float32; a node has 1/``together`` of a worker.
     elements, workers = trained_numel(model), topology.nodes / together
     exchange = 2 * (workers - 1) / workers * elements / together * 4
-    # Tensors on the host are exchanged from there.
-    backend = "gloo" if settings.outer_on == "host" else None
-    if settings.worker == "rank":
-        model.to(topology.mesh.device_type)
-        by_gloo = backend is not None or topology.mesh.device_type == "cpu"
-        if by_gloo and topology.nodes > 1 and topology.ranks_per_node > 1:
-            add_up = _over_nodes(topology)
-        else:
-            add_up = _at_once(_group(range(topology.world_size), backend))
-        return Place(Replica(model, job, 0.0), add_up, topology.world_size, None, exchange)
-    size = together * topology.ranks_per_node
-    mesh = init_device_mesh(
-        topology.mesh.device_type,
-        (topology.world_size // size, size),
-        mesh_dim_names=("worker", "part"),
-    )
-    parts = mesh["part"]
+    size = 1 if settings.worker == "rank" else together * topology.ranks_per_node
+    shape = (topology.world_size // size, size)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("worker", "part"))
+    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    across, parts = mesh["worker"], mesh["part"]
+    peers, by_gloo = across.get_group(), device == "cpu"
+    if settings.outer_on == "host" and not by_gloo:  # tensors there are exchanged from there
+        ranks, by_gloo = across.mesh.tolist(), True
+        peers = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    add_up: AddUp = partial(dist.all_reduce, group=peers, async_op=True)
+    if size == 1 and by_gloo and topology.nodes > 1 and topology.ranks_per_node > 1:
+        add_up = _over_nodes(topology)
     loop: FSDP2
-    if settings.worker == "node":
+    if settings.worker == "rank":
+        loop = Replica(model.to(device), job, 0.0)
+    elif settings.worker == "node":
         shard_each(model, job, parts)
         loop = FSDP2(model, job, 0.0)
     else:  # what is gathered is cached on the hosts of the worker's own nodes
         own = Topology.of_mesh(parts, topology.ranks_per_node)
         loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
-    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
-    across = mesh["worker"]
-    peers = across.get_group() if backend is None else _group(across.mesh.tolist(), backend)
-    return Place(loop, _at_once(peers), peers.size(), parts.get_group(), exchange)
-
-
-def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(ranks), backend=backend, use_local_synchronization=True, group_desc="co2_workers"
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _at_once(group: dist.ProcessGroup) -> AddUp:
-    """All-reduces of the backend's."""
-    return lambda buffer: dist.all_reduce(buffer, group=group, async_op=True)
+    return Place(loop, add_up, peers.size(), parts.get_group() if size > 1 else None, exchange)
 
 
 def _over_nodes(topology: Topology) -> AddUp:
@@ -152,24 +134,25 @@ class Flat:
 
         Of what they were the share ``kept`` stays.
         """
-        parts = self._parts()
         if not kept:
+            parts = self._parts()
             torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
             return
-        for part, view in zip(parts, views(flat, parts), strict=True):
-            part.lerp_(view.to(part.device, non_blocking=True), 1 - kept)
+        for part, value in self._beside(flat):
+            part.lerp_(value, 1 - kept)
 
     def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of the differences from ``flat`` (elements), a scalar.
 
         Where ``flat`` is on the host, one parameter of it at a time is copied to the device.
         """
+        return torch.stack([(p - value).square().sum() for p, value in self._beside(flat)]).sum()
+
+    def _beside(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter, and its part of ``flat`` on its device."""
         parts = self._parts()
-        squares = [
-            (part - view.to(part.device, non_blocking=True)).square().sum()
-            for part, view in zip(parts, views(flat, parts), strict=True)
-        ]
-        return torch.stack(squares).sum()
+        for part, view in zip(parts, views(flat, parts), strict=True):
+            yield part, view.to(part.device, non_blocking=True)
 
     def _parts(self) -> list[torch.Tensor]:
         # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
@@ -326,29 +309,28 @@ class Fragment:
         assert isinstance(settings, LocalSGDSettings)
         self._rule = Rule.of(settings)
         self._arrives = job.schedule.averages
-        streamed = settings if isinstance(settings, StreamingSettings) else None
-        self._overlap, self._kept = (streamed.overlap, streamed.kept) if streamed else (0, 0.0)
+        #: Steps of a later round until a mean arrives, and what stays of the parameters then.
+        self._overlap, self._kept = settings.interval, 0.0
+        if isinstance(settings, StreamingSettings):
+            self._overlap, self._kept = settings.overlap, settings.kept
         self._at = at
         self._elements = numel(params)
         self._flat = Flat(params)
         self._device = torch.device(job.topology.mesh.device_type)
         sent = self._flat.numel + _SCALARS
         more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
-        self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
-        self._displacement = self._memory.snapshot[: self._flat.numel]
-        self._scalars = self._memory.snapshot[self._flat.numel : sent]
-        self._flat.copy_to(self._memory.start)
+        self.memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
+        self._displacement = self.memory.snapshot[: self._flat.numel]
+        self._scalars = self.memory.snapshot[self._flat.numel : sent]
+        self._flat.copy_to(self.memory.start)
         #: Displacement by which all start the next round.
-        self._by = self._memory.momentum
-        #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
+        self._by = self.memory.momentum
+        #: The all-reduce of the snapshot, until its sum is taken.
         self._work: Pending | None = None
-        self._sent = False
-        #: Host memory of the outer state and the snapshot, if they lie there.
-        self.host_bytes = self._memory.host_bytes
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
-        self._moved = torch.zeros((), device=self._memory.start.device)
+        self._moved = torch.zeros((), device=self.memory.start.device)
         self._first = torch.zeros((), device=self._device)
         #: Staleness gap, drift between workers and share clipped of each outer update.
         self.told: list[torch.Tensor] = []
@@ -358,32 +340,29 @@ class Fragment:
         """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
-            self._first = self._flat.squared_distance(self._memory.start)
-        if self._arrives == "streamed" and self._done == self._overlap and self._sent:
+            self._first = self._flat.squared_distance(self.memory.start)
+        arrived = self._work is not None and self._done == self._overlap
+        if arrived:
             self._absorb(rate)
-            self._move(rate)
-            self._flat.copy_from(self._memory.start, self._kept)
-        if self._done == self._rule.interval:
-            self._done = 0
-            self._end_round(rate)
-
-    def _end_round(self, rate: float) -> None:
-        """Send this round's displacement; move on by it, or by that of the round before."""
-        arrives = self._arrives == "late" and self._sent
-        if arrives:
-            self._absorb(rate)
+            if self._arrives == "streamed":
+                self._move(rate)
+                self._flat.copy_from(self.memory.start, self._kept)
+        if self._done < self._rule.interval:
+            return
+        self._done = 0
         self._send()
         if self._arrives == "waited":
             self._absorb(rate)
-        if arrives or self._arrives == "waited":
-            self._move(rate)
+        if self._arrives == "streamed":
+            return
         # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
         # has cached of the parameters is stale already, by the step that has just ended.
-        if self._arrives != "streamed":
-            self._flat.copy_from(self._memory.start)
+        if arrived or self._arrives == "waited":
+            self._move(rate)
+        self._flat.copy_from(self.memory.start)
 
     def _move(self, rate: float) -> None:
-        moved, clipped = self._rule.move(self._memory.start, self._by, rate)
+        moved, clipped = self._rule.move(self.memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
         self.told[-1][2] = clipped / self._elements
 
@@ -391,18 +370,19 @@ class Fragment:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
         displacement = self._displacement
         self._flat.copy_to(displacement)
-        self._memory.land()
-        torch.sub(self._memory.start, displacement, out=displacement)
+        self.memory.land()
+        torch.sub(self.memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
         self._scalars.copy_(torch.stack((displacement.dot(displacement), first)))
-        assert self._work is None, "the last all-reduce has not been waited for"
-        self._work, self._sent = self._at.add_up(self._memory.snapshot), True
+        assert self._work is None, "the last sum has not been taken"
+        self._work = self._at.add_up(self.memory.snapshot)
 
     def _absorb(self, rate: float) -> None:
         """Take the mean that has arrived into the outer momentum."""
-        self._wait()
-        self._sent = False
-        self._memory.snapshot.div_(self._at.workers)
+        assert self._work is not None, "nothing has been sent"
+        self._work.wait()
+        self._work = None
+        self.memory.snapshot.div_(self._at.workers)
         mean = self._displacement
         known = self._over_parts(torch.cat((self._scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
@@ -411,7 +391,7 @@ class Fragment:
             gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
         self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
-        self._by = self._rule.absorb(self._memory.momentum, mean, gap, rate)
+        self._by = self._rule.absorb(self.memory.momentum, mean, gap, rate)
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
@@ -425,22 +405,18 @@ class Fragment:
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
         own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
-        self._flat.copy_from(self._memory.start)
+        self._flat.copy_from(self.memory.start)
         try:
             yield
         finally:
             self._flat.copy_from(own)
-            self._memory.land()
+            self.memory.land()
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        self._wait()
-        self._memory.land()
-
-    def _wait(self) -> None:
         if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
+            self._work.wait()
+        self.memory.land()
 
 
 class LocalSteps(Trainable):
@@ -500,7 +476,7 @@ class LocalSteps(Trainable):
         ``clipped_fraction``: share of the outer momentum's elements that were clipped.
         ``outer_host_bytes``: host memory of the outer state and the snapshot, if they lie there.
         """
-        held = sum(fragment.host_bytes for fragment in self._fragments)
+        held = sum(fragment.memory.host_bytes for fragment in self._fragments)
         metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
         told = [update for fragment in self._fragments for update in fragment.told]
         if told:

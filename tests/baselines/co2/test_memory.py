@@ -80,7 +80,7 @@ def _trained(settings: Any, lazy: Lazy | None) -> list[torch.Tensor]:
     trained, workers = made(Training(settings))
     own = batches(0)
     if lazy is not None:
-        workers._fragments[0]._memory._device = SimpleNamespace(type="stand-in")  # type: ignore[assignment]
+        workers._fragments[0].memory._device = SimpleNamespace(type="stand-in")  # type: ignore[assignment]
     found = []
     with mock.patch("torch.get_device_module", return_value=lazy):
         for _ in range(4):

@@ -71,9 +71,9 @@ def test_what_is_sent_is_not_what_is_trained() -> None:
     for _ in range(2):
         workers.step([next(own)])
     workers.settle()
-    sent = workers._fragments[0]._memory.snapshot.clone()
+    sent = workers._fragments[0].memory.snapshot.clone()
     workers.step([next(own)])
-    assert workers._fragments[0]._memory.snapshot.equal(sent)
+    assert workers._fragments[0].memory.snapshot.equal(sent)
     assert sent.any()
 
 
