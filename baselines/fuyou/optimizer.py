@@ -21,12 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
-import torch.nn as nn
 
-from baselines import optimizers
 from baselines.fuyou.layout import FLOAT, Group, cast
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.store import Store
+from baselines.optimizers import AdamW
+from baselines.part import step_adamw
 from baselines.settings import Update
 
 
@@ -112,36 +112,16 @@ BUFFERS: dict[Update, int] = {"after": 2, "overlapped": 2, "delayed": 3}
 class Adam:
     """PyTorch's fused AdamW over memory that it is given: as in memory, parameter by parameter."""
 
-    def __init__(
-        self, groups: Sequence[Group], chosen: optimizers.AdamW, learning_rate: float
-    ) -> None:
-        self._optimizers = {
-            group.index: optimizers.make(
-                chosen,
-                [nn.Parameter(torch.empty(0)) for _ in group.params],
-                learning_rate,
-                fused=True,
-            )
-            for group in groups
-        }
+    def __init__(self, chosen: AdamW, learning_rate: float) -> None:
+        self._chosen = chosen
+        self._learning_rate = learning_rate
         self.seconds = 0.0
 
     def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
         """Step a group in its buffer, of which ``done`` steps are done."""
         begin = time.perf_counter()
-        optimizer = self._optimizers[group.index]
-        (options,) = optimizer.param_groups
-        options["steps_done"] = done
-        gradients = group.views(gradient, torch.float32)
-        views = zip(options["params"], gradients, *group.states(buffer), strict=True)
-        for param, grad, master, first, second in views:
-            param.data, param.grad = master, grad
-            step = torch.tensor(float(done))
-            optimizer.state[param] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-        optimizer.step()
-        for param in options["params"]:
-            param.data, param.grad = torch.empty(0), None
-        optimizer.state.clear()
+        grads, states = group.views(gradient, torch.float32), group.states(buffer)
+        step_adamw(self._chosen, self._learning_rate, done, grads, states, fused=True)
         cast(group, buffer)
         self.seconds += time.perf_counter() - begin
 

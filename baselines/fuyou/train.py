@@ -191,7 +191,7 @@ class Fuyou(Trainable):
         slots = settings.blocks_on_device
         self._fifo = Fifo(self._layout, self._store, self._dram, self._copies, slots)
         groups = self._layout.backward_order()
-        self._adam = Adam(groups, job.optimizer, job.learning_rate)
+        self._adam = Adam(job.optimizer, job.learning_rate)
         self._updates = Updates(
             settings.update,
             self._store,

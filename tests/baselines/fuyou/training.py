@@ -75,10 +75,12 @@ def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
     module, job = made(settings(), **model)
     params = {n: p for n, p in module.named_parameters() if p.requires_grad}
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    optimizer = optimizers.make(job.optimizer, masters.values(), job.learning_rate, fused=True)
+    chosen: Any = job.optimizer
+    optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, chosen.beta2), fused=True)
     module.to(job.dtype)
     given, losses = batches(), []
-    for _ in range(count):
+    for step in range(count):
+        optimizer.param_groups[0]["lr"] = job.learning_rate * chosen.rate(step)
         total = torch.zeros(())
         for _ in range(job.accumulation):
             loss = job.loss(module, next(given)) / job.accumulation
