@@ -14,7 +14,7 @@ from baselines.cyclic.ring import Post
 from baselines.cyclic.routes import KINDS, Cycle, Kind
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
-from tests.baselines.cyclic.training import Told, alike, batch, made, trained
+from tests.baselines.cyclic.training import ADAMW, PLAIN, Told, alike, batch, made, trained
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -29,9 +29,6 @@ def _same(found: list[Told], expected: list[Told]) -> None:
         assert mine.held_out == pytest.approx(other.held_out, rel=1e-5)
         for step in range(STEPS):
             alike(mine.used[step], other.used[step], f"rank {rank}, step {step}:")
-    for step in range(STEPS):
-        owned = {k: v for told in found if told.gradients for k, v in told.gradients[step].items()}
-        alike(owned, expected[0].gradients[step], f"gradients of step {step}:")
 
 
 @pytest.mark.parametrize("rule", ["v1", "v2"])
@@ -41,7 +38,8 @@ def test_each_rank_computes_with_what_it_would_in_synchrony(
 ) -> None:
     """Whatever is evaluated in between; of three ranks with frozen parameters."""
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
-    arguments = (count, settings, STEPS, count == 3, (0, 1, 3))
+    optimizer = PLAIN if stages == 2 else ADAMW
+    arguments = (count, settings, STEPS, count == 3, (0, 1, 3), 1, optimizer)
     expected = ranks.run(count, trained, "cyclic", *arguments)
     for form in FORMS:
         _same(ranks.run(count, trained, form, *arguments), expected)
