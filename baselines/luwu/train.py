@@ -126,10 +126,10 @@ class LuWu(Trainable):
         device = torch.device(topology.mesh.device_type)
         if self._cached:
             sizes = [unit.numel(trained=False) * job.dtype.itemsize for unit in plan.units]
-            arena = Arena(sum(map(aligned, sizes)), device)
+            self._arena = Arena(sum(map(aligned, sizes)), device)  # page-locked while it lives
             for layer, nbytes in zip(self._layers, sizes, strict=True):
                 if nbytes:
-                    layer.kept = arena.take(nbytes).view(job.dtype)
+                    layer.kept = self._arena.take(nbytes).view(job.dtype)
         for layer in self._layers:
             layer.move(device, job.dtype)
         model.to(device)
