@@ -123,9 +123,9 @@ class Swapper:
     def get(self, name: Name) -> torch.Tensor:
         """The tensor that was kept, on the device."""
         kept = self._kept.pop(name)
+        if kept.memory is None:
+            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
         with self._copies.waiting():
-            if kept.memory is None:
-                self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
             if kept.read is not None:
                 kept.read.result()
             elif kept.written is not None and kept in self._writing:

@@ -5,7 +5,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -15,17 +17,19 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.fuyou import disk
+from baselines.fuyou import copies, disk
 from baselines.fuyou.copies import Copies
 from baselines.fuyou.disk import Disk
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
+from baselines.fuyou.swap import Swapper
 from baselines.settings import Update
 from fcdp.arena import Arena
 from fcdp.direct_io import open_alone
 
+CPU = torch.device("cpu")
 GROUPS = 4
 NO_GROUP = -1
 Note = tuple[str, int]
@@ -109,7 +113,7 @@ def _updates(
 ) -> Iterator[Updates]:
     """With as many buffers as the form has where there is room, unless so many are given."""
     both = cast(Any, fakes)
-    dram = Dram(2**20, torch.device("cpu"))
+    dram = Dram(2**20, CPU)
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
     updates = Updates(form, both, both, groups, dram, renewed, sums=False)
     wanted = BUFFERS[form] if buffers is None else buffers
@@ -220,7 +224,7 @@ def test_what_fails_is_raised_and_the_group_after_it_is_not_written(
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=12), st.randoms())
 def test_pieces_of_host_memory_are_apart_and_come_back(sizes: list[int], chance: Any) -> None:
-    dram = Dram(2**17, torch.device("cpu"))
+    dram = Dram(2**17, CPU)
     taken: list[torch.Tensor] = []
     for number, size in enumerate(sizes):
         piece = dram.try_take(size)
@@ -260,7 +264,7 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
         return write(*arguments)  # type: ignore[arg-type]
 
     made = Disk()
-    memory = Arena(2**13, torch.device("cpu")).memory
+    memory = Arena(2**13, CPU).memory
     file = open_alone(tmp_path / "file", "ssd")
     with mock.patch.object(disk, "time", clock), mock.patch("os.pwritev", held):
         writing = made.write(file, 0, memory)
@@ -275,18 +279,47 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     assert made.moved("read") == (0, 0.0)
 
 
+class _Slow:
+    """A disk whose transfers take a second each, when they are waited for."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+
+    def write(self, *_: object) -> Any:
+        return SimpleNamespace(result=self._end, done=lambda: False)
+
+    read = write
+
+    def _end(self) -> int:
+        self._clock.now += 1.0
+        return 0
+
+
+def test_a_wait_counts_once(tmp_path: Path) -> None:
+    """For room that another activation's write makes, and then for the read."""
+    clock, (one, other) = _Clock(), torch.ones(2, PAGESIZE // 4)
+    with mock.patch.object(copies, "time", clock):
+        passing = Copies(CPU)
+        swapper = Swapper(Dram(PAGESIZE, CPU), cast(Any, _Slow(clock)), passing, tmp_path)
+        swapper.limit = 0
+        for number, tensor in enumerate((one, other)):
+            swapper.put((0, "product", number), tensor)
+        assert passing.waited == clock.now == 1.0
+        swapper.get((0, "product", 0))
+        assert passing.waited == clock.now == 3.0
+
+
 def test_nothing_is_written_after_close(tmp_path: Path) -> None:
     """Another process may have opened the folder since."""
     made = Disk()
     file = open_alone(tmp_path / "file", "ssd")
-    memory = Arena(2**13, torch.device("cpu")).memory
+    memory = Arena(2**13, CPU).memory
     made.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         made.write(file, 0, memory)
     assert (tmp_path / "file").stat().st_size == 0
 
 
-CPU = torch.device("cpu")
 BLOCKS = 5
 
 
