@@ -24,7 +24,7 @@ import torch.nn as nn
 from baselines.links import interface_bytes
 from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.port import Port
-from baselines.luwu.wire import Keys
+from baselines.luwu.wire import Keys, tensor
 from baselines.optimizers import AdamW
 from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
@@ -68,7 +68,7 @@ class _Layer:
     def land(self, chunk: Chunk, payload: Any) -> None:
         """Take a chunk to its place; the first one finds the memory."""
         part = self.parts[0 if chunk.trained else 1]
-        values = torch.frombuffer(bytearray(payload), dtype=part.dtype)
+        values = tensor(payload, part.dtype)
         if not chunk.trained and self.kept is not None:
             self.kept[chunk.begin : chunk.end] = values
             return
@@ -250,9 +250,9 @@ class LuWu(Trainable):
     def _after_block(self, unit: int, _module: nn.Module, _given: object, output: Any) -> None:
         if not self._training or self._backward:
             return
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._enter(unit))
+        for each in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(lambda _: self._enter(unit))
 
     def _enter(self, unit: int) -> None:
         """Have a layer here, and let the one before go."""

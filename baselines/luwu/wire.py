@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import time
 from collections import deque
@@ -142,12 +143,9 @@ class Keys:
     @classmethod
     def of(cls, secret: str) -> Keys:
         """Derive the keys from the run's secret. Raises ``ValueError`` for what is none."""
-        try:
-            raw = bytes.fromhex(secret)
-        except ValueError:
-            raw = b""
-        if len(raw) != _SECRET_BYTES:
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", secret):
             raise ValueError(f"{SECRET}: allowed are {2 * _SECRET_BYTES} hexadecimal digits")
+        raw = bytes.fromhex(secret)
         return cls(_pair(raw, b"listener"), _pair(raw, b"peer"))
 
     @classmethod
@@ -162,7 +160,25 @@ def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(own), own
 
 
-class Listener:
+class _End:
+    """A socket with bounds, in a context of its own."""
+
+    def __init__(self, kind: int, senders: int = 1) -> None:
+        """``senders``: so many, each with a window of its own, may speak through it."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.maxmsgsize = LARGEST_FRAME
+        self.socket.sndhwm = self.socket.rcvhwm = _HIGH_WATER + (senders - 1) * WINDOW
+        self.socket.handshake_ivl = _HANDSHAKE_MS
+        self.socket.linger = _LINGER_MS
+
+    def close(self) -> None:
+        """Send what is left, for a second at most."""
+        self.socket.close()
+        self.context.term()
+
+
+class Listener(_End):
     """A socket that listens on one address, to peers with the run's key alone."""
 
     def __init__(self, keys: Keys, address: str) -> None:
@@ -170,12 +186,11 @@ class Listener:
 
         Raises ``OSError`` if nobody can listen there.
         """
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        super().__init__(zmq.ROUTER)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         runs_peers = SimpleNamespace(callback=lambda _domain, key: key == keys.peer[0])
         self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=runs_peers)
-        self.socket = _bounded(self.context.socket(zmq.ROUTER))
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.listener
         self.socket.zap_domain = _DOMAIN.encode()
@@ -191,28 +206,19 @@ class Listener:
         self.address = endpoint.removeprefix("tcp://").rstrip("\0")
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
-        self.socket.close()
         self._authenticator.stop()
-        self.context.term()
+        super().close()
 
 
-class Connection:
+class Connection(_End):
     """A socket that is connected to a listener, under a name."""
 
     def __init__(self, keys: Keys, address: str, name: str, senders: int = 1) -> None:
-        """``senders``: so many, each with a window of its own, may speak through it."""
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = _bounded(self.context.socket(zmq.DEALER), senders)
+        super().__init__(zmq.DEALER, senders)
         self.socket.identity = name.encode()
         self.socket.curve_serverkey = keys.listener[0]
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.peer
         self.socket.connect(f"tcp://{address}")
-
-    def close(self) -> None:
-        """Send what is left, for a second at most."""
-        self.socket.close()
-        self.context.term()
 
 
 def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -> None:
@@ -224,14 +230,6 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
         # The switch alone connects to the server.
         who = name or ("server" if socket.identity == SWITCH.encode() else "switch")
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
-
-
-def _bounded(socket: zmq.Socket[bytes], senders: int = 1) -> zmq.Socket[bytes]:
-    socket.maxmsgsize = LARGEST_FRAME
-    socket.sndhwm = socket.rcvhwm = _HIGH_WATER + (senders - 1) * WINDOW
-    socket.handshake_ivl = _HANDSHAKE_MS
-    socket.linger = _LINGER_MS
-    return socket
 
 
 class Inbox:
