@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from baselines.fuyou.copies import Copies
 from baselines.fuyou.layout import Group, Layout, Unit
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.store import Store
+from baselines.fuyou.transfers import Copies
 
 
 @dataclass(eq=False)
@@ -40,9 +40,8 @@ class Fifo:
         self._layout = layout
         self._store = store
         self._copies = copies
-        largest = max((unit.compute_bytes for unit in layout.blocks), default=0)
-        groups = [group.computed.nbytes for group in layout.groups()]
-        staging = max(groups, default=0)
+        largest = max(unit.compute_bytes for unit in layout.blocks)
+        staging = max(group.computed.nbytes for group in layout.groups())
         self._slots = [
             _Slot(self._on_device(largest), dram.take(staging, "parameters on their way"))
             for _ in range(min(slots, len(layout.blocks)))
@@ -50,12 +49,12 @@ class Fifo:
         self._root = self._on_device(layout.root.compute_bytes)
         #: Tensors that are kept of groups, on the device or in host memory, by their index.
         self._kept = {group.index: part for group, part in _parts(layout.root, self._root)}
-        self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
+        self._threads = ThreadPoolExecutor(len(self._slots), "fuyou-fifo")
         #: Blocks that will be needed, and the one that is computed.
         self._order: deque[int] = deque()
         self._computed: int | None = None
         self._cached: dict[int, torch.Tensor] = {}
-        self._load(layout.root, self._root, self._slots[0].staging, None)
+        self._load(layout.root, self._root, self._slots[0].staging, None, ())
         _point(layout.root, self._root, layout.dtype)
 
     @property
@@ -146,15 +145,15 @@ class Fifo:
         memory: torch.Tensor,
         staging: torch.Tensor,
         kept: torch.Tensor | None,
-        unused: Iterable[Any] = (),
+        unused: Sequence[Any],
     ) -> None:
         if kept is not None:
-            self._copies.load(memory[: unit.compute_bytes], kept, list(unused))
+            self._copies.load(memory[: unit.compute_bytes], kept, unused)
             return
         for group, part in _parts(unit, memory):
             through = staging[: part.numel()]
             self._store.read_segment(group, group.computed, through).result()
-            self._copies.load(part, through, list(unused))
+            self._copies.load(part, through, unused)
 
     def _holding(self, block: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.block == block), None)
@@ -165,7 +164,7 @@ class Fifo:
 
 def _parts(unit: Unit, memory: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
     sizes = [group.computed.nbytes for group in unit.groups]
-    parts = memory[: unit.compute_bytes].split(sizes) if sizes else ()
+    parts = memory[: unit.compute_bytes].split(sizes)
     return list(zip(unit.groups, parts, strict=True))
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Item
-from baselines.fuyou.disk import Disk
 from baselines.fuyou.memory import Dram
+from baselines.fuyou.transfers import Copies, Disk
 from fcdp.arena import aligned
 from fcdp.direct_io import open_alone, reserve
 

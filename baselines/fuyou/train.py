@@ -27,15 +27,14 @@ import torch.nn as nn
 
 from baselines.fuyou import cost, memory
 from baselines.fuyou.blocks import Profile, Recomputed
-from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Rates, Work
-from baselines.fuyou.disk import WAYS, Disk, Limited, Way
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.store import Store
 from baselines.fuyou.swap import Swapper
+from baselines.fuyou.transfers import WAYS, Copies, Disk, Limited, Way
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
 from baselines.strategy import Job, Trainable

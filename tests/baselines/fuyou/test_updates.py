@@ -17,14 +17,13 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.fuyou import copies, disk
-from baselines.fuyou.copies import Copies
-from baselines.fuyou.disk import Disk
+from baselines.fuyou import transfers
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
 from baselines.fuyou.swap import Swapper
+from baselines.fuyou.transfers import Copies, Disk
 from baselines.settings import Update
 from fcdp.arena import Arena
 from fcdp.direct_io import open_alone
@@ -266,7 +265,7 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     made = Disk()
     memory = Arena(2**13, CPU).memory
     file = open_alone(tmp_path / "file", "ssd")
-    with mock.patch.object(disk, "time", clock), mock.patch("os.pwritev", held):
+    with mock.patch.object(transfers, "time", clock), mock.patch("os.pwritev", held):
         writing = made.write(file, 0, memory)
         assert begun.wait(60)
         clock.now = 3.0
@@ -298,7 +297,7 @@ class _Slow:
 def test_a_wait_counts_once(tmp_path: Path) -> None:
     """For room that another activation's write makes, and then for the read."""
     clock, (one, other) = _Clock(), torch.ones(2, PAGESIZE // 4)
-    with mock.patch.object(copies, "time", clock):
+    with mock.patch.object(transfers, "time", clock):
         passing = Copies(CPU)
         swapper = Swapper(Dram(PAGESIZE, CPU), cast(Any, _Slow(clock)), passing, tmp_path)
         swapper.limit = 0
