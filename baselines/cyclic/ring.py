@@ -367,14 +367,12 @@ class Executor(Staged):
 
         Its owner has the newest, and the first rank has received what those before the owner need.
         """
-        cycle = self._cycle
-        owner = cycle.owner(index)
+        owner = self._cycle.owner(index)
         newest = self._shared(owner, lambda: self._stages[index].values(), index)
-        stale = sum(cycle.lag(rank, index) for rank in range(cycle.ranks))
-        if stale in (0, cycle.ranks):
+        if (stale := self._cycle.stale(index)) in (0, 1):
             return newest
         before = self._shared(0, lambda: self._post.land("forward", index), index)
-        return torch.lerp(newest, before, stale / cycle.ranks)
+        return torch.lerp(newest, before, stale)
 
     def _shared(self, source: int, values: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
         """A rank's ``values``, on all."""
