@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -37,6 +38,16 @@ def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     """``flat`` (elements) cut as these tensors are, each part of its tensor's shape."""
     parts = flat.split([each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+@contextmanager
+def restored(values: list[torch.Tensor]) -> Iterator[None]:
+    """Have tensors be again at the end what they are at the beginning."""
+    own = [each.clone() for each in values]
+    try:
+        yield
+    finally:
+        torch._foreach_copy_(values, own)
 
 
 def step_adamw(

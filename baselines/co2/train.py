@@ -33,7 +33,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from baselines.part import views
+from baselines.part import restored, views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
@@ -121,13 +121,12 @@ class Flat:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
-        self.numel = sum(part.numel() for part in self._parts())
+        self.numel = sum(part.numel() for part in self.parts())
 
-    def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
+    def copy_to(self, flat: torch.Tensor) -> None:
         """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
-        parts = self._parts()
+        parts = self.parts()
         torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
-        return flat
 
     def copy_from(self, flat: torch.Tensor, kept: float = 0.0) -> None:
         """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued.
@@ -135,7 +134,7 @@ class Flat:
         Of what they were the share ``kept`` stays.
         """
         if not kept:
-            parts = self._parts()
+            parts = self.parts()
             torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
             return
         for part, value in self._beside(flat):
@@ -150,11 +149,12 @@ class Flat:
 
     def _beside(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter, and its part of ``flat`` on its device."""
-        parts = self._parts()
+        parts = self.parts()
         for part, view in zip(parts, views(flat, parts), strict=True):
             yield part, view.to(part.device, non_blocking=True)
 
-    def _parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[torch.Tensor]:
+        """Each parameter, or shard, in place."""
         # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
         return [
             (param.to_local() if isinstance(param, DTensor) else param).detach()
@@ -404,13 +404,10 @@ class Fragment:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
-        own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
-        self._flat.copy_from(self.memory.start)
-        try:
-            yield
-        finally:
-            self._flat.copy_from(own)
+        with restored(self._flat.parts()):
+            self._flat.copy_from(self.memory.start)
             self.memory.land()
+            yield
 
     def settle(self) -> None:
         """Wait for what is under way."""

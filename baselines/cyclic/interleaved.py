@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baselines.cyclic.routes import Cycle
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
-from baselines.part import views
+from baselines.part import restored, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
@@ -344,13 +344,9 @@ class Interleaved(Staged):
         """Return the mean loss of the parameters that micro-batches have next, their mean."""
         self.settle()  # which needs gradients
         newest = [stage.values(self._steps) for stage in self._stages]
-        own = [[values.clone() for values in each] for each in newest]
-        for index, stage in enumerate(self._stages):
-            before, stale = stage.values(self._steps - 1), self._cycle.stale(index)
-            torch._foreach_lerp_(newest[index], before, stale)
-            stage.install(self._steps)
-        try:
+        with restored([*chain(*newest)]):
+            for index, stage in enumerate(self._stages):
+                before, stale = stage.values(self._steps - 1), self._cycle.stale(index)
+                torch._foreach_lerp_(newest[index], before, stale)
+                stage.install(self._steps)
             return super().evaluate(batch)
-        finally:
-            for values, kept in zip(newest, own, strict=True):
-                torch._foreach_copy_(values, kept)

@@ -24,7 +24,7 @@ import torch.nn as nn
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
-from baselines.part import Part, split, take_gradients, views
+from baselines.part import Part, restored, split, take_gradients, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, make_optimizer, numel
 
@@ -350,17 +350,14 @@ class Executor(Staged):
         self.settle()
         for index in self._owned:
             self._renew(index)
-        # Values of stages that are not let go.
-        own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
-        for index, stage in enumerate(self._stages):
-            stage.fill(self._mean(index))
-        try:
-            return super().evaluate(batch)
-        finally:
+        parts = [part for stage in self._stages for part in (stage.kept, stage.passed)]
+        with restored([part.values() for part in parts if part.is_there]):
             for index, stage in enumerate(self._stages):
-                if index in own:
-                    stage.fill(own[index])
+                stage.fill(self._mean(index))
+            found = super().evaluate(batch)
+            for index in range(self._cycle.stages):
                 self._let_go(index)
+        return found
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from baselines.cyclic.routes import is_fresh
 from baselines.cyclic.stages import chosen_runs, parameters
+from baselines.part import restored
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, replicated_bytes
@@ -63,14 +64,11 @@ class Cyclic(DDP):
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return what is measured of the ranks' mean parameters, as its authors test."""
-        params = self._params
-        own = [param.detach().clone() for param in params]
-        wait_all([dist.all_reduce(param.data, async_op=True) for param in params])
-        torch._foreach_div_([param.data for param in params], self.job.topology.world_size)
-        try:
+        values = [param.data for param in self._params]
+        with restored(values):
+            wait_all([dist.all_reduce(value, async_op=True) for value in values])
+            torch._foreach_div_(values, self.job.topology.world_size)
             return super().evaluate(batch)
-        finally:
-            torch._foreach_copy_([param.data for param in params], own)
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
