@@ -320,6 +320,8 @@ def test_nothing_is_written_after_close(tmp_path: Path) -> None:
 
 
 BLOCKS = 5
+#: The order in which blocks are computed.
+ORDER = [*range(BLOCKS), *reversed(range(BLOCKS))]
 
 
 class _Store:
@@ -346,22 +348,16 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
     return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
 
 
-def _pass(fifo: Fifo) -> None:
-    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
-    fifo.expect(order)
-    for block in order:
-        fifo.acquire(block)
-        fifo.release(block)
-    fifo.stop()
-
-
 def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
     _, layout, store, dram, fifo = _made(slots=3)
     kept = 2
     spare = dram.free - kept * layout.blocks[0].compute_bytes
     assert fifo.cache(dram, spare) == kept
     store.reads.clear()
-    _pass(fifo)
+    fifo.expect(ORDER)
+    for block in ORDER:
+        fifo.acquire(block)
+        fifo.release(block)
     fifo.close()
     # The slots have the last three from forward to backward.
     assert sorted(store.reads) == [layout.blocks[block].groups[0].index for block in (2, 3, 4)]
@@ -370,9 +366,8 @@ def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -
 @pytest.mark.parametrize("slots", [2, 3, 9])
 def test_the_last_blocks_of_forward_stay_for_backward(slots: int) -> None:
     blocks, layout, store, _, fifo = _made(slots)
-    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
-    fifo.expect(order)
-    for block in order:
+    fifo.expect(ORDER)
+    for block in ORDER:
         fifo.acquire(block)
         (group,) = layout.blocks[block].groups
         assert blocks[block].weight.unique().tolist() == [group.index]
