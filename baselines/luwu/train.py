@@ -56,7 +56,7 @@ class _Layer:
             frozen=tuple(_described(self.frozen, names)),
         )
         #: Trained parameters whose gradients of this step are not there yet.
-        self.missing = len(self.trained)
+        self.missing = 0
         #: Frozen parameters that were pulled once, in host memory.
         self.kept: torch.Tensor | None = None
 
@@ -137,11 +137,9 @@ class LuWu(Trainable):
         #: The layer that is there, and whether a step is under way and in backward.
         self._held: int | None = None
         self._training = self._backward = False
-        #: Whether this pass has come to the blocks, which blocks backward has not come to, and
-        #: whose gradients are not pushed.
+        #: Whether this pass has come to the blocks, and which blocks backward has not come to.
         self._among_blocks = False
         self._left: list[int] = []
-        self._unpushed: set[int] = set()
         self._counted: dict[str, float] = {}
         self._steps_counted = self.steps_done
         self._begin(Pass.FORWARD, first=True)
@@ -150,9 +148,9 @@ class LuWu(Trainable):
         """Push the gradients of one micro-batch; the server steps. Returns the loss."""
         (batch,) = micro_batches
         self._training = True
-        blocks = range(1, len(self._layers))
-        self._left = [*reversed(blocks)]
-        self._unpushed = {i for i, layer in enumerate(self._layers) if layer.trained}
+        self._left = [*reversed(range(1, len(self._layers)))]
+        for layer in self._layers:
+            layer.missing = len(layer.trained)
         with self._timed("forward"):
             loss = self.job.loss(self.model, batch)
         self._backward = True
@@ -281,14 +279,12 @@ class LuWu(Trainable):
         """Take and push what the loss did not depend on, lest the order of layers change."""
         for unit in [*self._left]:
             self._enter(unit)
-        for unit in sorted(self._unpushed, reverse=True):
-            self._push(unit)
+        for unit in reversed(range(len(self._layers))):
+            if self._layers[unit].missing:
+                self._push(unit)
 
     def _push(self, unit: int) -> None:
-        self._unpushed.remove(unit)
-        layer = self._layers[unit]
-        layer.missing = len(layer.trained)
-        self._port.push(self.steps_done, unit, take_gradients(layer.trained))
+        self._port.push(self.steps_done, unit, take_gradients(self._layers[unit].trained))
 
 
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
