@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from baselines.fuyou.cost import Item
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.transfers import Copies, Disk
 from fcdp.arena import aligned
@@ -63,15 +62,10 @@ class Swapper:
         #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
 
-    @property
-    def spare(self) -> int:
-        """Bytes of host memory that what goes to SSD passes through."""
+    def spare(self, sizes: Iterable[float]) -> int:
+        """Bytes of host memory that what goes to SSD passes through, if these sizes do too."""
+        self._largest = max([self._largest, *map(int, sizes)])
         return _PASSING * aligned(self._largest)
-
-    def spare_for(self, items: Iterable[Item]) -> int:
-        """The same, once these are kept too."""
-        self._largest = max([self._largest, *(int(item.nbytes) for item in items)])
-        return self.spare
 
     def take_counts(self) -> dict[str, int]:
         """Bytes that were kept since the last call, by where."""
@@ -82,10 +76,10 @@ class Swapper:
         assert name not in self._kept
         self._reap()
         tensor = tensor.detach()
-        self._largest = max(self._largest, tensor.nbytes)
         kept, size = _Kept(tensor.shape, tensor.dtype, tensor.nbytes), aligned(tensor.nbytes)
+        spare = self.spare([kept.nbytes])
         if self._held + size <= self.limit:
-            kept.memory = self._dram.try_take(kept.nbytes, self.spare)
+            kept.memory = self._dram.try_take(kept.nbytes, spare)
         if kept.memory is None:
             kept.memory = self._room_to_pass(size)
             kept.place, room = self._places.get(name, (0, 0))

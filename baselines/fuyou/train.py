@@ -406,7 +406,7 @@ class Fuyou(Trainable):
     def _choose(self, observed: Observed) -> None:
         """Choose what later steps keep, and what parameters host memory has room for then."""
         profile, settings = self._recomputed.profile, self._settings
-        spare = self._swapper.spare_for(profile.items.values())
+        spare = self._swapper.spare(item.nbytes for item in profile.items.values())
         buffers = self._deepen(spare)
         room = max(0, self._dram.free - spare)
         work = observed.work(self._layout, profile, settings)
