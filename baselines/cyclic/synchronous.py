@@ -52,9 +52,10 @@ class Cyclic(DDP):
     def update(self) -> None:
         """Step, late parameters by their last gradients and with that step's learning rate."""
         # Copies: DDP reduces the next ones in the same memory.
-        coming = [_gradient(param).clone() for param in self._late]
-        for param, last in zip(self._late, self._put_off or coming, strict=True):
-            _gradient(param).copy_(last)
+        grads = [param.grad for param in self._late if param.grad is not None]  # DDP gives all one
+        coming = [grad.clone() for grad in grads]
+        for grad, last in zip(grads, self._put_off or coming, strict=True):
+            grad.copy_(last)
         super().update()
         if self._put_off is None:
             # Their own group, whose learning rates begin with their first step, the next one.
@@ -69,8 +70,3 @@ class Cyclic(DDP):
             wait_all([dist.all_reduce(value, async_op=True) for value in values])
             torch._foreach_div_(values, self.job.topology.world_size)
             return super().evaluate(batch)
-
-
-def _gradient(param: nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None, "DDP gives every trained parameter a gradient"
-    return param.grad
