@@ -121,6 +121,7 @@ def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> Non
     params = [param for block in job.blocks for param in block.parameters()]
     every = sum(param.nbytes for param in params)
     trainable = load(form)(model, job)
+    dist.barrier()  # ranks may wait for one another before the first step
 
     def there() -> int:
         return sum(p.nbytes for p in params if p.untyped_storage().nbytes())
@@ -140,16 +141,6 @@ def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> Non
         # Five blocks in four stages: its own, and those of one other.
         assert 0 < own < largest < every
         assert largest - own <= every * 2 / 5
-
-
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(4)
-def test_ranks_may_wait_for_one_another_before_the_first_step(form: str) -> None:
-    model, job = made(4, 1, CyclicSettings())
-    trainable = load(form)(model, job)
-    dist.barrier()
-    trainable.step([batch(job.topology.rank, 0)])
-    trainable.settle()
 
 
 @on_ranks(2)

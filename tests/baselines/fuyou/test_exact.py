@@ -14,7 +14,7 @@ from fcdp.direct_io import open_alone
 from fcdp.generations import STATE
 from tests.baselines.fuyou.training import in_memory, made, same, settings, steps, trained
 from tests.baselines.training import batches_of
-from tests.ranks import Pools, RankFailure, on_ranks
+from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
@@ -112,11 +112,7 @@ def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
         steps(trainer, 1, batches_of())
 
 
-def test_it_is_for_one_device(ranks: Pools) -> None:
-    with pytest.raises(RankFailure, match="ranks = 2: allowed is 1, one device, for fuyou"):
-        ranks.run(2, _on_two)
-
-
-def _on_two() -> None:
-    model, job = made(settings(), nodes=2)
-    load("fuyou")(model, job)
+@on_ranks(2)
+def test_it_is_for_one_device() -> None:
+    with pytest.raises(ValueError, match="ranks = 2: allowed is 1, one device, for fuyou"):
+        load("fuyou")(*made(settings(), nodes=2))
