@@ -60,15 +60,9 @@ class Owned:
     def __init__(self, stage: Stage, job: Job) -> None:
         #: All elements end to end, as messages have them.
         self.newest = stage.values()
-        self._passed_from = stage.kept.numel
         newest = zip(stage.params, views(self.newest, stage.params), strict=True)
         self._params = [nn.Parameter(view) for param, view in newest if param.requires_grad]
         self._optimizer = make_optimizer(self._params, job)
-
-    @property
-    def passed(self) -> torch.Tensor:
-        """The elements of what is let go between forward and backward."""
-        return self.newest[self._passed_from :]
 
     def update(self, gradients: torch.Tensor) -> None:
         """Step by the mean gradients of all ranks, end to end."""
@@ -244,8 +238,8 @@ class Executor(Staged):
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
                 stage = self._stages[index]
-                values = stage.values() if kind == "forward" else stage.passed.values().clone()
-                self._post.send(kind, index, values)
+                start = 0 if kind == "forward" else stage.kept.numel
+                self._post.send(kind, index, stage.values()[start:])
         self._post.step = 0
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -281,7 +275,8 @@ class Executor(Staged):
         if owned := self._owned.get(index):
             if forward:
                 self._renew(index)
-            self._send(kind, index, (owned.newest if forward else owned.passed).clone())
+            start = 0 if forward else stage.kept.numel
+            self._send(kind, index, owned.newest[start:].clone())
         else:
             message = self._post.take(kind, index)
             self._send(kind, index, message)

@@ -29,7 +29,7 @@ from baselines.optimizers import AdamW
 from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job, Trainable, trained_numel
-from fcdp.arena import Arena, aligned
+from fcdp.arena import Arena
 
 
 def build(model: nn.Module, job: Job) -> LuWu:
@@ -60,9 +60,15 @@ class _Layer:
         #: Frozen parameters that were pulled once, in host memory.
         self.kept: torch.Tensor | None = None
 
-    def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Have the parameters in memory of their own, in what is computed in, and let it go."""
+    def move(self, device: torch.device, dtype: torch.dtype, *, keeps: bool) -> None:
+        """Have the parameters in memory of their own, in what is computed in, and let it go.
+
+        ``keeps``: with host memory for the frozen ones.
+        """
         self.parts = [Part(self.trained, device, dtype), Part(self.frozen, device, dtype)]
+        if keeps and self.frozen:
+            self._arena = Arena(self.parts[1].numel * dtype.itemsize, device)
+            self.kept = self._arena.memory.view(dtype)  # page-locked while the arena lives
         self.free()
 
     def land(self, chunk: Chunk, payload: Any) -> None:
@@ -124,14 +130,8 @@ class LuWu(Trainable):
         self._port.wait(self.steps_done)
         self._cached = settings.cached
         device = torch.device(topology.mesh.device_type)
-        if self._cached:
-            sizes = [unit.numel(trained=False) * job.dtype.itemsize for unit in plan.units]
-            self._arena = Arena(sum(map(aligned, sizes)), device)  # page-locked while it lives
-            for layer, nbytes in zip(self._layers, sizes, strict=True):
-                if nbytes:
-                    layer.kept = self._arena.take(nbytes).view(job.dtype)
         for layer in self._layers:
-            layer.move(device, job.dtype)
+            layer.move(device, job.dtype, keeps=self._cached)
         model.to(device)
         self._hook(model, job.blocks)
         #: The layer that is there, and whether a step is under way and in backward.

@@ -76,8 +76,12 @@ def test_memory_of_what_is_cached_is_locked_for_as_long_as_the_worker_is_there(
 
     monkeypatch.setattr("baselines.luwu.train.Arena", noted)
     settings = SMALL.model_copy(update={"cached": True})
-    there = trained(1, 1, tmp_path, settings=settings, frozen=True, then=lambda _: len(made))
-    assert there == [1]
+
+    def there(worker: LuWu) -> tuple[int, int]:
+        return len(made), sum(layer.kept is not None for layer in worker._layers)
+
+    ((arenas, kept),) = trained(1, 1, tmp_path, settings=settings, frozen=True, then=there)
+    assert arenas == kept > 0
 
 
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
