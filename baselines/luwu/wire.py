@@ -319,19 +319,22 @@ class Host(Role):
         super().__init__(self._guests, patience_s)
         self._listener = listener
         self._socket = listener.socket
-        #: Guests that have come and not gone, those that are gone, and of them those that said so.
-        self._here: set[str] = set()
-        self._gone: set[str] = set()
+        #: Guests that are gone and said so.
         self._left: set[str] = set()
+
+    @property
+    def _here(self) -> list[str]:
+        """Guests that have come and are not gone."""
+        return sorted(name for name in self._guests if self._heard.get(name) is not None)
 
     def say(self, name: str, message: Message) -> None:
         """Send to a guest, if it is here; its last words may wait unread when it is gone."""
-        if name not in self._here:
+        if self._heard.get(name) is None:
             return
         try:
             send(self._socket, message, name)
         except Lost:
-            self._part_from(name)  # which is answered nothing
+            del self._heard[name]  # which is answered nothing
             while self._socket.poll(0):
                 self._hear_guest()
             if name not in self._left:
@@ -339,7 +342,7 @@ class Host(Role):
 
     def abort(self, why: str) -> None:
         """Tell the guests that are here why the run ends."""
-        for name in sorted(self._here):
+        for name in self._here:
             with suppress(Lost):
                 send(self._socket, Message(Kind.ABORT, payload=why.encode()), name)
 
@@ -348,8 +351,6 @@ class Host(Role):
         who = name.decode(errors="replace")
         if who not in self._guests:
             return  # has the run's key, and no business here
-        if who not in self._gone:
-            self._here.add(who)
         self._note(who)
         self._handle(who, frames)
 
@@ -358,10 +359,5 @@ class Host(Role):
 
     def _let_leave(self, name: str) -> None:
         """Expect nothing more of a guest, which has said goodbye."""
-        self._part_from(name)
         self._left.add(name)
         self._heard.pop(name, None)
-
-    def _part_from(self, name: str) -> None:
-        self._here.discard(name)
-        self._gone.add(name)
