@@ -159,9 +159,8 @@ class Updates:
         #: The optimizer's thread alone has these two while there is anything for it to do.
         self._writing: list[Future[None]] = []
         self._put_aside: list[Group] = []
-        #: The last step's record, and whether somebody was told that it failed.
+        #: The last step's record.
         self._recorded: Future[None] | None = None
-        self._told = False
         self._broken: BaseException | None = None
 
     def begin(self) -> None:
@@ -207,22 +206,8 @@ class Updates:
 
     def flush(self) -> None:
         """Wait until the last step counts. Raises what went wrong."""
-        try:
-            if self._recorded is not None:
-                self._recorded.result()
-        except Exception:
-            self._told = True
-            raise
-
-    def leave(self) -> None:
-        """Warn, as soon as that is known, if the last step does not count and nobody was told."""
         if self._recorded is not None:
-            self._recorded.add_done_callback(self._warn)
-
-    def _warn(self, recorded: Future[None]) -> None:
-        error = recorded.exception()
-        if error is not None and not self._told:
-            warnings.warn(f"the last step does not count: {error}", stacklevel=2)
+            self._recorded.result()
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
@@ -294,9 +279,13 @@ class Updates:
             self.ring.give_back(buffer)
 
     def _record(self, writing: Sequence[Future[None]], step: int) -> None:
-        for write in writing:
-            write.result()
-        self._store.commit(step)
+        try:
+            for write in writing:
+                write.result()
+            self._store.commit(step)
+        except BaseException as error:  # nobody may come to be told
+            warnings.warn(f"the last step does not count: {error}", stacklevel=2)
+            raise
 
     def _written(self) -> None:
         """Wait for the writes so far. Raises what went wrong in one."""

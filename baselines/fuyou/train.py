@@ -200,7 +200,6 @@ class Fuyou(Trainable):
             self._fifo.renew,
             sums=job.accumulation > 1,
         )
-        weakref.finalize(self, self._updates.leave)  # of who forgets ``close``
         self._check_device()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
         self._recomputed = Recomputed(
