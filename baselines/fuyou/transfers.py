@@ -103,10 +103,7 @@ class Disk:
             # The program ends: Python waits for the threads that there are, and begins nothing on
             # others. This one writes itself, lest a step that has ended be lost.
             done: Future[int] = Future()
-            try:
-                done.set_result(self._counted("write", memory, move))
-            except BaseException as error:
-                done.set_exception(error)
+            done.set_result(self._counted("write", memory, move))
             return done
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
