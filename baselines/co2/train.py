@@ -116,59 +116,16 @@ def _over_nodes(topology: Topology) -> AddUp:
     return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
 
 
-class Flat:
-    """Parameters in their order, end to end, in float32; of sharded ones this rank's shards."""
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-        self.numel = sum(part.numel() for part in self.parts())
-
-    def copy_to(self, flat: torch.Tensor) -> None:
-        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
-        parts = self.parts()
-        torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
-
-    def copy_from(self, flat: torch.Tensor, kept: float = 0.0) -> None:
-        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued.
-
-        Of what they were the share ``kept`` stays.
-        """
-        if not kept:
-            parts = self.parts()
-            torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
-            return
-        for part, value in self._beside(flat):
-            part.lerp_(value, 1 - kept)
-
-    def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of the differences from ``flat`` (elements), a scalar.
-
-        Where ``flat`` is on the host, one parameter of it at a time is copied to the device.
-        """
-        return torch.stack([(p - value).square().sum() for p, value in self._beside(flat)]).sum()
-
-    def _beside(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter, and its part of ``flat`` on its device."""
-        parts = self.parts()
-        for part, view in zip(parts, views(flat, parts), strict=True):
-            yield part, view.to(part.device, non_blocking=True)
-
-    def parts(self) -> list[torch.Tensor]:
-        """Each parameter, or shard, in place."""
-        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
-        return [
-            (param.to_local() if isinstance(param, DTensor) else param).detach()
-            for param in self._params
-        ]
-
-
 _ITEM = torch.float32.itemsize
+#: Scalars that cross with a displacement: squares of its norm and of the first step's.
+_SCALARS = 2
 
 
 class Memory:
-    """Three flat float32 tensors of one rank: ``start``, ``momentum`` and ``snapshot``.
+    """Parameters end to end in three flat float32 tensors: ``start``, ``momentum``, ``snapshot``.
 
-    Who may touch what when, where they lie on the host of an accelerator:
+    Of sharded parameters they have this rank's shards; ``snapshot`` has scalars at its end. Who may
+    touch what when, where they lie on the host of an accelerator:
 
     - copies to and from parameters are queued on the computing stream, so that they come after the
       steps before them and before those after; nothing is queued on any other stream;
@@ -182,12 +139,17 @@ class Memory:
     all-reduce waits for what that has queued, and whoever waits orders it after the all-reduce.
     """
 
-    def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
-        """``numel`` elements each, and so many more at the snapshot's end."""
+    def __init__(
+        self, params: Sequence[nn.Parameter], place: OuterPlace, world: int, device: torch.device
+    ) -> None:
+        """``world``: ranks, each of which adds up as large a part of the snapshot."""
+        self._params = params
         #: Bytes of the host's memory that are taken, page-locked on CUDA; 0 on the device.
         self.host_bytes = 0
         self._device = device
-        sizes = [numel, numel, numel + scalars]
+        numel = sum(part.numel() for part in self.parts())
+        padding = -(numel + _SCALARS) % world
+        sizes = [numel, numel, numel + _SCALARS + padding]
         if place == "device":
             tensors = [torch.zeros(size, device=device) for size in sizes]
         else:
@@ -196,12 +158,49 @@ class Memory:
             self._arena = Arena(self.host_bytes, device)
             tensors = [self._arena.take(size * _ITEM).view(torch.float32) for size in sizes]
         self.start, self.momentum, self.snapshot = tensors
+        self.displacement, self.scalars, _ = self.snapshot.split([numel, _SCALARS, padding])
+        self.copy_to(self.start)
 
     def land(self) -> None:
         """Wait until the copies that are queued have been made, if the host is to see them."""
         if self.host_bytes and self._device.type != "cpu":
             backend: Any = torch.get_device_module(self._device)
             backend.current_stream().synchronize()
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
+        parts = self.parts()
+        torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
+
+    def restart(self, kept: float = 0.0) -> None:
+        """Copy ``start`` to the parameters; from the host's memory a copy is queued.
+
+        Of what they were the share ``kept`` stays.
+        """
+        if not kept:
+            parts = self.parts()
+            torch._foreach_copy_(parts, views(self.start, parts), non_blocking=True)
+            return
+        for part, value in self._from_start():
+            part.lerp_(value, 1 - kept)
+
+    def squared_distance(self) -> torch.Tensor:
+        """Sum of squares of the parameters' differences from ``start``, a scalar."""
+        return torch.stack([(p - value).square().sum() for p, value in self._from_start()]).sum()
+
+    def _from_start(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its start, which is copied to the device, one at a time."""
+        parts = self.parts()
+        for part, view in zip(parts, views(self.start, parts), strict=True):
+            yield part, view.to(part.device, non_blocking=True)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Each parameter, or shard, in place."""
+        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
+        return [
+            (param.to_local() if isinstance(param, DTensor) else param).detach()
+            for param in self._params
+        ]
 
 
 @dataclass(frozen=True)
@@ -275,10 +274,6 @@ class Rule:
         return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
 
 
-#: Scalars that cross with a displacement: squares of its norm and of the first step's.
-_SCALARS = 2
-
-
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
     """Parts of what is trained, so many: blocks are dealt out in turn; the smallest has the rest.
 
@@ -315,14 +310,8 @@ class Fragment:
             self._overlap, self._kept = settings.overlap, settings.kept
         self._at = at
         self._elements = numel(params)
-        self._flat = Flat(params)
-        self._device = torch.device(job.topology.mesh.device_type)
-        sent = self._flat.numel + _SCALARS
-        more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
-        self.memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
-        self._displacement = self.memory.snapshot[: self._flat.numel]
-        self._scalars = self.memory.snapshot[self._flat.numel : sent]
-        self._flat.copy_to(self.memory.start)
+        world, self._device = job.topology.world_size, torch.device(job.topology.mesh.device_type)
+        self.memory = Memory(params, settings.outer_on, world, self._device)
         #: Displacement by which all start the next round.
         self._by = self.memory.momentum
         #: The all-reduce of the snapshot, until its sum is taken.
@@ -340,13 +329,13 @@ class Fragment:
         """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
-            self._first = self._flat.squared_distance(self.memory.start)
+            self._first = self.memory.squared_distance()
         arrived = self._work is not None and self._done == self._overlap
         if arrived:
             self._absorb(rate)
             if self._arrives == "streamed":
                 self._move(rate)
-                self._flat.copy_from(self.memory.start, self._kept)
+                self.memory.restart(self._kept)
         if self._done < self._rule.interval:
             return
         self._done = 0
@@ -359,7 +348,7 @@ class Fragment:
         # has cached of the parameters is stale already, by the step that has just ended.
         if arrived or self._arrives == "waited":
             self._move(rate)
-        self._flat.copy_from(self.memory.start)
+        self.memory.restart()
 
     def _move(self, rate: float) -> None:
         moved, clipped = self._rule.move(self.memory.start, self._by, rate)
@@ -368,12 +357,12 @@ class Fragment:
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
-        displacement = self._displacement
-        self._flat.copy_to(displacement)
+        displacement = self.memory.displacement
+        self.memory.copy_to(displacement)
         self.memory.land()
         torch.sub(self.memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
-        self._scalars.copy_(torch.stack((displacement.dot(displacement), first)))
+        self.memory.scalars.copy_(torch.stack((displacement.dot(displacement), first)))
         assert self._work is None, "the last sum has not been taken"
         self._work = self._at.add_up(self.memory.snapshot)
 
@@ -383,8 +372,8 @@ class Fragment:
         self._work.wait()
         self._work = None
         self.memory.snapshot.div_(self._at.workers)
-        mean = self._displacement
-        known = self._over_parts(torch.cat((self._scalars, mean.dot(mean)[None])))
+        mean = self.memory.displacement
+        known = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
         gap = torch.ones_like(first)
         if self._arrives == "late":
@@ -404,8 +393,8 @@ class Fragment:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
-        with restored(self._flat.parts()):
-            self._flat.copy_from(self.memory.start)
+        with restored(self.memory.parts()):
+            self.memory.restart()
             self.memory.land()
             yield
 
