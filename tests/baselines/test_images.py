@@ -61,13 +61,9 @@ def trained(strategy: str) -> tuple[list[float], list[float]]:
     return losses, [*before, *trainable.evaluate(first).tolist()]
 
 
-#: Losses, and held-out measures before and after, per rank.
-Trained = list[tuple[list[float], list[float]]]
-
-
 def test_losses_and_accuracy_are_fsdp2s(ranks: Pools) -> None:
     """Where a strategy has numerics of its own, its first step begins where all others' does."""
-    expected: Trained = ranks.run(4, trained, "fsdp2")
+    expected = ranks.run(4, trained, "fsdp2")
     for strategy in ("fcdp", "ddp", "cyclic", "co2"):
         found = ranks.run(4, trained, strategy)
         for (mine, measured), (losses, wanted) in zip(found, expected, strict=True):

@@ -251,6 +251,10 @@ class _Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def pass_one(self) -> int:
+        self.now += 1.0
+        return 0
+
 
 def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     """A step whose SSD never rests has begun and ended between two ends of transfers."""
@@ -278,28 +282,15 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     assert made.moved("read") == (0, 0.0)
 
 
-class _Slow:
-    """A disk whose transfers take a second each, when they are waited for."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def write(self, *_: object) -> Any:
-        return SimpleNamespace(result=self._end, done=lambda: False)
-
-    read = write
-
-    def _end(self) -> int:
-        self._clock.now += 1.0
-        return 0
-
-
 def test_a_wait_counts_once(tmp_path: Path) -> None:
     """For room that another activation's write makes, and then for the read."""
     clock, (one, other) = _Clock(), torch.ones(2, PAGESIZE // 4)
+    # A second each, when it is waited for.
+    transfer = SimpleNamespace(result=clock.pass_one, done=lambda: False)
+    slow: Any = SimpleNamespace(write=lambda *_: transfer, read=lambda *_: transfer)
     with mock.patch.object(transfers, "time", clock):
         passing = Copies(CPU)
-        swapper = Swapper(Dram(PAGESIZE, CPU), cast(Any, _Slow(clock)), passing, tmp_path)
+        swapper = Swapper(Dram(PAGESIZE, CPU), slow, passing, tmp_path)
         swapper.limit = 0
         for number, tensor in enumerate((one, other)):
             swapper.put((0, "product", number), tensor)
