@@ -17,7 +17,7 @@ from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.part import restored
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, replicated_bytes
+from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.exchange import wait_all
 
 
@@ -37,7 +37,6 @@ class Cyclic(DDP):
         stages = parameters(model, job.blocks, runs)
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
         super().__init__(replica, job, closed_form)
-        self._params = [param for params in stages for param in params]
         #: Late parameters, and their gradients of the last step: none before the first.
         self._late = [
             param
@@ -65,7 +64,7 @@ class Cyclic(DDP):
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return what is measured of the ranks' mean parameters, as its authors test."""
-        values = [param.data for param in self._params]
+        values = [param.data for param in trainable_parameters(self.model)]
         with restored(values):
             wait_all([dist.all_reduce(value, async_op=True) for value in values])
             torch._foreach_div_(values, self.job.topology.world_size)
