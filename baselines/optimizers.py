@@ -125,7 +125,7 @@ def make(
     import torch  # here: who reads matrices need not wait for it
 
     made: torch.optim.Optimizer
-    common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True}
+    common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True, "fused": False}
     if isinstance(chosen, SGD):
         made = torch.optim.SGD(params, learning_rate, chosen.momentum, **common)
     else:
