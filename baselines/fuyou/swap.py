@@ -50,9 +50,8 @@ class Swapper:
         self._path = folder / ACTIVATIONS
         self._file = open_alone(self._path, "ssd")
         os.unlink(self._path)
-        self._end = 0
-        #: Place on SSD and room there, by name: as the step before had it.
-        self._places: dict[Name, tuple[int, int]] = {}
+        #: Where the next one's place on SSD is, and how far there is room.
+        self._end = self._reserved = 0
         self._kept: dict[Name, _Kept] = {}
         self._writing: list[_Kept] = []
         self._largest = 0
@@ -82,11 +81,9 @@ class Swapper:
             kept.memory = self._dram.try_take(kept.nbytes, spare)
         if kept.memory is None:
             kept.memory = self._room_to_pass(size)
-            kept.place, room = self._places.get(name, (0, 0))
-            if room < size:
-                reserve(self._file, self._end, self._end + size, self._path, "ssd")
-                kept.place, self._end = self._end, self._end + size
-                self._places[name] = (kept.place, size)
+            kept.place, self._end = self._end, self._end + size
+            reserve(self._file, self._reserved, self._end, self._path, "ssd")
+            self._reserved = max(self._reserved, self._end)
         landed = self._copies.out([self._view(kept)], [tensor])
         if kept.place is None:
             self._held += size
@@ -141,6 +138,7 @@ class Swapper:
                 self._give_back(kept)
         self._kept.clear()
         self._writing.clear()
+        self._end = 0
 
     def _give_back(self, kept: _Kept) -> None:
         assert kept.memory is not None
