@@ -101,9 +101,6 @@ class SavedBytes:
         """A context in which what operations keep is counted, until it is let go."""
         return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
 
-    def begin(self) -> None:
-        self.peak = self.now
-
     def use(self, tensor: torch.Tensor, more: int) -> None:
         """Count a use more of a tensor's memory, or one less."""
         storage = tensor.untyped_storage()
@@ -255,7 +252,7 @@ class Interleaved(Staged):
 
     def _run_slot(self) -> None:
         """Let each micro-batch through one stage; forwards first, as if all were at once."""
-        self._saved.begin()
+        self._saved.peak = self._saved.now
         stages = len(self._stages)
         for flight in self._flights:
             phase = self._slot - flight.begin
@@ -278,7 +275,7 @@ class Interleaved(Staged):
         self._running = None
         flight.saved += self._saved.now - before
         if loss is not None:
-            flight.segments.end(loss / self._micro_batches)
+            flight.segments.loss = loss / self._micro_batches
             self._losses.append(loss.detach())
             self._together = flight.saved * self._micro_batches
 

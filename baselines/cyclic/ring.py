@@ -252,7 +252,7 @@ class Executor(Staged):
             loss = self.job.loss(self.model, batch)
             self._let_go(last)
         self._segments = None
-        segments.end(loss / self._cycle.ranks)
+        segments.loss = loss / self._cycle.ranks
         with self._timed("backward"):
             for index in range(last, -1, -1):
                 self._backward(index, segments)
