@@ -120,21 +120,12 @@ def make(
     chosen: AnyOptimizer,
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
-    *,
-    fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer of these parameters, whose learning rate follows its schedule by itself.
-
-    ``fused``: in one pass over each parameter, which needs no memory of its own.
-    """
+    """The optimizer of these parameters, whose learning rate follows its schedule by itself."""
     import torch  # here: who reads matrices need not wait for it
 
     made: torch.optim.Optimizer
-    common: dict[str, Any] = {
-        "weight_decay": chosen.weight_decay,
-        "foreach": not fused,
-        "fused": fused,
-    }
+    common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True, "fused": False}
     if isinstance(chosen, SGD):
         made = torch.optim.SGD(params, learning_rate, chosen.momentum, **common)
     else:

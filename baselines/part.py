@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
+from torch.optim.adamw import adamw
 
+from baselines.optimizers import AdamW
 from baselines.strategy import numel
 
 
@@ -35,6 +38,50 @@ def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     """``flat`` (elements) cut as these tensors are, each part of its tensor's shape."""
     parts = flat.split([each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+@contextmanager
+def restored(values: list[torch.Tensor]) -> Iterator[None]:
+    """Have tensors be again at the end what they are at the beginning."""
+    own = [each.clone() for each in values]
+    try:
+        yield
+    finally:
+        torch._foreach_copy_(values, own)
+
+
+def step_adamw(
+    chosen: AdamW,
+    learning_rate: float,
+    done: int,
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    *,
+    fused: bool,
+) -> None:
+    """Step parameters and moments where they lie, as PyTorch's AdamW does after ``done`` steps.
+
+    ``states``: parameters, first and second moments; ``fused``: in one pass over each parameter,
+    which needs no memory of its own.
+    """
+    params, firsts, seconds = map(list, states)
+    adamw(
+        params,
+        [*gradients],
+        firsts,
+        seconds,
+        [],
+        [torch.tensor(float(done)) for _ in params],
+        foreach=not fused,
+        fused=fused,
+        amsgrad=False,
+        beta1=0.9,
+        beta2=chosen.beta2,
+        lr=learning_rate * chosen.rate(done),
+        weight_decay=chosen.weight_decay,
+        eps=1e-8,
+        maximize=False,
+    )
 
 
 class Part:

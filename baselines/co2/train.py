@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from baselines.part import views
+from baselines.part import restored, views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
@@ -71,7 +72,7 @@ class Place:
 
 def place(model: nn.Module, job: Job) -> Place:
     """Put the model under what trains a worker. Raises ``ValueError`` if workers do not fit."""
-    settings, topology = job.settings, job.topology
+    settings, topology, device = job.settings, job.topology, job.topology.mesh.device_type
     assert isinstance(settings, LocalSGDSettings)
     together = settings.nodes_per_worker
     if problem := divided(together, topology.nodes):
@@ -79,47 +80,28 @@ def place(model: nn.Module, job: Job) -> Place:
     # Out and back as sums, in float32; a node has 1/``together`` of a worker.
     elements, workers = trained_numel(model), topology.nodes / together
     exchange = 2 * (workers - 1) / workers * elements / together * 4
-    # Tensors on the host are exchanged from there.
-    backend = "gloo" if settings.outer_on == "host" else None
-    if settings.worker == "rank":
-        model.to(topology.mesh.device_type)
-        by_gloo = backend is not None or topology.mesh.device_type == "cpu"
-        if by_gloo and topology.nodes > 1 and topology.ranks_per_node > 1:
-            add_up = _over_nodes(topology)
-        else:
-            add_up = _at_once(_group(range(topology.world_size), backend))
-        return Place(Replica(model, job, 0.0), add_up, topology.world_size, None, exchange)
-    size = together * topology.ranks_per_node
-    mesh = init_device_mesh(
-        topology.mesh.device_type,
-        (topology.world_size // size, size),
-        mesh_dim_names=("worker", "part"),
-    )
-    parts = mesh["part"]
+    size = 1 if settings.worker == "rank" else together * topology.ranks_per_node
+    shape = (topology.world_size // size, size)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("worker", "part"))
+    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    across, parts = mesh["worker"], mesh["part"]
+    peers, by_gloo = across.get_group(), device == "cpu"
+    if settings.outer_on == "host" and not by_gloo:  # tensors there are exchanged from there
+        ranks, by_gloo = across.mesh.tolist(), True
+        peers = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    add_up: AddUp = partial(dist.all_reduce, group=peers, async_op=True)
+    if size == 1 and by_gloo and topology.nodes > 1 and topology.ranks_per_node > 1:
+        add_up = _over_nodes(topology)
     loop: FSDP2
-    if settings.worker == "node":
+    if settings.worker == "rank":
+        loop = Replica(model.to(device), job, 0.0)
+    elif settings.worker == "node":
         shard_each(model, job, parts)
         loop = FSDP2(model, job, 0.0)
     else:  # what is gathered is cached on the hosts of the worker's own nodes
         own = Topology.of_mesh(parts, topology.ranks_per_node)
         loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
-    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
-    across = mesh["worker"]
-    peers = across.get_group() if backend is None else _group(across.mesh.tolist(), backend)
-    return Place(loop, _at_once(peers), peers.size(), parts.get_group(), exchange)
-
-
-def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(ranks), backend=backend, use_local_synchronization=True, group_desc="co2_workers"
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _at_once(group: dist.ProcessGroup) -> AddUp:
-    """All-reduces of the backend's."""
-    return lambda buffer: dist.all_reduce(buffer, group=group, async_op=True)
+    return Place(loop, add_up, peers.size(), parts.get_group() if size > 1 else None, exchange)
 
 
 def _over_nodes(topology: Topology) -> AddUp:
@@ -134,58 +116,16 @@ def _over_nodes(topology: Topology) -> AddUp:
     return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
 
 
-class Flat:
-    """Parameters in their order, end to end, in float32; of sharded ones this rank's shards."""
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-        self.numel = sum(part.numel() for part in self._parts())
-
-    def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
-        parts = self._parts()
-        torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
-        return flat
-
-    def copy_from(self, flat: torch.Tensor, kept: float = 0.0) -> None:
-        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued.
-
-        Of what they were the share ``kept`` stays.
-        """
-        parts = self._parts()
-        if not kept:
-            torch._foreach_copy_(parts, views(flat, parts), non_blocking=True)
-            return
-        for part, view in zip(parts, views(flat, parts), strict=True):
-            part.lerp_(view.to(part.device, non_blocking=True), 1 - kept)
-
-    def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of the differences from ``flat`` (elements), a scalar.
-
-        Where ``flat`` is on the host, one parameter of it at a time is copied to the device.
-        """
-        parts = self._parts()
-        squares = [
-            (part - view.to(part.device, non_blocking=True)).square().sum()
-            for part, view in zip(parts, views(flat, parts), strict=True)
-        ]
-        return torch.stack(squares).sum()
-
-    def _parts(self) -> list[torch.Tensor]:
-        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
-        return [
-            (param.to_local() if isinstance(param, DTensor) else param).detach()
-            for param in self._params
-        ]
-
-
 _ITEM = torch.float32.itemsize
+#: Scalars that cross with a displacement: squares of its norm and of the first step's.
+_SCALARS = 2
 
 
 class Memory:
-    """Three flat float32 tensors of one rank: ``start``, ``momentum`` and ``snapshot``.
+    """Parameters end to end in three flat float32 tensors: ``start``, ``momentum``, ``snapshot``.
 
-    Who may touch what when, where they lie on the host of an accelerator:
+    Of sharded parameters they have this rank's shards; ``snapshot`` has scalars at its end. Who may
+    touch what when, where they lie on the host of an accelerator:
 
     - copies to and from parameters are queued on the computing stream, so that they come after the
       steps before them and before those after; nothing is queued on any other stream;
@@ -199,12 +139,17 @@ class Memory:
     all-reduce waits for what that has queued, and whoever waits orders it after the all-reduce.
     """
 
-    def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
-        """``numel`` elements each, and so many more at the snapshot's end."""
+    def __init__(
+        self, params: Sequence[nn.Parameter], place: OuterPlace, world: int, device: torch.device
+    ) -> None:
+        """``world``: ranks, each of which adds up as large a part of the snapshot."""
+        self._params = params
         #: Bytes of the host's memory that are taken, page-locked on CUDA; 0 on the device.
         self.host_bytes = 0
         self._device = device
-        sizes = [numel, numel, numel + scalars]
+        numel = sum(part.numel() for part in self.parts())
+        padding = -(numel + _SCALARS) % world
+        sizes = [numel, numel, numel + _SCALARS + padding]
         if place == "device":
             tensors = [torch.zeros(size, device=device) for size in sizes]
         else:
@@ -213,12 +158,49 @@ class Memory:
             self._arena = Arena(self.host_bytes, device)
             tensors = [self._arena.take(size * _ITEM).view(torch.float32) for size in sizes]
         self.start, self.momentum, self.snapshot = tensors
+        self.displacement, self.scalars, _ = self.snapshot.split([numel, _SCALARS, padding])
+        self.copy_to(self.start)
 
     def land(self) -> None:
         """Wait until the copies that are queued have been made, if the host is to see them."""
         if self.host_bytes and self._device.type != "cpu":
             backend: Any = torch.get_device_module(self._device)
             backend.current_stream().synchronize()
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
+        parts = self.parts()
+        torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
+
+    def restart(self, kept: float = 0.0) -> None:
+        """Copy ``start`` to the parameters; from the host's memory a copy is queued.
+
+        Of what they were the share ``kept`` stays.
+        """
+        if not kept:
+            parts = self.parts()
+            torch._foreach_copy_(parts, views(self.start, parts), non_blocking=True)
+            return
+        for part, value in self._from_start():
+            part.lerp_(value, 1 - kept)
+
+    def squared_distance(self) -> torch.Tensor:
+        """Sum of squares of the parameters' differences from ``start``, a scalar."""
+        return torch.stack([(p - value).square().sum() for p, value in self._from_start()]).sum()
+
+    def _from_start(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its start, which is copied to the device, one at a time."""
+        parts = self.parts()
+        for part, view in zip(parts, views(self.start, parts), strict=True):
+            yield part, view.to(part.device, non_blocking=True)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Each parameter, or shard, in place."""
+        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
+        return [
+            (param.to_local() if isinstance(param, DTensor) else param).detach()
+            for param in self._params
+        ]
 
 
 @dataclass(frozen=True)
@@ -292,10 +274,6 @@ class Rule:
         return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
 
 
-#: Scalars that cross with a displacement: squares of its norm and of the first step's.
-_SCALARS = 2
-
-
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
     """Parts of what is trained, so many: blocks are dealt out in turn; the smallest has the rest.
 
@@ -326,29 +304,22 @@ class Fragment:
         assert isinstance(settings, LocalSGDSettings)
         self._rule = Rule.of(settings)
         self._arrives = job.schedule.averages
-        streamed = settings if isinstance(settings, StreamingSettings) else None
-        self._overlap, self._kept = (streamed.overlap, streamed.kept) if streamed else (0, 0.0)
+        #: Steps of a later round until a mean arrives, and what stays of the parameters then.
+        self._overlap, self._kept = settings.interval, 0.0
+        if isinstance(settings, StreamingSettings):
+            self._overlap, self._kept = settings.overlap, settings.kept
         self._at = at
         self._elements = numel(params)
-        self._flat = Flat(params)
-        self._device = torch.device(job.topology.mesh.device_type)
-        sent = self._flat.numel + _SCALARS
-        more = _SCALARS + -sent % job.topology.world_size  # ranks add up equal parts
-        self._memory = Memory(settings.outer_on, self._flat.numel, more, self._device)
-        self._displacement = self._memory.snapshot[: self._flat.numel]
-        self._scalars = self._memory.snapshot[self._flat.numel : sent]
-        self._flat.copy_to(self._memory.start)
+        world, self._device = job.topology.world_size, torch.device(job.topology.mesh.device_type)
+        self.memory = Memory(params, settings.outer_on, world, self._device)
         #: Displacement by which all start the next round.
-        self._by = self._memory.momentum
-        #: The all-reduce of the snapshot, and whether that has a round's sum, or will have.
+        self._by = self.memory.momentum
+        #: The all-reduce of the snapshot, until its sum is taken.
         self._work: Pending | None = None
-        self._sent = False
-        #: Host memory of the outer state and the snapshot, if they lie there.
-        self.host_bytes = self._memory.host_bytes
         #: Steps since the last displacement was sent.
         self._done = done
         #: Squared norms of the last outer update, and of this round's first local step.
-        self._moved = torch.zeros((), device=self._memory.start.device)
+        self._moved = torch.zeros((), device=self.memory.start.device)
         self._first = torch.zeros((), device=self._device)
         #: Staleness gap, drift between workers and share clipped of each outer update.
         self.told: list[torch.Tensor] = []
@@ -358,60 +329,58 @@ class Fragment:
         """Exchange what is due after a local step with the learning rate ``rate``."""
         self._done += 1
         if self._done == 1 and self._rule.penalty != "none":
-            self._first = self._flat.squared_distance(self._memory.start)
-        if self._arrives == "streamed" and self._done == self._overlap and self._sent:
+            self._first = self.memory.squared_distance()
+        arrived = self._work is not None and self._done == self._overlap
+        if arrived:
             self._absorb(rate)
-            self._move(rate)
-            self._flat.copy_from(self._memory.start, self._kept)
-        if self._done == self._rule.interval:
-            self._done = 0
-            self._end_round(rate)
-
-    def _end_round(self, rate: float) -> None:
-        """Send this round's displacement; move on by it, or by that of the round before."""
-        arrives = self._arrives == "late" and self._sent
-        if arrives:
-            self._absorb(rate)
+            if self._arrives == "streamed":
+                self._move(rate)
+                self.memory.restart(self._kept)
+        if self._done < self._rule.interval:
+            return
+        self._done = 0
         self._send()
         if self._arrives == "waited":
             self._absorb(rate)
-        if arrives or self._arrives == "waited":
-            self._move(rate)
+        if self._arrives == "streamed":
+            return
         # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
         # has cached of the parameters is stale already, by the step that has just ended.
-        if self._arrives != "streamed":
-            self._flat.copy_from(self._memory.start)
+        if arrived or self._arrives == "waited":
+            self._move(rate)
+        self.memory.restart()
 
     def _move(self, rate: float) -> None:
-        moved, clipped = self._rule.move(self._memory.start, self._by, rate)
+        moved, clipped = self._rule.move(self.memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
         self.told[-1][2] = clipped / self._elements
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
-        displacement = self._displacement
-        self._flat.copy_to(displacement)
-        self._memory.land()
-        torch.sub(self._memory.start, displacement, out=displacement)
+        displacement = self.memory.displacement
+        self.memory.copy_to(displacement)
+        self.memory.land()
+        torch.sub(self.memory.start, displacement, out=displacement)
         first = self._first.to(displacement.device)
-        self._scalars.copy_(torch.stack((displacement.dot(displacement), first)))
-        assert self._work is None, "the last all-reduce has not been waited for"
-        self._work, self._sent = self._at.add_up(self._memory.snapshot), True
+        self.memory.scalars.copy_(torch.stack((displacement.dot(displacement), first)))
+        assert self._work is None, "the last sum has not been taken"
+        self._work = self._at.add_up(self.memory.snapshot)
 
     def _absorb(self, rate: float) -> None:
         """Take the mean that has arrived into the outer momentum."""
-        self._wait()
-        self._sent = False
-        self._memory.snapshot.div_(self._at.workers)
-        mean = self._displacement
-        known = self._over_parts(torch.cat((self._scalars, mean.dot(mean)[None])))
+        assert self._work is not None, "nothing has been sent"
+        self._work.wait()
+        self._work = None
+        self.memory.snapshot.div_(self._at.workers)
+        mean = self.memory.displacement
+        known = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
         each, first, together = known.unbind()
         gap = torch.ones_like(first)
         if self._arrives == "late":
             gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
         drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
         self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
-        self._by = self._rule.absorb(self._memory.momentum, mean, gap, rate)
+        self._by = self._rule.absorb(self.memory.momentum, mean, gap, rate)
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
@@ -424,23 +393,16 @@ class Fragment:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Have the parameters be what all workers start from, for as long as this lasts."""
-        own = self._flat.copy_to(torch.empty(self._flat.numel, device=self._device))
-        self._flat.copy_from(self._memory.start)
-        try:
+        with restored(self.memory.parts()):
+            self.memory.restart()
+            self.memory.land()
             yield
-        finally:
-            self._flat.copy_from(own)
-            self._memory.land()
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        self._wait()
-        self._memory.land()
-
-    def _wait(self) -> None:
         if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
+            self._work.wait()
+        self.memory.land()
 
 
 class LocalSteps(Trainable):
@@ -500,7 +462,7 @@ class LocalSteps(Trainable):
         ``clipped_fraction``: share of the outer momentum's elements that were clipped.
         ``outer_host_bytes``: host memory of the outer state and the snapshot, if they lie there.
         """
-        held = sum(fragment.host_bytes for fragment in self._fragments)
+        held = sum(fragment.memory.host_bytes for fragment in self._fragments)
         metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
         told = [update for fragment in self._fragments for update in fragment.told]
         if told:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from baselines.cyclic.routes import backward_slot, forward_slot, is_fresh
+from baselines.cyclic.routes import Cycle
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
-from baselines.part import views
+from baselines.part import restored, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
@@ -53,12 +53,14 @@ class Lane:
         self._ended: Future[torch.Tensor] = Future()
         self._thread.start()
 
-    def resume(self) -> None:
-        """Run until the function pauses or ends; raises what it raises."""
+    def resume(self) -> torch.Tensor | None:
+        """Run until the function pauses or ends; returns, or raises, what it does at its end."""
         self._go.release()
         self._back.acquire()
-        if self._ended.done():
-            self._ended.result()
+        if not self._ended.done():
+            return None
+        self._thread.join()
+        return self._ended.result()
 
     def pause(self) -> None:
         """Called within the function: have ``resume`` return, until the next one."""
@@ -66,11 +68,6 @@ class Lane:
         self._go.acquire()
         if self._closed:
             raise _Closed
-
-    def take(self) -> torch.Tensor:
-        """Return what the function has returned; it has ended."""
-        self._thread.join()
-        return self._ended.result()
 
     def close(self) -> None:
         """Give the function up, wherever it is."""
@@ -103,9 +100,6 @@ class SavedBytes:
     def counted(self) -> saved_tensors_hooks:
         """A context in which what operations keep is counted, until it is let go."""
         return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
-
-    def begin(self) -> None:
-        self.peak = self.now
 
     def use(self, tensor: torch.Tensor, more: int) -> None:
         """Count a use more of a tensor's memory, or one less."""
@@ -209,7 +203,7 @@ class Interleaved(Staged):
         runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
         super().__init__(model, job, 2 * crossing_bytes(trained_numel(model), job, 4), runs)
         model.to(job.topology.mesh.device_type)
-        self._rule = settings.rule
+        self._cycle = Cycle(settings.rule, job.accumulation, len(runs), twice=False)
         of_stages = parameters(model, job.blocks, runs)
         self._stages = [Editions(model, params, job) for params in of_stages]
         self._micro_batches = job.accumulation
@@ -258,34 +252,30 @@ class Interleaved(Staged):
 
     def _run_slot(self) -> None:
         """Let each micro-batch through one stage; forwards first, as if all were at once."""
-        self._saved.begin()
+        self._saved.peak = self._saved.now
         stages = len(self._stages)
         for flight in self._flights:
             phase = self._slot - flight.begin
             if phase < stages:
-                assert phase == forward_slot(0, phase)
                 with self._timed("forward"):
-                    self._forward(flight, ends=phase == stages - 1)
+                    self._forward(flight)
         for flight in self._flights:
             phase = self._slot - flight.begin
             if phase >= stages:
-                stage = 2 * stages - 1 - phase
-                assert phase == backward_slot(0, stage, stages)
-                self._backward(flight, stage)
+                self._backward(flight, 2 * stages - 1 - phase)
         self._slot += 1
         self._flights = [f for f in self._flights if self._slot - f.begin < 2 * stages]
 
-    def _forward(self, flight: _Flight, *, ends: bool) -> None:
+    def _forward(self, flight: _Flight) -> None:
         for index, stage in enumerate(self._stages):
             stage.install(self._version(flight.number, flight.step, index))
         before = self._saved.now
         self._running = flight
-        flight.lane.resume()
+        loss = flight.lane.resume()
         self._running = None
         flight.saved += self._saved.now - before
-        if ends:
-            loss = flight.lane.take()
-            flight.segments.end(loss / self._micro_batches)
+        if loss is not None:
+            flight.segments.loss = loss / self._micro_batches
             self._losses.append(loss.detach())
             self._together = flight.saved * self._micro_batches
 
@@ -306,7 +296,7 @@ class Interleaved(Staged):
                 self._update(flight.step, stage)
 
     def _version(self, number: int, step: int, stage: int) -> int:
-        return step - (not is_fresh(self._rule, number, stage, len(self._stages)))
+        return step - self._cycle.lag(number, stage)
 
     def _collect(self, flight: _Flight, stage: int) -> None:
         """Take the gradients of a stage's backward, which others' are not to be mixed with.
@@ -351,17 +341,9 @@ class Interleaved(Staged):
         """Return the mean loss of the parameters that micro-batches have next, their mean."""
         self.settle()  # which needs gradients
         newest = [stage.values(self._steps) for stage in self._stages]
-        own = [[values.clone() for values in each] for each in newest]
-        for index, stage in enumerate(self._stages):
-            late = [
-                self._version(number, self._steps, index) < self._steps
-                for number in range(self._micro_batches)
-            ]
-            share = sum(late) / len(late)
-            torch._foreach_lerp_(newest[index], stage.values(self._steps - 1), share)
-            stage.install(self._steps)
-        try:
+        with restored([*chain(*newest)]):
+            for index, stage in enumerate(self._stages):
+                before, stale = stage.values(self._steps - 1), self._cycle.stale(index)
+                torch._foreach_lerp_(newest[index], before, stale)
+                stage.install(self._steps)
             return super().evaluate(batch)
-        finally:
-            for values, before in zip(newest, own, strict=True):
-                torch._foreach_copy_(values, before)

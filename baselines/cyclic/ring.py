@@ -24,7 +24,7 @@ import torch.nn as nn
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
 from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
-from baselines.part import Part, split, take_gradients, views
+from baselines.part import Part, restored, split, take_gradients, views
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, make_optimizer, numel
 
@@ -60,15 +60,9 @@ class Owned:
     def __init__(self, stage: Stage, job: Job) -> None:
         #: All elements end to end, as messages have them.
         self.newest = stage.values()
-        self._passed_from = stage.kept.numel
         newest = zip(stage.params, views(self.newest, stage.params), strict=True)
         self._params = [nn.Parameter(view) for param, view in newest if param.requires_grad]
         self._optimizer = make_optimizer(self._params, job)
-
-    @property
-    def passed(self) -> torch.Tensor:
-        """The elements of what is let go between forward and backward."""
-        return self.newest[self._passed_from :]
 
     def update(self, gradients: torch.Tensor) -> None:
         """Step by the mean gradients of all ranks, end to end."""
@@ -244,8 +238,8 @@ class Executor(Staged):
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
                 stage = self._stages[index]
-                values = stage.values() if kind == "forward" else stage.passed.values().clone()
-                self._post.send(kind, index, values)
+                start = 0 if kind == "forward" else stage.kept.numel
+                self._post.send(kind, index, stage.values()[start:])
         self._post.step = 0
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -258,7 +252,7 @@ class Executor(Staged):
             loss = self.job.loss(self.model, batch)
             self._let_go(last)
         self._segments = None
-        segments.end(loss / self._cycle.ranks)
+        segments.loss = loss / self._cycle.ranks
         with self._timed("backward"):
             for index in range(last, -1, -1):
                 self._backward(index, segments)
@@ -281,7 +275,8 @@ class Executor(Staged):
         if owned := self._owned.get(index):
             if forward:
                 self._renew(index)
-            self._send(kind, index, (owned.newest if forward else owned.passed).clone())
+            start = 0 if forward else stage.kept.numel
+            self._send(kind, index, owned.newest[start:].clone())
         else:
             message = self._post.take(kind, index)
             self._send(kind, index, message)
@@ -350,31 +345,26 @@ class Executor(Staged):
         self.settle()
         for index in self._owned:
             self._renew(index)
-        # Values of stages that are not let go.
-        own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
-        for index, stage in enumerate(self._stages):
-            stage.fill(self._mean(index))
-        try:
-            return super().evaluate(batch)
-        finally:
+        parts = [part for stage in self._stages for part in (stage.kept, stage.passed)]
+        with restored([part.values() for part in parts if part.is_there]):
             for index, stage in enumerate(self._stages):
-                if index in own:
-                    stage.fill(own[index])
+                stage.fill(self._mean(index))
+            found = super().evaluate(batch)
+            for index in range(self._cycle.stages):
                 self._let_go(index)
+        return found
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.
 
         Its owner has the newest, and the first rank has received what those before the owner need.
         """
-        cycle = self._cycle
-        owner = cycle.owner(index)
+        owner = self._cycle.owner(index)
         newest = self._shared(owner, lambda: self._stages[index].values(), index)
-        stale = sum(cycle.lag(rank, index) for rank in range(cycle.ranks))
-        if stale in (0, cycle.ranks):
+        if (stale := self._cycle.stale(index)) in (0, 1):
             return newest
         before = self._shared(0, lambda: self._post.land("forward", index), index)
-        return torch.lerp(newest, before, stale / cycle.ranks)
+        return torch.lerp(newest, before, stale)
 
     def _shared(self, source: int, values: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
         """A rank's ``values``, on all."""

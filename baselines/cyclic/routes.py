@@ -123,6 +123,10 @@ class Cycle:
         """How many steps old the parameters are that a rank computes a stage with."""
         return 0 if is_fresh(self.rule, rank, stage, self.stages) else 1
 
+    def stale(self, stage: int) -> float:
+        """The share of ranks that compute a stage with parameters that are one step old."""
+        return sum(self.lag(rank, stage) for rank in range(self.ranks)) / self.ranks
+
     def route(self, stage: int) -> list[int]:
         """The ranks that a stage's new parameters pass, from the owner on."""
         owner = self.owner(stage)

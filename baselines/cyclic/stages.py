@@ -83,7 +83,8 @@ class Segments:
         #: By stage: where what came into it came from, and what it was computed with. An edge and
         #: not the tensor, whose memory would stay.
         self._cuts: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
-        self._loss: torch.Tensor | None = None
+        #: A scalar, which the last stage's backward begins with, and takes.
+        self.loss: torch.Tensor | None = None
 
     def cut(self, stage: int, given: Any) -> Any:
         """``given``, arguments of any structure, as the beginning of this stage's own graph."""
@@ -100,14 +101,10 @@ class Segments:
         self._cuts[stage] = cuts
         return begun
 
-    def end(self, loss: torch.Tensor) -> None:
-        """Take the scalar that the last stage's backward begins with."""
-        self._loss = loss
-
     def backward(self, stage: int) -> None:
         """Backward of one stage: the last one first, each once."""
-        if self._loss is not None:
-            loss, self._loss = self._loss, None
+        if self.loss is not None:
+            loss, self.loss = self.loss, None
             loss.backward()
             return
         cuts = self._cuts.pop(stage + 1)

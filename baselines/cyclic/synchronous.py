@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from baselines.cyclic.routes import is_fresh
 from baselines.cyclic.stages import chosen_runs, parameters
+from baselines.part import restored
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, replicated_bytes
+from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.exchange import wait_all
 
 
@@ -36,7 +37,6 @@ class Cyclic(DDP):
         stages = parameters(model, job.blocks, runs)
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
         super().__init__(replica, job, closed_form)
-        self._params = [param for params in stages for param in params]
         #: Late parameters, and their gradients of the last step: none before the first.
         self._late = [
             param
@@ -51,9 +51,10 @@ class Cyclic(DDP):
     def update(self) -> None:
         """Step, late parameters by their last gradients and with that step's learning rate."""
         # Copies: DDP reduces the next ones in the same memory.
-        coming = [_gradient(param).clone() for param in self._late]
-        for param, last in zip(self._late, self._put_off or coming, strict=True):
-            _gradient(param).copy_(last)
+        grads = [param.grad for param in self._late if param.grad is not None]  # DDP gives all one
+        coming = [grad.clone() for grad in grads]
+        for grad, last in zip(grads, self._put_off or coming, strict=True):
+            grad.copy_(last)
         super().update()
         if self._put_off is None:
             # Their own group, whose learning rates begin with their first step, the next one.
@@ -63,16 +64,8 @@ class Cyclic(DDP):
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return what is measured of the ranks' mean parameters, as its authors test."""
-        params = self._params
-        own = [param.detach().clone() for param in params]
-        wait_all([dist.all_reduce(param.data, async_op=True) for param in params])
-        torch._foreach_div_([param.data for param in params], self.job.topology.world_size)
-        try:
+        values = [param.data for param in trainable_parameters(self.model)]
+        with restored(values):
+            wait_all([dist.all_reduce(value, async_op=True) for value in values])
+            torch._foreach_div_(values, self.job.topology.world_size)
             return super().evaluate(batch)
-        finally:
-            torch._foreach_copy_([param.data for param in params], own)
-
-
-def _gradient(param: nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None, "DDP gives every trained parameter a gradient"
-    return param.grad

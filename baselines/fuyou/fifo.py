@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from baselines.fuyou.copies import Copies
 from baselines.fuyou.layout import Group, Layout, Unit
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.store import Store
+from baselines.fuyou.transfers import Copies
 
 
 @dataclass(eq=False)
@@ -40,22 +40,21 @@ class Fifo:
         self._layout = layout
         self._store = store
         self._copies = copies
-        largest = max((unit.compute_bytes for unit in layout.blocks), default=0)
-        groups = [group.computed.nbytes for group in layout.groups()]
-        staging = max(groups, default=0)
+        largest = max(unit.compute_bytes for unit in layout.blocks)
+        staging = max(group.computed.nbytes for group in layout.groups())
         self._slots = [
             _Slot(self._on_device(largest), dram.take(staging, "parameters on their way"))
             for _ in range(min(slots, len(layout.blocks)))
         ]
         self._root = self._on_device(layout.root.compute_bytes)
         #: Tensors that are kept of groups, on the device or in host memory, by their index.
-        self._kept = {group.index: part for group, part in _parts(layout.root, self._root)}
-        self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
+        self._kept: dict[int, torch.Tensor] = {}
+        self._threads = ThreadPoolExecutor(len(self._slots), "fuyou-fifo")
         #: Blocks that will be needed, and the one that is computed.
         self._order: deque[int] = deque()
         self._computed: int | None = None
-        self._cached: dict[int, torch.Tensor] = {}
-        self._load(layout.root, self._root, self._slots[0].staging, None)
+        self._load(layout.root, self._root, self._slots[0].staging, ())
+        self._kept |= {group.index: part for group, part in _parts(layout.root, self._root)}
         _point(layout.root, self._root, layout.dtype)
 
     @property
@@ -68,15 +67,14 @@ class Fifo:
         The first ones: forward waits for them, their update is written last, and the last ones'
         slots hold them from forward to backward in any case.
         """
-        for block, unit in enumerate(self._layout.blocks):
+        for count, unit in enumerate(self._layout.blocks):
             kept = dram.try_take(unit.compute_bytes, spare)
             if kept is None:
-                break
+                return count
             for group, part in _parts(unit, kept):
                 self._store.read_segment(group, group.computed, part).result()
                 self._kept[group.index] = part
-            self._cached[block] = kept
-        return len(self._cached)
+        return len(self._layout.blocks)
 
     def renew(self, group: Group, buffer: torch.Tensor) -> None:
         """Take an update of a group into what is kept of it."""
@@ -134,27 +132,22 @@ class Fifo:
             if self._holding(block) is None:
                 slot = free.pop()
                 slot.block = block
-                unit = self._layout.blocks[block]
-                kept = self._cached.get(block)
-                slot.filled = self._threads.submit(
-                    self._load, unit, slot.memory, slot.staging, kept, slot.unused
-                )
+                given = self._layout.blocks[block], slot.memory, slot.staging, slot.unused
+                slot.filled = self._threads.submit(self._load, *given)
 
     def _load(
         self,
         unit: Unit,
         memory: torch.Tensor,
         staging: torch.Tensor,
-        kept: torch.Tensor | None,
-        unused: Iterable[Any] = (),
+        unused: Sequence[Any],
     ) -> None:
-        if kept is not None:
-            self._copies.load(memory[: unit.compute_bytes], kept, list(unused))
-            return
         for group, part in _parts(unit, memory):
-            through = staging[: part.numel()]
-            self._store.read_segment(group, group.computed, through).result()
-            self._copies.load(part, through, list(unused))
+            source = self._kept.get(group.index)
+            if source is None:
+                source = staging[: part.numel()]
+                self._store.read_segment(group, group.computed, source).result()
+            self._copies.load(part, source, unused)
 
     def _holding(self, block: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.block == block), None)
@@ -165,7 +158,7 @@ class Fifo:
 
 def _parts(unit: Unit, memory: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
     sizes = [group.computed.nbytes for group in unit.groups]
-    parts = memory[: unit.compute_bytes].split(sizes) if sizes else ()
+    parts = memory[: unit.compute_bytes].split(sizes)
     return list(zip(unit.groups, parts, strict=True))
 
 

@@ -105,7 +105,7 @@ class Layout:
 
     dtype: torch.dtype
     root: Unit
-    blocks: list[Unit] = field(default_factory=list)
+    blocks: list[Unit]
     #: Where gradients lie that are put aside, one after the other, by group; and all their bytes.
     gradients: dict[int, int] = field(default_factory=dict)
     aside_bytes: int = 0
@@ -173,9 +173,8 @@ def laid_out(
 
     root, in_one = split([*model.parameters()], blocks)
     inside = {id(param) for param in in_one}
-    made = Layout(dtype, unit(root))
-    for block in blocks:
-        made.blocks.append(unit([p for p in block.parameters() if id(p) in inside]))
+    own = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
+    made = Layout(dtype, unit(root), [unit(params) for params in own])
     for each in made.groups():
         if aside and each.trained:
             made.gradients[each.index] = made.aside_bytes

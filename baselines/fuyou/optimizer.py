@@ -21,12 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
-import torch.nn as nn
 
-from baselines import optimizers
 from baselines.fuyou.layout import FLOAT, Group, cast
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.store import Store
+from baselines.optimizers import AdamW
+from baselines.part import step_adamw
 from baselines.settings import Update
 
 
@@ -112,36 +112,16 @@ BUFFERS: dict[Update, int] = {"after": 2, "overlapped": 2, "delayed": 3}
 class Adam:
     """PyTorch's fused AdamW over memory that it is given: as in memory, parameter by parameter."""
 
-    def __init__(
-        self, groups: Sequence[Group], chosen: optimizers.AdamW, learning_rate: float
-    ) -> None:
-        self._optimizers = {
-            group.index: optimizers.make(
-                chosen,
-                [nn.Parameter(torch.empty(0)) for _ in group.params],
-                learning_rate,
-                fused=True,
-            )
-            for group in groups
-        }
+    def __init__(self, chosen: AdamW, learning_rate: float) -> None:
+        self._chosen = chosen
+        self._learning_rate = learning_rate
         self.seconds = 0.0
 
     def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
         """Step a group in its buffer, of which ``done`` steps are done."""
         begin = time.perf_counter()
-        optimizer = self._optimizers[group.index]
-        (options,) = optimizer.param_groups
-        options["steps_done"] = done
-        gradients = group.views(gradient, torch.float32)
-        views = zip(options["params"], gradients, *group.states(buffer), strict=True)
-        for param, grad, master, first, second in views:
-            param.data, param.grad = master, grad
-            step = torch.tensor(float(done))
-            optimizer.state[param] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-        optimizer.step()
-        for param in options["params"]:
-            param.data, param.grad = torch.empty(0), None
-        optimizer.state.clear()
+        grads, states = group.views(gradient, torch.float32), group.states(buffer)
+        step_adamw(self._chosen, self._learning_rate, done, grads, states, fused=True)
         cast(group, buffer)
         self.seconds += time.perf_counter() - begin
 
@@ -179,9 +159,8 @@ class Updates:
         #: The optimizer's thread alone has these two while there is anything for it to do.
         self._writing: list[Future[None]] = []
         self._put_aside: list[Group] = []
-        #: The last step's record, and whether somebody was told that it failed.
+        #: The last step's record.
         self._recorded: Future[None] | None = None
-        self._told = False
         self._broken: BaseException | None = None
 
     def begin(self) -> None:
@@ -227,22 +206,8 @@ class Updates:
 
     def flush(self) -> None:
         """Wait until the last step counts. Raises what went wrong."""
-        try:
-            if self._recorded is not None:
-                self._recorded.result()
-        except Exception:
-            self._told = True
-            raise
-
-    def leave(self) -> None:
-        """Warn, as soon as that is known, if the last step does not count and nobody was told."""
         if self._recorded is not None:
-            self._recorded.add_done_callback(self._warn)
-
-    def _warn(self, recorded: Future[None]) -> None:
-        error = recorded.exception()
-        if error is not None and not self._told:
-            warnings.warn(f"the last step does not count: {error}", stacklevel=2)
+            self._recorded.result()
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
@@ -314,9 +279,13 @@ class Updates:
             self.ring.give_back(buffer)
 
     def _record(self, writing: Sequence[Future[None]], step: int) -> None:
-        for write in writing:
-            write.result()
-        self._store.commit(step)
+        try:
+            for write in writing:
+                write.result()
+            self._store.commit(step)
+        except BaseException as error:  # nobody may come to be told
+            warnings.warn(f"the last step does not count: {error}", stacklevel=2)
+            raise
 
     def _written(self) -> None:
         """Wait for the writes so far. Raises what went wrong in one."""

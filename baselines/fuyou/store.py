@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from baselines.fuyou.disk import Disk
 from baselines.fuyou.layout import Group, Layout, Segment, cast
+from baselines.fuyou.transfers import Disk
 from fcdp.generations import Generations, Region
 
 

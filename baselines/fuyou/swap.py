@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 
-from baselines.fuyou.copies import Copies
-from baselines.fuyou.cost import Item
-from baselines.fuyou.disk import Disk
 from baselines.fuyou.memory import Dram
+from baselines.fuyou.transfers import Copies, Disk
 from fcdp.arena import aligned
 from fcdp.direct_io import open_alone, reserve
 
@@ -52,9 +50,8 @@ class Swapper:
         self._path = folder / ACTIVATIONS
         self._file = open_alone(self._path, "ssd")
         os.unlink(self._path)
-        self._end = 0
-        #: Place on SSD and room there, by name: as the step before had it.
-        self._places: dict[Name, tuple[int, int]] = {}
+        #: Where the next one's place on SSD is, and how far there is room.
+        self._end = self._reserved = 0
         self._kept: dict[Name, _Kept] = {}
         self._writing: list[_Kept] = []
         self._largest = 0
@@ -64,15 +61,10 @@ class Swapper:
         #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
 
-    @property
-    def spare(self) -> int:
-        """Bytes of host memory that what goes to SSD passes through."""
+    def spare(self, sizes: Iterable[float]) -> int:
+        """Bytes of host memory that what goes to SSD passes through, if these sizes do too."""
+        self._largest = max([self._largest, *map(int, sizes)])
         return _PASSING * aligned(self._largest)
-
-    def spare_for(self, items: Iterable[Item]) -> int:
-        """The same, once these are kept too."""
-        self._largest = max([self._largest, *(int(item.nbytes) for item in items)])
-        return self.spare
 
     def take_counts(self) -> dict[str, int]:
         """Bytes that were kept since the last call, by where."""
@@ -83,17 +75,15 @@ class Swapper:
         assert name not in self._kept
         self._reap()
         tensor = tensor.detach()
-        self._largest = max(self._largest, tensor.nbytes)
         kept, size = _Kept(tensor.shape, tensor.dtype, tensor.nbytes), aligned(tensor.nbytes)
+        spare = self.spare([kept.nbytes])
         if self._held + size <= self.limit:
-            kept.memory = self._dram.try_take(kept.nbytes, self.spare)
+            kept.memory = self._dram.try_take(kept.nbytes, spare)
         if kept.memory is None:
             kept.memory = self._room_to_pass(size)
-            kept.place, room = self._places.get(name, (0, 0))
-            if room < size:
-                reserve(self._file, self._end, self._end + size, self._path, "ssd")
-                kept.place, self._end = self._end, self._end + size
-                self._places[name] = (kept.place, size)
+            kept.place, self._end = self._end, self._end + size
+            reserve(self._file, self._reserved, self._end, self._path, "ssd")
+            self._reserved = max(self._reserved, self._end)
         landed = self._copies.out([self._view(kept)], [tensor])
         if kept.place is None:
             self._held += size
@@ -123,9 +113,9 @@ class Swapper:
     def get(self, name: Name) -> torch.Tensor:
         """The tensor that was kept, on the device."""
         kept = self._kept.pop(name)
+        if kept.memory is None:
+            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
         with self._copies.waiting():
-            if kept.memory is None:
-                self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
             if kept.read is not None:
                 kept.read.result()
             elif kept.written is not None and kept in self._writing:
@@ -148,6 +138,7 @@ class Swapper:
                 self._give_back(kept)
         self._kept.clear()
         self._writing.clear()
+        self._end = 0
 
     def _give_back(self, kept: _Kept) -> None:
         assert kept.memory is not None

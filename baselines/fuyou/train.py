@@ -27,15 +27,14 @@ import torch.nn as nn
 
 from baselines.fuyou import cost, memory
 from baselines.fuyou.blocks import Profile, Recomputed
-from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Rates, Work
-from baselines.fuyou.disk import WAYS, Disk, Limited, Way
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.store import Store
 from baselines.fuyou.swap import Swapper
+from baselines.fuyou.transfers import WAYS, Copies, Disk, Limited, Way
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
 from baselines.strategy import Job, Trainable
@@ -191,7 +190,7 @@ class Fuyou(Trainable):
         slots = settings.blocks_on_device
         self._fifo = Fifo(self._layout, self._store, self._dram, self._copies, slots)
         groups = self._layout.backward_order()
-        self._adam = Adam(groups, job.optimizer, job.learning_rate)
+        self._adam = Adam(job.optimizer, job.learning_rate)
         self._updates = Updates(
             settings.update,
             self._store,
@@ -201,7 +200,6 @@ class Fuyou(Trainable):
             self._fifo.renew,
             sums=job.accumulation > 1,
         )
-        weakref.finalize(self, self._updates.leave)  # of who forgets ``close``
         self._check_device()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
         self._recomputed = Recomputed(
@@ -407,7 +405,7 @@ class Fuyou(Trainable):
     def _choose(self, observed: Observed) -> None:
         """Choose what later steps keep, and what parameters host memory has room for then."""
         profile, settings = self._recomputed.profile, self._settings
-        spare = self._swapper.spare_for(profile.items.values())
+        spare = self._swapper.spare(item.nbytes for item in profile.items.values())
         buffers = self._deepen(spare)
         room = max(0, self._dram.free - spare)
         work = observed.work(self._layout, profile, settings)

@@ -28,7 +28,8 @@ class _Slot:
     """A layer that a pass needs, on its way or here."""
 
     unit: int
-    missing: int
+    #: Those that have not landed.
+    chunks: deque[Chunk]
 
 
 class Port(wire.Role):
@@ -55,9 +56,7 @@ class Port(wire.Role):
         #: Answers of the server to questions that are asked once, by kind.
         self._answers: dict[wire.Kind, wire.Message] = {}
         self._slots: deque[_Slot] = deque()
-        #: Chunks of the slots in their order, those that have come and may not land yet, and how
-        #: many have landed.
-        self._expected: deque[tuple[_Slot, Chunk]] = deque()
+        #: Chunks that have come and may not land yet, and how many have landed.
         self._waiting: deque[wire.Message] = deque()
         self._landed = 0
         #: Chunks that were pushed and are not in the server's files.
@@ -82,9 +81,7 @@ class Port(wire.Role):
         """Have a pass's layers sent, one after another, as they are after ``step``."""
         with self._changed:
             for unit, chunks in self._plan.stream(order, frozen):
-                slot = _Slot(unit, len(chunks))
-                self._slots.append(slot)
-                self._expected.extend((slot, chunk) for chunk in chunks)
+                self._slots.append(_Slot(unit, deque(chunks)))
         self._outbox.put(wire.Message(wire.Kind.BEGIN, step, unit=order, extra=frozen))
 
     def pull(self, unit: int) -> None:
@@ -95,7 +92,7 @@ class Port(wire.Role):
                 f"model: block {unit} is used where {slot.unit} is next (0: what is outside of the "
                 "blocks); allowed is what is outside, each block once in its order, and the head"
             )
-        self._until(lambda: not slot.missing)
+        self._until(lambda: not slot.chunks)
 
     def release(self) -> None:
         """Let the layer go that was pulled, so that the one after the next may come."""
@@ -114,8 +111,10 @@ class Port(wire.Role):
     def wait(self, step: int) -> None:
         """Wait until all of a step is in the server's files, and until nothing more is sent."""
         self._until(lambda: self._committed >= step)
-        self._until(lambda: not any(slot.missing for slot in [*self._slots][:LAYERS]))
-        self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
+        self._until(lambda: not any(slot.chunks for slot in [*self._slots][:LAYERS]))
+        self._until(
+            lambda: len(self._waiting) >= min(WINDOW, sum(len(s.chunks) for s in self._slots))
+        )
 
     def counts(self) -> dict[str, int]:
         self._outbox.put(wire.Message(wire.Kind.COUNT))
@@ -190,17 +189,17 @@ class Port(wire.Role):
         while self._waiting:
             message = self._waiting[0]
             with self._changed:
-                slot, chunk = self._expected[0]
+                slot = next(slot for slot in self._slots if slot.chunks)
                 if slot not in [*self._slots][:LAYERS]:
                     return
+            chunk = slot.chunks[0]
             if (message.unit, message.chunk) != (chunk.unit, chunk.index):
                 raise wire.Malformed("parameters of another layer than the one that is next")
             self._land(chunk, message.payload)
             self._waiting.popleft()
             self._landed += 1
             with self._changed:
-                self._expected.popleft()
-                slot.missing -= 1
+                slot.chunks.popleft()
                 self._changed.notify_all()
             taken = wire.Message(wire.Kind.TAKEN, unit=self._rank, extra=self._landed)
             wire.send(self._connection.socket, taken)

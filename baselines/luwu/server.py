@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 from baselines.links import interface_bytes
 from baselines.luwu import WINDOW, wire
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-
-_BETA1, _EPSILON = 0.9, 1e-8
+from baselines.part import step_adamw
 
 
 @dataclass(eq=False)
@@ -101,28 +99,14 @@ class Pipeline:
         self._files.read_states(item.chunk, item.step, item.buffer)
 
     def _adam(self, item: Item) -> None:
-        """Step the master by the mean gradients: PyTorch's AdamW."""
+        """Step the master by the mean gradients."""
         plan = self._plan
         gradients = wire.tensor(item.gradients, plan.type).float()
         item.gradients = None
         gradients /= plan.workers
-        master, first, second = item.buffer.states(item.chunk.numel)
-        adamw(
-            [master],
-            [gradients],
-            [first],
-            [second],
-            [],
-            [torch.tensor(float(item.step))],
-            foreach=True,
-            amsgrad=False,
-            beta1=_BETA1,
-            beta2=plan.optimizer.beta2,
-            lr=plan.learning_rate * plan.optimizer.rate(item.step),
-            weight_decay=plan.optimizer.weight_decay,
-            eps=_EPSILON,
-            maximize=False,
-        )
+        states = [[state] for state in item.buffer.states(item.chunk.numel)]
+        chosen, rate = plan.optimizer, plan.learning_rate
+        step_adamw(chosen, rate, item.step, [gradients], states, fused=False)
 
     def _cast(self, item: Item) -> None:
         """Round the master to what workers compute with."""

@@ -24,12 +24,12 @@ import torch.nn as nn
 from baselines.links import interface_bytes
 from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.port import Port
-from baselines.luwu.wire import Keys
+from baselines.luwu.wire import Keys, tensor
 from baselines.optimizers import AdamW
 from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job, Trainable, trained_numel
-from fcdp.arena import Arena, aligned
+from fcdp.arena import Arena
 
 
 def build(model: nn.Module, job: Job) -> LuWu:
@@ -56,19 +56,25 @@ class _Layer:
             frozen=tuple(_described(self.frozen, names)),
         )
         #: Trained parameters whose gradients of this step are not there yet.
-        self.missing = len(self.trained)
+        self.missing = 0
         #: Frozen parameters that were pulled once, in host memory.
         self.kept: torch.Tensor | None = None
 
-    def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Have the parameters in memory of their own, in what is computed in, and let it go."""
+    def move(self, device: torch.device, dtype: torch.dtype, *, keeps: bool) -> None:
+        """Have the parameters in memory of their own, in what is computed in, and let it go.
+
+        ``keeps``: with host memory for the frozen ones.
+        """
         self.parts = [Part(self.trained, device, dtype), Part(self.frozen, device, dtype)]
+        if keeps and self.frozen:
+            self._arena = Arena(self.parts[1].numel * dtype.itemsize, device)
+            self.kept = self._arena.memory.view(dtype)  # page-locked while the arena lives
         self.free()
 
     def land(self, chunk: Chunk, payload: Any) -> None:
         """Take a chunk to its place; the first one finds the memory."""
         part = self.parts[0 if chunk.trained else 1]
-        values = torch.frombuffer(bytearray(payload), dtype=part.dtype)
+        values = tensor(payload, part.dtype)
         if not chunk.trained and self.kept is not None:
             self.kept[chunk.begin : chunk.end] = values
             return
@@ -124,24 +130,16 @@ class LuWu(Trainable):
         self._port.wait(self.steps_done)
         self._cached = settings.cached
         device = torch.device(topology.mesh.device_type)
-        if self._cached:
-            sizes = [unit.numel(trained=False) * job.dtype.itemsize for unit in plan.units]
-            arena = Arena(sum(map(aligned, sizes)), device)
-            for layer, nbytes in zip(self._layers, sizes, strict=True):
-                if nbytes:
-                    layer.kept = arena.take(nbytes).view(job.dtype)
         for layer in self._layers:
-            layer.move(device, job.dtype)
+            layer.move(device, job.dtype, keeps=self._cached)
         model.to(device)
         self._hook(model, job.blocks)
         #: The layer that is there, and whether a step is under way and in backward.
         self._held: int | None = None
         self._training = self._backward = False
-        #: Whether this pass has come to the blocks, which blocks backward has not come to, and
-        #: whose gradients are not pushed.
+        #: Whether this pass has come to the blocks, and which blocks backward has not come to.
         self._among_blocks = False
         self._left: list[int] = []
-        self._unpushed: set[int] = set()
         self._counted: dict[str, float] = {}
         self._steps_counted = self.steps_done
         self._begin(Pass.FORWARD, first=True)
@@ -150,9 +148,9 @@ class LuWu(Trainable):
         """Push the gradients of one micro-batch; the server steps. Returns the loss."""
         (batch,) = micro_batches
         self._training = True
-        blocks = range(1, len(self._layers))
-        self._left = [*reversed(blocks)]
-        self._unpushed = {i for i, layer in enumerate(self._layers) if layer.trained}
+        self._left = [*reversed(range(1, len(self._layers)))]
+        for layer in self._layers:
+            layer.missing = len(layer.trained)
         with self._timed("forward"):
             loss = self.job.loss(self.model, batch)
         self._backward = True
@@ -250,9 +248,9 @@ class LuWu(Trainable):
     def _after_block(self, unit: int, _module: nn.Module, _given: object, output: Any) -> None:
         if not self._training or self._backward:
             return
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._enter(unit))
+        for each in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(lambda _: self._enter(unit))
 
     def _enter(self, unit: int) -> None:
         """Have a layer here, and let the one before go."""
@@ -281,14 +279,12 @@ class LuWu(Trainable):
         """Take and push what the loss did not depend on, lest the order of layers change."""
         for unit in [*self._left]:
             self._enter(unit)
-        for unit in sorted(self._unpushed, reverse=True):
-            self._push(unit)
+        for unit in reversed(range(len(self._layers))):
+            if self._layers[unit].missing:
+                self._push(unit)
 
     def _push(self, unit: int) -> None:
-        self._unpushed.remove(unit)
-        layer = self._layers[unit]
-        layer.missing = len(layer.trained)
-        self._port.push(self.steps_done, unit, take_gradients(layer.trained))
+        self._port.push(self.steps_done, unit, take_gradients(self._layers[unit].trained))
 
 
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import time
 from collections import deque
@@ -142,12 +143,9 @@ class Keys:
     @classmethod
     def of(cls, secret: str) -> Keys:
         """Derive the keys from the run's secret. Raises ``ValueError`` for what is none."""
-        try:
-            raw = bytes.fromhex(secret)
-        except ValueError:
-            raw = b""
-        if len(raw) != _SECRET_BYTES:
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", secret):
             raise ValueError(f"{SECRET}: allowed are {2 * _SECRET_BYTES} hexadecimal digits")
+        raw = bytes.fromhex(secret)
         return cls(_pair(raw, b"listener"), _pair(raw, b"peer"))
 
     @classmethod
@@ -162,7 +160,25 @@ def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(own), own
 
 
-class Listener:
+class _End:
+    """A socket with bounds, in a context of its own."""
+
+    def __init__(self, kind: int, senders: int = 1) -> None:
+        """``senders``: so many, each with a window of its own, may speak through it."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.maxmsgsize = LARGEST_FRAME
+        self.socket.sndhwm = self.socket.rcvhwm = _HIGH_WATER + (senders - 1) * WINDOW
+        self.socket.handshake_ivl = _HANDSHAKE_MS
+        self.socket.linger = _LINGER_MS
+
+    def close(self) -> None:
+        """Send what is left, for a second at most."""
+        self.socket.close()
+        self.context.term()
+
+
+class Listener(_End):
     """A socket that listens on one address, to peers with the run's key alone."""
 
     def __init__(self, keys: Keys, address: str) -> None:
@@ -170,12 +186,11 @@ class Listener:
 
         Raises ``OSError`` if nobody can listen there.
         """
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        super().__init__(zmq.ROUTER)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         runs_peers = SimpleNamespace(callback=lambda _domain, key: key == keys.peer[0])
         self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=runs_peers)
-        self.socket = _bounded(self.context.socket(zmq.ROUTER))
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.listener
         self.socket.zap_domain = _DOMAIN.encode()
@@ -191,28 +206,19 @@ class Listener:
         self.address = endpoint.removeprefix("tcp://").rstrip("\0")
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
-        self.socket.close()
         self._authenticator.stop()
-        self.context.term()
+        super().close()
 
 
-class Connection:
+class Connection(_End):
     """A socket that is connected to a listener, under a name."""
 
     def __init__(self, keys: Keys, address: str, name: str, senders: int = 1) -> None:
-        """``senders``: so many, each with a window of its own, may speak through it."""
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = _bounded(self.context.socket(zmq.DEALER), senders)
+        super().__init__(zmq.DEALER, senders)
         self.socket.identity = name.encode()
         self.socket.curve_serverkey = keys.listener[0]
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.peer
         self.socket.connect(f"tcp://{address}")
-
-    def close(self) -> None:
-        """Send what is left, for a second at most."""
-        self.socket.close()
-        self.context.term()
 
 
 def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -> None:
@@ -224,14 +230,6 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
         # The switch alone connects to the server.
         who = name or ("server" if socket.identity == SWITCH.encode() else "switch")
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
-
-
-def _bounded(socket: zmq.Socket[bytes], senders: int = 1) -> zmq.Socket[bytes]:
-    socket.maxmsgsize = LARGEST_FRAME
-    socket.sndhwm = socket.rcvhwm = _HIGH_WATER + (senders - 1) * WINDOW
-    socket.handshake_ivl = _HANDSHAKE_MS
-    socket.linger = _LINGER_MS
-    return socket
 
 
 class Inbox:
@@ -321,19 +319,22 @@ class Host(Role):
         super().__init__(self._guests, patience_s)
         self._listener = listener
         self._socket = listener.socket
-        #: Guests that have come and not gone, those that are gone, and of them those that said so.
-        self._here: set[str] = set()
-        self._gone: set[str] = set()
+        #: Guests that are gone and said so.
         self._left: set[str] = set()
+
+    @property
+    def _here(self) -> list[str]:
+        """Guests that have come and are not gone."""
+        return sorted(name for name in self._guests if self._heard.get(name) is not None)
 
     def say(self, name: str, message: Message) -> None:
         """Send to a guest, if it is here; its last words may wait unread when it is gone."""
-        if name not in self._here:
+        if self._heard.get(name) is None:
             return
         try:
             send(self._socket, message, name)
         except Lost:
-            self._part_from(name)  # which is answered nothing
+            del self._heard[name]  # which is answered nothing
             while self._socket.poll(0):
                 self._hear_guest()
             if name not in self._left:
@@ -341,7 +342,7 @@ class Host(Role):
 
     def abort(self, why: str) -> None:
         """Tell the guests that are here why the run ends."""
-        for name in sorted(self._here):
+        for name in self._here:
             with suppress(Lost):
                 send(self._socket, Message(Kind.ABORT, payload=why.encode()), name)
 
@@ -350,8 +351,6 @@ class Host(Role):
         who = name.decode(errors="replace")
         if who not in self._guests:
             return  # has the run's key, and no business here
-        if who not in self._gone:
-            self._here.add(who)
         self._note(who)
         self._handle(who, frames)
 
@@ -360,10 +359,5 @@ class Host(Role):
 
     def _let_leave(self, name: str) -> None:
         """Expect nothing more of a guest, which has said goodbye."""
-        self._part_from(name)
         self._left.add(name)
         self._heard.pop(name, None)
-
-    def _part_from(self, name: str) -> None:
-        self._here.discard(name)
-        self._gone.add(name)

@@ -41,10 +41,7 @@ class _NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        own = output_tensor.view(group.size(), -1)[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
-        works = exchange.all_gather([output_tensor], group)
+        works = exchange.all_gather([output_tensor], group, [input_tensor])
         # On the CPU FSDP2 waits for it where it needs the parameters.
         return Gathering(iter([works]), self._failures, self._forget) if works else None
 

@@ -45,10 +45,7 @@ def test_a_process_with_its_variables_imports_it(
     monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
     variables = pins.variables("paper")
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(environment), "/somewhere/else"]
+    # Operators of one version are not the other's.
+    assert Path(variables["TORCH_EXTENSIONS_DIR"]).is_relative_to(f"{sys.prefix}-paper")
     program = "import deepspeed; print(deepspeed.__version__)"
     assert programs.printed(sys.executable, "-c", program, **variables) == "0.16.2\n"
-
-
-def test_operators_of_one_version_are_not_the_others(environment: Path) -> None:
-    folder = Path(pins.variables("paper")["TORCH_EXTENSIONS_DIR"])
-    assert folder.is_relative_to(f"{sys.prefix}-paper")

@@ -16,20 +16,19 @@ from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
 
 
-def test_names_are_given_once() -> None:
+def test_names_are_given_once_and_others_are_refused_with_what_there_is() -> None:
     assert len(set(registry.STRATEGY_NAMES)) == len(registry.STRATEGIES)
-
-
-def test_an_unknown_strategy_is_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match="strategy = 'zero4': allowed are deepspeed-zero3, "):
         registry.find("zero4")
 
 
-def test_what_needs_cuda_says_which_operator_where_there_is_none() -> None:
+def test_what_needs_cuda_or_has_one_pin_says_so() -> None:
     entry = registry.find("deepspeed-qwz")
     assert entry.why_not(cuda=True) is None
     assert "operator quantizer" in str(entry.why_not(cuda=False))
     assert registry.find("fcdp").why_not(cuda=False) is None
+    reason = registry.find("fsdp2").why_not(cuda=True, deepspeed="paper")
+    assert reason == "fsdp2 does not use DeepSpeed, so it has one pin only"
 
 
 @pytest.mark.parametrize("pin", pins.PINS)
@@ -49,11 +48,6 @@ def test_what_a_pin_cannot_do_names_its_version(monkeypatch: pytest.MonkeyPatch)
         for pin in pins.PINS:
             reason = registry.find(name).why_not(cuda=False, deepspeed=pin)
             assert str(reason).startswith(f"DeepSpeed {pins.version(pin)} ")
-
-
-def test_only_deepspeeds_strategies_have_two_pins() -> None:
-    reason = registry.find("fsdp2").why_not(cuda=True, deepspeed="paper")
-    assert reason == "fsdp2 does not use DeepSpeed, so it has one pin only"
 
 
 def test_a_missing_header_is_named_with_its_package(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from baselines import registry
-from tests.baselines.training import Settings, Tuning, made, train
+from tests.baselines.training import Settings, Tuning, made
+from tests.baselines.training import step as step_of
 from tests.ranks import Pools
 
 #: Relative, of each step's loss.
@@ -32,7 +33,7 @@ def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = T
             evaluated = trainable.evaluate(held_out)
             assert not evaluated.requires_grad
             of_held_out = evaluated.item()
-        found.append(trainable.step([next(batches) for _ in range(accumulation)]).item())
+        found.append(step_of(trainable, batches))
     return [*found, of_held_out]
 
 
@@ -92,7 +93,8 @@ def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strateg
 
 def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
     """Of training on this rank; the bytes that it holds of what is frozen."""
-    model, losses = train(strategy, settings, steps=4)
-    frozen = [param for param in model.parameters() if not param.requires_grad]
+    trainable, batches = made(strategy, settings)
+    losses = [step_of(trainable, batches) for _ in range(4)]
+    frozen = [param for param in trainable.model.parameters() if not param.requires_grad]
     held = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
     return losses, sum(part.nbytes for part in held)

@@ -1,6 +1,6 @@
 """A real model, small, under any strategy: what the tests of all strategies train."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,34 +37,33 @@ class Settings:
     chosen: StrategySettings = field(default_factory=StrategySettings)
 
 
-def train(strategy: str, settings: Settings, steps: int) -> tuple[nn.Module, list[float]]:
-    """The trained model, and this rank's loss of each step."""
-    model, trainable, batches = _made(strategy, settings)
-    losses = [_step(trainable, batches, settings.accumulation) for _ in range(steps)]
-    return model, losses
+def built(
+    family: Family, tuning: Tuning = "full", layers: int = 2, width: int = 32
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """A model, the same on all ranks, and its blocks."""
+    spec = model_spec(family, layers=layers, width=width, heads=2)
+    own = {"model": spec, "tuning": tuning, "sequence_length": SEQUENCE_LENGTH}
+    return models.build(cell("fsdp2", **own))
+
+
+def batches_of(rank: int = 0) -> Iterator[torch.Tensor]:
+    """Endless micro-batches of two sequences."""
+    return workloads.micro_batches(
+        workloads.corpus(), rank=rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
+    )
 
 
 def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.Tensor]]:
     """What is to be trained on this rank, and its micro-batches."""
-    _, trainable, batches = _made(strategy, settings)
-    return trainable, batches
-
-
-def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iterator[torch.Tensor]]:
-    spec = model_spec(settings.family, layers=2, width=32, heads=2)
-    model, blocks = models.build(
-        cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
-    )
+    model, blocks = built(settings.family, settings.tuning)
     if settings.frozen is not None:
         models.hold_frozen(model, settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     own = {"accumulation": settings.accumulation, "settings": settings.chosen}
     trainable = load(strategy)(model, job(topology, blocks, dtype=settings.dtype, **own))
-    batches = workloads.micro_batches(
-        workloads.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
-    )
-    return model, trainable, batches
+    return trainable, batches_of(topology.rank)
 
 
-def _step(trainable: Trainable, batches: Iterator[torch.Tensor], accumulation: int) -> float:
-    return trainable.step([next(batches) for _ in range(accumulation)]).item()
+def step(trainable: Trainable, batches: Iterator[torch.Tensor]) -> float:
+    """The loss of a step."""
+    return trainable.step([next(batches) for _ in range(trainable.job.accumulation)]).item()

@@ -10,6 +10,8 @@ from baselines.cyclic.interleaved import Interleaved, SavedBytes
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (
+    ADAMW,
+    PLAIN,
     WIDTH,
     Block,
     alike,
@@ -33,14 +35,12 @@ def test_each_micro_batch_computes_with_what_a_rank_would(
     ranks: Pools, rule: UpdateRule, count: int, stages: int
 ) -> None:
     arguments = (CyclicSettings(rule=rule, stages=stages), STEPS, count == 3, (0, 2, 3))
-    expected = ranks.run(count, trained, "cyclic", count, *arguments)
-    (found,) = ranks.run(1, interleaved, count, *arguments)
+    optimizer = PLAIN if stages == 2 else ADAMW
+    expected = ranks.run(count, trained, "cyclic", count, *arguments, 1, optimizer)
+    (found,) = ranks.run(1, interleaved, count, *arguments, optimizer)
     for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
         for step in range(STEPS):
             alike(mine.used[step], other.used[step], f"micro-batch {number}, step {step}:")
-    for step in range(STEPS):
-        mine = found[0].gradients[step]
-        alike(mine, expected[0].gradients[step], f"gradients of step {step}:")
     assert found[0].held_out == pytest.approx(expected[0].held_out, rel=1e-5)
 
 

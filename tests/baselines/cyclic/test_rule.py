@@ -77,8 +77,7 @@ def test_what_is_outside_of_the_blocks_is_in_the_first_or_the_last_stage() -> No
         id(param) for module in (*blocks[2:], model[5]) for param in module.parameters()
     }
 
-
-def test_frozen_parameters_are_in_no_stage() -> None:
+    # Frozen ones are in no stage.
     blocks = [nn.Linear(2, 2, bias=False) for _ in range(2)]
     model = nn.Sequential(*blocks)
     blocks[0].requires_grad_(False)

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn as nn
 
 from baselines.cyclic.interleaved import Interleaved
-from baselines.cyclic.ring import Executor, Owned
-from baselines.cyclic.synchronous import Cyclic
-from baselines.optimizers import AdamW, AnyOptimizer
+from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, load
 from tests.baselines.jobs import job as job_of
@@ -18,6 +15,8 @@ from tests.fcdp.training import topology_of
 
 WIDTH, VOCABULARY, BLOCKS = 6, 11, 5
 ADAMW = AdamW()
+#: Steps as long as gradients are, which AdamW's are not: it shows whether they are means.
+PLAIN = SGD(kind="sgd")
 
 
 class Block(nn.Module):
@@ -82,8 +81,6 @@ class Told:
     losses: list[float] = field(default_factory=list)
     #: Each parameter when its block begins forward; others after forward.
     used: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    #: Mean gradients over all ranks, of the stages that this rank updates.
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
 
 
@@ -100,11 +97,15 @@ def trained(
     """This rank's training; ``evaluated``: after so many steps, and at the end."""
     model, job = made(ranks, 1, settings, frozen=frozen, k=k)
     job = replace(job, optimizer=optimizer)
-    names = {id(param): name for name, param in model.named_parameters()}
-    trainable: Any = load(strategy)(model, job)
+    trainable = load(strategy)(model, job)
     told = Told()
-    _note_forwards(model, told)
-    stop = _note_gradients(trainable, names, told)
+
+    def note(prefix: str, module: nn.Module) -> None:
+        if module.training:
+            for name, param in module.named_parameters(prefix):
+                told.used[-1][name] = param.detach().clone()
+
+    _before_forwards(model, note)
     for step in range(steps):
         if step in evaluated:
             told.held_out.append(trainable.evaluate(batch(99, 0)).item())
@@ -113,7 +114,6 @@ def trained(
         told.losses.append(trainable.step([batch(number, step) for number in own]).item())
     told.used.append({})
     told.held_out.append(trainable.evaluate(batch(99, 0)).item())
-    stop()
     return told
 
 
@@ -123,14 +123,14 @@ def interleaved(
     steps: int,
     frozen: bool = False,
     evaluated: tuple[int, ...] = (),
+    optimizer: AnyOptimizer = ADAMW,
 ) -> list[Told]:
     """The same training on one device: what each micro-batch computes with.
 
-    Gradients are the first one's; so are held-out losses. Losses of single ones are not told.
+    Held-out losses are the first one's. Losses of single ones are not told.
     """
     model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
-    names = {id(param): name for name, param in model.named_parameters()}
-    trainable = Interleaved(model, job)
+    trainable = Interleaved(model, replace(job, optimizer=optimizer))
     told = [Told(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
 
     def note(prefix: str, module: nn.Module) -> None:
@@ -139,24 +139,11 @@ def interleaved(
                 told[flight.number].used[flight.step][name] = param.detach().clone()
 
     _before_forwards(model, note)
-    update = trainable._update
-    found: dict[int, dict[str, torch.Tensor]] = {}
-
-    def noting(step: int, stage: int) -> None:
-        params = trainable._stages[stage].of(0)
-        sums = trainable._sums[step, stage]
-        found.setdefault(step, {}).update(
-            {names[id(p)]: total.clone() for p, total in zip(params, sums, strict=True)}
-        )
-        update(step, stage)
-
-    trainable._update = noting
     for step in range(steps):
         if step in evaluated:
             told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
         trainable.step([batch(number, step) for number in range(micro_batches)])
     told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
-    told[0].gradients = [found[step] for step in range(steps)]
     return told
 
 
@@ -176,45 +163,3 @@ def _before_forwards(model: Tied, note: Callable[[str, nn.Module], None]) -> Non
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, _, prefix=name: note(prefix, module)
         )
-
-
-def _note_forwards(model: Tied, told: Told) -> None:
-    def note(prefix: str, module: nn.Module) -> None:
-        if module.training:
-            for name, param in module.named_parameters(prefix):
-                told.used[-1][name] = param.detach().clone()
-
-    _before_forwards(model, note)
-
-
-def _note_gradients(trainable: Any, names: dict[int, str], told: Told) -> Callable[[], None]:
-    """Note the gradients that each update is given, until what is returned is called."""
-    if isinstance(trainable, Cyclic):
-        update = trainable.update
-
-        def noted() -> None:
-            params = [*trainable.model.parameters()]
-            told.gradients.append(
-                {names[id(p)]: p.grad.clone() for p in params if p.grad is not None}
-            )
-            update()
-
-        trainable.update = noted
-        return lambda: None
-    assert isinstance(trainable, Executor)
-    original = Owned.update
-    stages = {id(owned): trainable._stages[i] for i, owned in trainable._owned.items()}
-
-    def noting(self: Owned, gradients: torch.Tensor) -> None:
-        params = stages[id(self)].trained
-        parts = gradients.split([param.numel() for param in params])
-        told.gradients.append(
-            {names[id(p)]: g.view(p.shape).clone() for p, g in zip(params, parts, strict=True)}
-        )
-        original(self, gradients)
-
-    def stop() -> None:
-        Owned.update = original
-
-    Owned.update = noting
-    return stop

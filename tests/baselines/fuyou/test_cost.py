@@ -89,21 +89,12 @@ def test_the_formula_by_hand() -> None:
     assert [step for _, step in delayed] == pytest.approx([26 + 91, 26 + 91 + 15 / 8 + 15 / 2])
 
 
-class _Disk:
-    """Has moved something before the step that is observed."""
-
-    def __init__(self) -> None:
-        self.counts = {"read": (50, 0.1), "write": (90, 0.1)}
-
-    def moved(self, way: str) -> tuple[int, float]:
-        return self.counts[way]
-
-
 def _rates(read: tuple[int, float], **chosen: Any) -> Rates:
-    disk: Any = _Disk()
-    observed = Observed(disk, SimpleNamespace(nbytes=0, seconds=0.0), SimpleNamespace(seconds=1.0))  # type: ignore[arg-type]
-    nbytes, seconds = disk.counts["read"]
-    disk.counts["read"] = nbytes + read[0], seconds + read[1]
+    """Of a step before which the disk has moved something."""
+    moved = {"read": (50, 0.1), "write": (90, 0.1)}
+    copies, adam = SimpleNamespace(nbytes=0, seconds=0.0), SimpleNamespace(seconds=1.0)
+    observed = Observed(SimpleNamespace(moved=moved.__getitem__), copies, adam)  # type: ignore[arg-type]
+    moved["read"] = 50 + read[0], 0.1 + read[1]
     observed.computed(2.0)
     return observed.rates(Profile(10.0, 0, {}), settings(**chosen), room=7, buffers=2)
 

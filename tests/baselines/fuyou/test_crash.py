@@ -20,7 +20,8 @@ import torch.distributed as dist
 from baselines.fuyou.train import Fuyou, build
 from fcdp.generations import RECORD
 from tests import programs
-from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, state, steps
+from tests.baselines.fuyou.training import in_memory, made, same, settings, state, steps
+from tests.baselines.training import batches_of
 from tests.programs import ROOT
 from tests.ranks import Pools, on_ranks
 
@@ -53,7 +54,7 @@ def endless(folder: str) -> None:
     """Train until somebody ends it; a line per step."""
     _alone()
     trainer = Fuyou(*made(settings()), Path(folder))
-    given = batches()
+    given = batches_of()
     while True:
         steps(trainer, 1, given)
         print(trainer.steps_done, flush=True)
@@ -70,7 +71,7 @@ def _goes_on(folder: Path) -> None:
     done = trainer.steps_done
     assert done >= 2
     same(state(trainer), in_memory(done)[1])
-    given = batches()
+    given = batches_of()
     for _ in range(done):
         next(given)
     steps(trainer, 1, given)
@@ -102,7 +103,7 @@ def ends(folder: str, fails: bool) -> None:
     """Train four steps, whose last writes wait until the program ends."""
     _alone()
     trainer = Fuyou(*made(settings(update="delayed"), layers=1), Path(folder))
-    given = batches()
+    given = batches_of()
     steps(trainer, 3, given)
     trainer.settle()
     write = os.pwritev
@@ -127,7 +128,7 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
     tmp_path: Path, update: str
 ) -> None:
     trainer = Fuyou(*made(settings(update=update)), tmp_path)
-    given = batches()
+    given = batches_of()
     steps(trainer, 2, given)
     trainer.settle()
     write, count = os.pwritev, 0
@@ -157,7 +158,7 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
 @on_ranks(1)
 def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -> None:
     trainer = Fuyou(*made(settings(update="delayed")), tmp_path)
-    given = batches()
+    given = batches_of()
     steps(trainer, 3, given)
     write = os.pwritev
 
@@ -198,5 +199,5 @@ def test_a_run_whose_step_fails_leaves_no_state(tmp_path: Path) -> None:
     trainer = build(*made(settings(ssd=str(tmp_path))))
     assert any(tmp_path.iterdir())
     with pytest.raises(RuntimeError):  # the model's own
-        trainer.step([next(batches()).to(torch.float32)])
+        trainer.step([next(batches_of()).to(torch.float32)])
     assert not any(tmp_path.iterdir())

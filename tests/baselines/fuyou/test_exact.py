@@ -12,8 +12,9 @@ from baselines.fuyou.train import Fuyou, build
 from baselines.strategy import load
 from fcdp.direct_io import open_alone
 from fcdp.generations import STATE
-from tests.baselines.fuyou.training import batches, in_memory, made, same, settings, steps, trained
-from tests.ranks import Pools, RankFailure, on_ranks
+from tests.baselines.fuyou.training import in_memory, made, same, settings, steps, trained
+from tests.baselines.training import batches_of
+from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
@@ -81,7 +82,7 @@ def test_a_model_four_times_its_host_memory_trains_within_its_budgets(tmp_path: 
     model, job = made(chosen, layers=64, width=64)
     assert sum(param.nbytes for param in model.parameters()) > 4 * LARGE_DRAM
     trainer = Fuyou(model, job, tmp_path)
-    steps(trainer, 2, batches())
+    steps(trainer, 2, batches_of())
     told: dict[str, Any] = trainer.take_metrics()
     assert told["dram_peak_bytes"] <= LARGE_DRAM
     assert told["peak_device_bytes"] <= LARGE_DEVICE
@@ -106,16 +107,12 @@ def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
         build(*made(settings(ssd="/nowhere")))
     trainer = Fuyou(*made(settings(device_budget="1 MB")), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match="device_budget = 1 MB: a step took"):
-        steps(trainer, 1, batches())
+        steps(trainer, 1, batches_of())
     with pytest.raises(RuntimeError, match="a step failed; open the folder anew"):
-        steps(trainer, 1, batches())
+        steps(trainer, 1, batches_of())
 
 
-def test_it_is_for_one_device(ranks: Pools) -> None:
-    with pytest.raises(RankFailure, match="ranks = 2: allowed is 1, one device, for fuyou"):
-        ranks.run(2, _on_two)
-
-
-def _on_two() -> None:
-    model, job = made(settings(), nodes=2)
-    load("fuyou")(model, job)
+@on_ranks(2)
+def test_it_is_for_one_device() -> None:
+    with pytest.raises(ValueError, match="ranks = 2: allowed is 1, one device, for fuyou"):
+        load("fuyou")(*made(settings(), nodes=2))

@@ -5,7 +5,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -15,17 +17,18 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.fuyou import disk
-from baselines.fuyou.copies import Copies
-from baselines.fuyou.disk import Disk
+from baselines.fuyou import transfers
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
+from baselines.fuyou.swap import Swapper
+from baselines.fuyou.transfers import Copies, Disk
 from baselines.settings import Update
 from fcdp.arena import Arena
 from fcdp.direct_io import open_alone
 
+CPU = torch.device("cpu")
 GROUPS = 4
 NO_GROUP = -1
 Note = tuple[str, int]
@@ -109,7 +112,7 @@ def _updates(
 ) -> Iterator[Updates]:
     """With as many buffers as the form has where there is room, unless so many are given."""
     both = cast(Any, fakes)
-    dram = Dram(2**20, torch.device("cpu"))
+    dram = Dram(2**20, CPU)
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
     updates = Updates(form, both, both, groups, dram, renewed, sums=False)
     wanted = BUFFERS[form] if buffers is None else buffers
@@ -220,7 +223,7 @@ def test_what_fails_is_raised_and_the_group_after_it_is_not_written(
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=12), st.randoms())
 def test_pieces_of_host_memory_are_apart_and_come_back(sizes: list[int], chance: Any) -> None:
-    dram = Dram(2**17, torch.device("cpu"))
+    dram = Dram(2**17, CPU)
     taken: list[torch.Tensor] = []
     for number, size in enumerate(sizes):
         piece = dram.try_take(size)
@@ -248,6 +251,10 @@ class _Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def pass_one(self) -> int:
+        self.now += 1.0
+        return 0
+
 
 def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     """A step whose SSD never rests has begun and ended between two ends of transfers."""
@@ -260,9 +267,9 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
         return write(*arguments)  # type: ignore[arg-type]
 
     made = Disk()
-    memory = Arena(2**13, torch.device("cpu")).memory
+    memory = Arena(2**13, CPU).memory
     file = open_alone(tmp_path / "file", "ssd")
-    with mock.patch.object(disk, "time", clock), mock.patch("os.pwritev", held):
+    with mock.patch.object(transfers, "time", clock), mock.patch("os.pwritev", held):
         writing = made.write(file, 0, memory)
         assert begun.wait(60)
         clock.now = 3.0
@@ -275,19 +282,37 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     assert made.moved("read") == (0, 0.0)
 
 
+def test_a_wait_counts_once(tmp_path: Path) -> None:
+    """For room that another activation's write makes, and then for the read."""
+    clock, (one, other) = _Clock(), torch.ones(2, PAGESIZE // 4)
+    # A second each, when it is waited for.
+    transfer = SimpleNamespace(result=clock.pass_one, done=lambda: False)
+    slow: Any = SimpleNamespace(write=lambda *_: transfer, read=lambda *_: transfer)
+    with mock.patch.object(transfers, "time", clock):
+        passing = Copies(CPU)
+        swapper = Swapper(Dram(PAGESIZE, CPU), slow, passing, tmp_path)
+        swapper.limit = 0
+        for number, tensor in enumerate((one, other)):
+            swapper.put((0, "product", number), tensor)
+        assert passing.waited == clock.now == 1.0
+        swapper.get((0, "product", 0))
+        assert passing.waited == clock.now == 3.0
+
+
 def test_nothing_is_written_after_close(tmp_path: Path) -> None:
     """Another process may have opened the folder since."""
     made = Disk()
     file = open_alone(tmp_path / "file", "ssd")
-    memory = Arena(2**13, torch.device("cpu")).memory
+    memory = Arena(2**13, CPU).memory
     made.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         made.write(file, 0, memory)
     assert (tmp_path / "file").stat().st_size == 0
 
 
-CPU = torch.device("cpu")
 BLOCKS = 5
+#: The order in which blocks are computed.
+ORDER = [*range(BLOCKS), *reversed(range(BLOCKS))]
 
 
 class _Store:
@@ -314,22 +339,16 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
     return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
 
 
-def _pass(fifo: Fifo) -> None:
-    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
-    fifo.expect(order)
-    for block in order:
-        fifo.acquire(block)
-        fifo.release(block)
-    fifo.stop()
-
-
 def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
     _, layout, store, dram, fifo = _made(slots=3)
     kept = 2
     spare = dram.free - kept * layout.blocks[0].compute_bytes
     assert fifo.cache(dram, spare) == kept
     store.reads.clear()
-    _pass(fifo)
+    fifo.expect(ORDER)
+    for block in ORDER:
+        fifo.acquire(block)
+        fifo.release(block)
     fifo.close()
     # The slots have the last three from forward to backward.
     assert sorted(store.reads) == [layout.blocks[block].groups[0].index for block in (2, 3, 4)]
@@ -338,9 +357,8 @@ def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -
 @pytest.mark.parametrize("slots", [2, 3, 9])
 def test_the_last_blocks_of_forward_stay_for_backward(slots: int) -> None:
     blocks, layout, store, _, fifo = _made(slots)
-    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
-    fifo.expect(order)
-    for block in order:
+    fifo.expect(ORDER)
+    for block in ORDER:
         fifo.acquire(block)
         (group,) = layout.blocks[block].groups
         assert blocks[block].weight.unique().tolist() == [group.index]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -11,12 +11,10 @@ from baselines import optimizers
 from baselines.fuyou.train import Fuyou
 from baselines.settings import FuyouSettings
 from baselines.strategy import Job
-from experiments.worker import models, workloads
 from tests.baselines.jobs import job
-from tests.experiments.cells import cell, model_spec
+from tests.baselines.training import Family, Tuning, batches_of, built, step
 from tests.fcdp.training import topology_of
 
-LENGTH, SEQUENCES = 32, 2
 #: By name: values and moments.
 State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,30 +27,22 @@ def settings(**chosen: Any) -> FuyouSettings:
 def made(
     chosen: FuyouSettings,
     *,
-    family: Literal["gpt2", "llama"] = "gpt2",
-    tuning: Literal["full", "lora"] = "full",
+    family: Family = "gpt2",
+    tuning: Tuning = "full",
     layers: int = 3,
     width: int = 32,
     dtype: str = "float32",
     k: int = 1,
     nodes: int = 1,
 ) -> tuple[nn.Module, Job]:
-    spec = model_spec(family, layers=layers, width=width, heads=2)
-    model, blocks = models.build(cell("fsdp2", model=spec, tuning=tuning, sequence_length=LENGTH))
+    model, blocks = built(family, tuning, layers, width)
     own = {"accumulation": k, "settings": chosen}
     own["optimizer"] = optimizers.AdamW(inverse_sqrt_after=3)
     return model, job(topology_of(nodes, 1), blocks, dtype=DTYPES[dtype], **own)
 
 
-def batches() -> Iterator[torch.Tensor]:
-    return workloads.micro_batches(
-        workloads.corpus(), rank=0, seed=0, sequences=SEQUENCES, sequence_length=LENGTH
-    )
-
-
 def steps(trainer: Fuyou, count: int, given: Iterator[torch.Tensor]) -> list[float]:
-    k = trainer.job.accumulation
-    return [trainer.step([next(given) for _ in range(k)]).item() for _ in range(count)]
+    return [step(trainer, given) for _ in range(count)]
 
 
 def state(trainer: Fuyou) -> State:
@@ -64,7 +54,7 @@ def trained(
 ) -> tuple[list[float], State, dict[str, Any]]:
     """Losses, state and metrics after so many steps out of core."""
     trainer = Fuyou(*made(chosen, **model), folder)
-    losses = steps(trainer, count, batches())
+    losses = steps(trainer, count, batches_of())
     found = losses, state(trainer), dict(trainer.take_metrics())
     trainer.close()
     return found
@@ -75,10 +65,12 @@ def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
     module, job = made(settings(), **model)
     params = {n: p for n, p in module.named_parameters() if p.requires_grad}
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    optimizer = optimizers.make(job.optimizer, masters.values(), job.learning_rate, fused=True)
+    chosen: Any = job.optimizer
+    optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, chosen.beta2), fused=True)
     module.to(job.dtype)
-    given, losses = batches(), []
-    for _ in range(count):
+    given, losses = batches_of(), []
+    for done in range(count):
+        optimizer.param_groups[0]["lr"] = job.learning_rate * chosen.rate(done)
         total = torch.zeros(())
         for _ in range(job.accumulation):
             loss = job.loss(module, next(given)) / job.accumulation

@@ -74,22 +74,19 @@ def switch(meeting: _Meeting) -> Switch:
     return made
 
 
-def test_the_switch_reads_that_a_worker_left(meeting: _Meeting, switch: Switch) -> None:
+def test_the_switch_reads_how_a_worker_ended(meeting: _Meeting, switch: Switch) -> None:
     meeting.goes("worker 1", Message(Kind.LEAVE))
     switch._to_all(BEAT)
     assert switch._left == {"worker 1"}
+    meeting.goes("worker 0")
+    with pytest.raises(Lost, match="worker 0 is gone"):
+        switch._to_all(BEAT)
 
 
 def test_the_switch_says_what_a_worker_left_without(meeting: _Meeting, switch: Switch) -> None:
     meeting.says("worker 0", Message(Kind.GRADIENTS, payload=b"1234"))
     meeting.goes("worker 1", Message(Kind.LEAVE))
     with pytest.raises(Lost, match="worker 1 has left before the others were done"):
-        switch._to_all(BEAT)
-
-
-def test_a_worker_that_is_gone_without_a_word_is_lost(meeting: _Meeting, switch: Switch) -> None:
-    meeting.goes("worker 1")
-    with pytest.raises(Lost, match="worker 1 is gone"):
         switch._to_all(BEAT)
 
 

@@ -106,11 +106,6 @@ def _plan(workers: int, chunks: int) -> Plan:
     )
 
 
-def _fill(port, plan: Plan) -> None:
-    for chunk in plan.all_chunks():
-        port.initial(chunk, torch.zeros(chunk.numel))
-
-
 def test_a_slow_worker_holds_all_back_to_the_window(tmp_path: Path) -> None:
     """One of two lets no layer go: nobody is sent more than two layers and the window."""
     chunks = 2 * WINDOW
@@ -129,7 +124,8 @@ def test_a_slow_worker_holds_all_back_to_the_window(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         fast, slow = sorted(ports, key=lambda port: port._rank)
-        _fill(fast, plan)
+        for chunk in plan.all_chunks():
+            fast.initial(chunk, torch.zeros(chunk.numel))
         for port in ports:
             port.wait(0)
             port.begin(Pass.FORWARD, Frozen.ALL, 0)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from baselines.settings import CacheSettings, Exchanges, PaperSettings
 from baselines.settings import Settings as StrategySettings
-from tests.baselines.training import Settings, Tuning, made
+from tests.baselines.training import Settings, Tuning, made, step
 from tests.ranks import Pools
 
 ACCUMULATION = 3
@@ -20,7 +20,7 @@ def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> dict[str, f
     total = 0.0
     for _ in range(2):
         trainable.take_ledger()
-        total += trainable.step([next(batches) for _ in range(ACCUMULATION)]).item()
+        total += step(trainable, batches)
     ledger = trainable.take_ledger()
     return {**ledger["inter_node"], "closed form": trainable.closed_form_bytes, "loss": total}
 
