@@ -60,24 +60,24 @@ class Engine:
         """
         self.topology = topology
         self.setup = setup
-        policy, options = setup.policy, setup.options
+        policy, codecs = setup.policy, setup.codecs
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        if options.codecs.gather is not None:
-            check_encodable(self.units, options.codecs.gather)
-        if isinstance(exact := options.codecs.reduce, Exact):
+        if codecs.gather is not None:
+            check_encodable(self.units, codecs.gather)
+        if isinstance(exact := codecs.reduce, Exact):
             check_exact(topology)
         device = torch.device(topology.mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        flat = options.exchanges == "flat" and topology.nodes > 1
+        flat = setup.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
         self.ledger = Ledger()
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
-        detects = options.safety.detect_writes and topology.nodes > 1
+        detects = setup.safety.detect_writes and topology.nodes > 1
         self._guard = guard = Guard(self.units, device, streams) if detects else None
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
@@ -86,7 +86,7 @@ class Engine:
         #: Knowledge of the link, of the rules for gathers and for reductions.
         self._economies: list[Economy] = []
         self._sizes = None
-        if (delta := options.codecs.differences) is not None:
+        if (delta := codecs.differences) is not None:
             economy = Economy(delta.when)
             self._economies.append(economy)
             for unit, entry in self.entries.items():
@@ -101,7 +101,7 @@ class Engine:
             guard,
             self._begins_pass,
             lambda: self._passes.without_gradients,
-            verify=options.safety.verify,
+            verify=setup.safety.verify,
             lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
             wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
             agreed=self._agreed,
@@ -110,8 +110,8 @@ class Engine:
             self.units,
             topology,
             policy,
-            look_ahead=options.look_ahead,
-            partials_place=options.partials,
+            look_ahead=setup.look_ahead,
+            partials_place=setup.partials,
             differences=delta is not None and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
@@ -128,14 +128,14 @@ class Engine:
                 plan,
                 self.ledger,
                 directory=policy.directory,
-                safety=options.safety,
+                safety=setup.safety,
             ),
         )
         # Kept: host memory stays page-locked for as long as its arena lives.
         self._partials = on_all_ranks(
-            f"partial_gradients = {options.partials!r}",
+            f"partial_gradients = {setup.partials!r}",
             topology,
-            lambda: Partials(options.partials, self.units, topology, device, self.ledger),
+            lambda: Partials(setup.partials, self.units, topology, device, self.ledger),
         )
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
@@ -158,13 +158,13 @@ class Engine:
                 guard,
                 streams,
                 self.ledger,
-                options.codecs.rounding,
+                codecs.rounding,
                 self._sent.get(unit),
                 self._sizes,
                 self._world,
             )
             unit.module.set_custom_all_gather(gather)
-            self._reduce_by_hierarchy(unit, options.codecs)
+            self._reduce_by_hierarchy(unit, codecs)
             self._collectives[unit] = fsdp2.collectives(unit.group)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
