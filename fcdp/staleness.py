@@ -32,6 +32,7 @@ class _Watched:
     written: bool = True
 
 
+@dataclass(eq=False)
 class Staleness:
     """Raises the generation of entries whose parameters have been written, on all ranks at once.
 
@@ -51,36 +52,24 @@ class Staleness:
     - the guard: checksums of the own shard at each hit, known too late to be healed.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        topology: Topology,
-        guard: Guard | None,
-        begins_pass: Callable[[Unit], bool],
-        without_gradients: Callable[[], bool],
-        *,
-        verify: bool = False,
-        lacks_base: Callable[[Unit], bool] | None = None,
-        wishes: Callable[[], list[bool]] | None = None,
-        agreed: Callable[..., None] | None = None,
-    ) -> None:
-        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
+    entries: Sequence[Entry]
+    topology: Topology
+    guard: Guard | None
+    #: Whether a unit's gather is the first of a pass that nobody told.
+    begins_pass: Callable[[Unit], bool]
+    #: Whether the pass that has begun computes no gradients.
+    without_gradients: Callable[[], bool]
+    verify: bool = False
+    #: Whether this rank cannot take part in telling a unit's difference.
+    lacks_base: Callable[[Unit], bool] | None = None
+    wishes: Callable[[], list[bool]] | None = None
+    #: Called on all ranks when they have agreed, before the first gather, with whether any of them
+    #: had each of the ``wishes``.
+    agreed: Callable[..., None] | None = None
 
-        ``without_gradients`` says whether the pass that has begun computes none.
-        ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
-        ``agreed`` is called on all ranks when they have agreed, before the first gather, with
-        whether any of them had each of the ``wishes``.
-        """
-        self._watched = {entry.unit: _Watched(entry) for entry in entries}
-        self._topology = topology
-        self._guard = guard
-        self._begins_pass = begins_pass
-        self._without_gradients = without_gradients
-        self._verify = verify
-        self._lacks_base = lacks_base
-        self._wishes = wishes
-        self._agreed = agreed
-        self._compares = guard is not None and topology.mesh.device_type == "cpu"
+    def __post_init__(self) -> None:
+        self._watched = {entry.unit: _Watched(entry) for entry in self.entries}
+        self._compares = self.guard is not None and self.topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
@@ -136,8 +125,8 @@ class Staleness:
         For the end of a run: what it finds is otherwise known one or two passes later. Raises
         ``RuntimeError`` on all ranks if stale parameters were used.
         """
-        if self._guard is not None and self._topology.nodes > 1:
-            self._guard.land()
+        if self.guard is not None and self.topology.nodes > 1:
+            self.guard.land()
             self._agree()
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -155,8 +144,8 @@ class Staleness:
         Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed, and,
         on all ranks, if stale parameters were used since.
         """
-        begins = self._begins_pass(unit)
-        if self._topology.nodes == 1 and not self._verify:
+        begins = self.begins_pass(unit)
+        if self.topology.nodes == 1 and not self.verify:
             return  # nothing is kept
         if begins:
             self.begin()
@@ -195,14 +184,14 @@ class Staleness:
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
         ]
         differ = [False] * len(written)
-        if self._guard is not None and not self._compares and self._without_gradients():
-            other, differ = self._guard.check()
+        if self.guard is not None and not self._compares and self.without_gradients():
+            other, differ = self.guard.check()
             written = [*map(operator.or_, written, other)]
-        elif self._guard is not None:
-            differ = self._guard.found()
-        lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
-        wishes = [] if self._wishes is None else self._wishes()
-        flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
+        elif self.guard is not None:
+            differ = self.guard.found()
+        lacks = [] if self.lacks_base is None else [self.lacks_base(unit) for unit, _ in watched]
+        wishes = [] if self.wishes is None else self.wishes()
+        flags = any_rank([*wishes, *written, *differ, *lacks], self.topology)
         wished, flags = flags[: len(wishes)], flags[len(wishes) :]
         count = len(watched)
         written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
@@ -217,15 +206,15 @@ class Staleness:
         self._asked = False
         if any(differ):
             self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
-        if self._verify:
+        if self.verify:
             self._compare_generations()
-        if self._agreed is not None:
-            self._agreed(*wished)
+        if self.agreed is not None:
+            self.agreed(*wished)
 
     def _refuse(self, units: Sequence[Unit]) -> None:
         """Raise on every rank: between two agreements a gather used stale parameters."""
-        assert self._guard is not None
-        self._guard.forget()
+        assert self.guard is not None
+        self.guard.forget()
         self.invalidate()
         names = ", ".join(unit.name for unit in units[:3])
         more = f" and {len(units) - 3} more units" if len(units) > 3 else ""
@@ -240,7 +229,7 @@ class Staleness:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
         units = [*self._watched]
         mine = [self._watched[unit].entry.generation for unit in units]
-        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self._topology).tolist()
+        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self.topology).tolist()
         for rank, theirs in enumerate(ranks):
             for unit, generation, first in zip(units, theirs, ranks[0], strict=True):
                 if generation != first:
