@@ -14,7 +14,7 @@ from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch
 from fcdp.delta.sent import apply
-from fcdp.exchange import Pending, Then, all_to_all
+from fcdp.exchange import Pending, Then, add_up, all_to_all
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -53,8 +53,10 @@ class EncodedReduce:
             part if peer == rank else torch.empty_like(part) for peer, part in enumerate(sent)
         ]
         works = all_to_all(received, sent, self.group)
+        count = (size - 1) * self.codec.encoded_bytes(output.numel())
+        self.ledger.add("inter_node", "reduce", count)
 
-        def add_up() -> None:
+        def decode() -> None:
             total = torch.zeros_like(output, dtype=wide)
             summand = torch.empty_like(total)
             for peer in range(size):
@@ -65,11 +67,7 @@ class EncodedReduce:
                     total += summand
             output.copy_(total)
 
-        return [*works, Then(add_up)]
-
-    def sent_bytes(self, numel: int) -> int:
-        """Bytes that this rank sends to reduce parts of ``numel`` elements."""
-        return (self.group.size() - 1) * self.codec.encoded_bytes(numel)
+        return [*works, Then(decode)]
 
     def forget(self) -> None:
         """Drop what was lost: it belongs to parameters that are no more."""
@@ -94,17 +92,38 @@ class EncodedReduce:
 
 
 @dataclass(eq=False)
-class ExactParts:
-    """The parts of one unit's reduction while they cross nodes, bit for bit what they are.
+class ExactReduce:
+    """Reduce-scatters one unit's partial sums over ``group``, bit for bit as without a codec.
 
-    They are told by their exponents, or whole where that takes less time.
+    Parts are told by their exponents, or whole where that takes less time.
     """
 
     name: str
+    group: dist.ProcessGroup
     economy: Economy
     ledger: Ledger
     #: Bytes of the last coded message per byte of its part.
     _ratio: float = 0.0
+
+    def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
+        """As :meth:`EncodedReduce.start`, added up in the order and dtype of plain sums."""
+        size, rank = self.group.size(), self.group.rank()
+        parts = partial.view(size, -1).unbind()
+        summands, sent, received = [*parts], [*parts], [*parts]
+        for peer, part in enumerate(parts):
+            if peer != rank:
+                summands[peer], sent[peer] = torch.empty_like(part), self.write(part)
+                room = torch.empty(message.most_bytes(part), dtype=torch.uint8, device="cpu")
+                received[peer] = room
+        works = all_to_all(received, sent, self.group)
+
+        def read() -> None:
+            arriving = [*zip(received, summands, strict=True)]
+            del arriving[rank]
+            self.read(works, arriving)
+            add_up(output, summands)
+
+        return [Then(read)]
 
     def write(self, part: torch.Tensor) -> torch.Tensor:
         """The message (uint8) of a part (s), whose bytes the ledger counts."""
@@ -118,10 +137,6 @@ class ExactParts:
             told = message.whole(part)
         self.ledger.add("inter_node", "reduce", told.nbytes)
         return told
-
-    def room(self, part: torch.Tensor) -> torch.Tensor:
-        """Where the message (uint8) of such a part arrives."""
-        return torch.empty(message.most_bytes(part), dtype=torch.uint8, device="cpu")
 
     def read(
         self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -27,7 +27,7 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
-from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_encodable, check_exact
+from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
@@ -171,12 +171,14 @@ class Engine:
 
     def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
         topology = self.topology
-        encoded = None
+        encoded: EncodedReduce | ExactReduce | None = None
         if (codec := codecs.rounding_reduce) is not None:
             encoded = EncodedReduce(
-                codec, topology.reduce_inter, self.ledger, error_feedback=codecs.error_feedback
+                codec, topology.reduce_inter, self.ledger, codecs.error_feedback
             )
             self._encoded.append(encoded)
+        elif self._exact is not None:
+            encoded = ExactReduce(unit.name, topology.reduce_inter, self._exact, self.ledger)
         reduction = HierarchicalReduceScatter(
             unit,
             topology,
@@ -185,7 +187,6 @@ class Engine:
             self.ledger,
             encoded,
             self._world,
-            ExactParts(unit.name, self._exact, self.ledger) if self._exact else None,
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction

@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from fcdp import fsdp2, ranges
 from fcdp.counts import Ledger
-from fcdp.encoded_reduce import EncodedReduce
+from fcdp.encoded_reduce import EncodedReduce, ExactReduce
 from fcdp.exchange import (
     Op,
     Pending,
     Then,
-    Wire,
     reduce_scatter,
     reduce_scatter_parts,
     ring_bytes,
@@ -42,8 +41,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
-    last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` or, bit
-    for bit, as ``wire`` has it, if given.
+    last micro-batch (paper: partial gradients). What crosses nodes does so as ``encoded`` has it.
 
     With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
@@ -53,9 +51,8 @@ class HierarchicalReduceScatter(ReduceScatter):
     partials: PartialGradients
     in_flight: InFlight
     ledger: Ledger
-    encoded: EncodedReduce | None
+    encoded: EncodedReduce | ExactReduce | None
     world: dist.ProcessGroup | None = None
-    wire: Wire | None = None
     #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
     requires_sync: bool = True
 
@@ -239,7 +236,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             return self._reduce_across(output, partial, op)
         micro_batches = self.partials.count + 1
         total = self.partials.take(partial)
-        if self.encoded is not None:
+        if isinstance(self.encoded, EncodedReduce):  # whose sums are wide
             return self._reduce_across(output, total, op)
         if partial.dtype == torch.float16:
             # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
@@ -254,16 +251,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         with self.topology.failures.waiting():
             if self.encoded is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-                works = self.encoded.start(output, partial)
-                sent = self.encoded.sent_bytes(output.numel())
-            else:
-                works = reduce_scatter(
-                    [output], [partial], op, self.topology.reduce_inter, self.wire
-                )
-                if self.wire is not None:  # it has counted
-                    return works
-                sent = (self.topology.nodes - 1) * output.nbytes
-        self.ledger.add("inter_node", "reduce", sent)
+                return self.encoded.start(output, partial)
+            works = reduce_scatter([output], [partial], op, self.topology.reduce_inter)
+        self.ledger.add("inter_node", "reduce", (self.topology.nodes - 1) * output.nbytes)
         return works
 
     def _goes_on(self, device: torch.device) -> bool:
