@@ -135,7 +135,7 @@ class Engine:
         self._partials = on_all_ranks(
             f"partial_gradients = {setup.partials!r}",
             topology,
-            lambda: Partials(setup.partials, self.units, topology, device, self.ledger),
+            lambda: Partials(plan.partials, device, self.ledger),
         )
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)

@@ -81,29 +81,40 @@ def outermost(module: FSDPModule) -> Any:
     return state(module)._state_ctx.iter_forward_root
 
 
-def forget_outermost(state: Any) -> None:
-    """After a forward that raised: the next begins as a root's does, and waits for writes."""
-    state._training_state = TrainingState.IDLE
-    state._state_ctx.iter_forward_root = None
-
-
 #: Functions that FSDP2 calls before and after a module's forward, or a registered method of it.
-around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
+_around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
 
 
-def replace_around_forward(state: Any, before: Any, after: Any) -> None:
-    state._pre_forward, state._post_forward = before, after
+def when_forward_ends(state: Any, then: Callable[[], None]) -> None:
+    """Call a function when the forward under way of a module, or its forward method, has ended.
 
+    FSDP2 hooks a module's forward, and wraps a registered method so that it looks
+    ``_post_forward`` up when it ends. A method that raises does not get there: the next one that
+    begins ends it, begins as a root's does, and waits for writes.
+    """
+    begin, plain = _around_forward(state)
 
-def restore_around_forward(state: Any) -> None:
-    for name in ("_pre_forward", "_post_forward"):
-        vars(state).pop(name, None)
+    def close(*_: Any) -> None:
+        handle.remove()
+        for name in ("_pre_forward", "_post_forward"):
+            vars(state).pop(name, None)
+        then()
 
+    def pre_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        close()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        return begin(module, args, kwargs)
 
-def module_of(state: Any) -> torch.nn.Module:
-    """The module whose forward FSDP2 hooks first."""
-    module: torch.nn.Module = state._modules[0]
-    return module
+    def post_forward(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        result = plain(module, args, output)
+        close()
+        return result
+
+    handle = state._modules[0].register_forward_hook(close, always_call=True)
+    # Decisions that are no part of a graph.
+    state._pre_forward = torch.compiler.disable(pre_forward)
+    state._post_forward = torch.compiler.disable(post_forward)
 
 
 #: A group's parameters, in the order of its gather.

@@ -7,6 +7,7 @@ gloo's own threads move bytes: what is issued need not be waited for at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,16 +26,16 @@ from fcdp.unit import Unit
 MOST_IN_FLIGHT = 2
 
 
+@dataclass(eq=False)
 class Crossing:
     """One unit's reduction across nodes, from the allocation of its output on."""
 
-    def __init__(self, unit: Unit, queue: InFlight) -> None:
-        self.unit = unit
-        self._queue = queue
-        #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
-        self.exchange: list[Pending] | None = None
-        #: Whether it was given up: whoever reads it finds that it did not arrive.
-        self.broken = False
+    unit: Unit
+    queue: InFlight
+    #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
+    exchange: list[Pending] | None = None
+    #: Whether it was given up: whoever reads it finds that it did not arrive.
+    broken: bool = False
 
     def end(self) -> None:
         """Wait for it, and for those before it.
@@ -42,7 +43,7 @@ class Crossing:
         Raises ``RuntimeError`` for one whose end an error has interrupted.
         """
         if self.exchange is not None:
-            self._queue.finish(self)
+            self.queue.finish(self)
         if self.broken:
             raise RuntimeError(
                 f"{self.unit.name}: its gradients did not arrive from the other nodes, because an "
