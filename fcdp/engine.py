@@ -15,7 +15,6 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
-from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache
@@ -28,13 +27,13 @@ from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
 from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
-from fcdp.guard import Guard
+from fcdp.exchange import on_all_ranks
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.staleness import Staleness
+from fcdp.staleness import Guard, Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
