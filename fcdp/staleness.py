@@ -271,8 +271,7 @@ class Guard:
     Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
-    all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`).
+    all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
