@@ -83,8 +83,6 @@ class CachedAllGather(AllGather):
         topology = self.topology
         self._unit = self.entry.unit
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
-        #: This rank's place in the output.
-        self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -103,6 +101,8 @@ class CachedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
+
+        FSDP2 has made the input in its place in the output.
 
         On an accelerator everything is queued when the call returns: in the order of the current
         stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
@@ -134,8 +134,7 @@ class CachedAllGather(AllGather):
         for works in parts:
             assert not works, "what is queued has nothing to wait for"
 
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
-        own = self._in_place(output, shard)
+    def _parts(self, output: torch.Tensor, own: torch.Tensor, phase: Phase) -> Parts:
         if self.topology.nodes == 1:
             yield self._intra_node(output, None, own, phase)
             return
@@ -144,14 +143,6 @@ class CachedAllGather(AllGather):
             yield from self._from_cache(output, own, phase, coming)
         else:
             yield from self._across_nodes(output, own, phase, coming)
-
-    def _in_place(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Return this rank's row of the output, which holds ``shard``; FSDP2 copies it there."""
-        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
-            return shard
-        own = output.view(self.topology.world_size, -1)[self._place]
-        own.copy_(shard)
-        return own
 
     def _by_node(self, output: torch.Tensor) -> torch.Tensor:
         """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""
@@ -191,7 +182,10 @@ class CachedAllGather(AllGather):
             self.cache.outdate(self.entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
-                yield from self._whole(works, own)
+                watch = Watch(works)
+                yield [watch]
+                if isinstance(sent, Sent):
+                    sent.saw(watch, own, whole=True, written=False)
                 self._decode(arriving, received)
         # Alike on every rank. The next gather tells what has changed since what was ``told``.
         resized = own.nbytes != self._unit.shard_bytes
@@ -210,15 +204,6 @@ class CachedAllGather(AllGather):
         else:
             self.streams.current().wait_stream(self.streams.inter_node)
         self.slices.release(received)
-
-    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
-        """Wait for shards as they are, and see how long that takes where it could take less."""
-        if not isinstance(self.sent, Sent):
-            yield works
-            return
-        watch = Watch(works)
-        yield [watch]
-        self.sent.saw(watch, own, whole=True, written=False)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""

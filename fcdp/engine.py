@@ -206,8 +206,12 @@ class Engine:
         Flat exchanges reduce each micro-batch's.
         """
         sync = last or self._world is not None
-        if not sync:
-            self._check_gradient_hooks()
+        if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
+            raise RuntimeError(
+                f"fcdp.accumulate(last=False): {hooked[0]} has a post-accumulate-gradient hook or "
+                "an all-reduce hook, which would be called before the gradient has crossed nodes; "
+                "run micro-batches without fcdp.accumulate, or without the hook"
+            )
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -254,16 +258,6 @@ class Engine:
         faster = any(economy.faster for economy in self._economies)
         tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
         return [faster, any(tell)]
-
-    def _check_gradient_hooks(self) -> None:
-        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
-        for unit in self.units:
-            if unit.hooked:
-                raise RuntimeError(
-                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
-                    "or an all-reduce hook, which would be called before the gradient has crossed "
-                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
-                )
 
     def _agreed(self, faster: bool = False, told: bool = False) -> None:
         """All ranks know what is stale, and what any of them wishes."""

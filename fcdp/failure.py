@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -161,15 +162,8 @@ class Failures:
         """
         if not self._in_backward and in_backward():
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        self._in_backward = False
-
-    def _notice_dead_backward(self) -> None:
-        if self._in_backward and not in_backward():
-            self._in_backward = False
-            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
+            ends = functools.partial(setattr, self, "_in_backward", False)
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
 
     @property
     def place(self) -> int:
@@ -248,7 +242,9 @@ class Failures:
     def _check(self) -> None:
         if self._over is not None:
             raise RankFailed(self._over)
-        self._notice_dead_backward()
+        if self._in_backward and not in_backward():
+            self._in_backward = False
+            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
 
     def look(self) -> None:
         """Break the groups if their exchanges cannot end. The thread calls it every second."""

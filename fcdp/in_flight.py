@@ -67,10 +67,6 @@ class InFlight:
         #: The backward that will call back at its end; one that fails does not.
         self._followed = -1
 
-    def output(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        """Output of a reduction that may end later, as FSDP2 is given it."""
-        return Arriving(values, Crossing(unit, self), whole=True)
-
     def start(self, crossing: Crossing, exchange: Callable[[], list[Pending]]) -> None:
         """Start a reduction, once there is room for it; it ends with the backward at the latest."""
         while len(self._crossings) >= MOST_IN_FLIGHT:

@@ -25,7 +25,7 @@ from fcdp.exchange import (
     wait_all,
 )
 from fcdp.fsdp2 import ReduceScatter
-from fcdp.in_flight import Arriving, InFlight
+from fcdp.in_flight import Arriving, Crossing, InFlight
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -97,8 +97,11 @@ class HierarchicalReduceScatter(ReduceScatter):
         if is_output and self.topology.nodes > 1 and not self.requires_sync:
             return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        if is_output and self._goes_on(device):
-            return self.in_flight.output(self.unit, buffer)
+        # Backward goes on meanwhile: but where a hook is to be called with what is reduced, and
+        # round a ring, whose steps are waited for.
+        alone = self.topology.nodes == 1 or self.world is not None
+        if is_output and device.type == "cpu" and not alone and not self.unit.hooked:
+            return Arriving(buffer, Crossing(self.unit, self.in_flight), whole=True)
         return buffer
 
     def __call__(
@@ -131,7 +134,8 @@ class HierarchicalReduceScatter(ReduceScatter):
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
         if not self.requires_sync:
-            self._keep(partial)
+            # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
+            self.partials.add(partial, owned=topology.ranks_per_node > 1)
             self._hide()
             return
         self._show()
@@ -208,10 +212,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         sent = (topology.ranks_per_node - 1) * partial.nbytes
         self.ledger.add("intra_node", "reduce", sent)
 
-    def _keep(self, partial: torch.Tensor) -> None:
-        # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
-        self.partials.add(partial, owned=self.topology.ranks_per_node > 1)
-
     def _hide(self) -> None:
         """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
         for param in self.unit.params:
@@ -255,11 +255,3 @@ class HierarchicalReduceScatter(ReduceScatter):
             works = reduce_scatter([output], [partial], op, self.topology.reduce_inter)
         self.ledger.add("inter_node", "reduce", (self.topology.nodes - 1) * output.nbytes)
         return works
-
-    def _goes_on(self, device: torch.device) -> bool:
-        """Whether backward goes on while what is reduced crosses nodes.
-
-        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
-        """
-        alone = self.topology.nodes == 1 or self.world is not None
-        return device.type == "cpu" and not alone and not self.unit.hooked
