@@ -77,17 +77,18 @@ class Engine:
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
         detects = setup.safety.detect_writes and topology.nodes > 1
-        self._guard = guard = Guard(self.units, device, streams) if detects else None
+        guard = Guard(self.units, device, streams) if detects else None
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
+        delta = codecs.differences
         self._sent: dict[Unit, Kept] = {}
-        #: Knowledge of the link, of the rules for gathers and for reductions.
-        self._economies: list[Economy] = []
         self._sizes = None
-        if (delta := codecs.differences) is not None:
-            economy = Economy(delta.when)
-            self._economies.append(economy)
+        #: Knowledge of the link, of the rules for gathers and for reductions.
+        economy = None if delta is None else Economy(delta.when)
+        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
+        self._economies = [each for each in (economy, self._exact) if each is not None]
+        if economy is not None:
             for unit, entry in self.entries.items():
                 on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
                 self._sent[unit] = on_host or Kept(entry)
@@ -102,7 +103,7 @@ class Engine:
             lambda: self._passes.without_gradients,
             verify=setup.safety.verify,
             lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
-            wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
+            wishes=self._wishes if self._economies else None,
             agreed=self._agreed,
         )
         plan = MemoryPlan.of(
@@ -140,8 +141,6 @@ class Engine:
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
-        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
-        self._economies += [self._exact] if self._exact is not None else []
         if self._economies and streams.on_host:
             prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
@@ -194,7 +193,7 @@ class Engine:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
-        if not on_host and fsdp2.has_one_reduce_buffer(unit.group):
+        if not on_host and fsdp2.reduce_buffers(unit.group) == 1:
             # FSDP2's default makes backward wait for the reduction of the unit before, which
             # crosses nodes: one more buffer, and it waits for the one before that.
             unit.module.set_reduce_scatter_max_input_buffers(2, recurse=False)

@@ -99,7 +99,7 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
                 "FCDP needs one mesh a module"
             )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
-        kept = not name and fsdp2.keeps_root(module)
+        kept = not name and fsdp2.keeps_root(state)
         units += [_unit(name or "root", module, group, topology, kept) for group in groups]
     if not units:
         raise ValueError(
