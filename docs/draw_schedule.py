@@ -15,8 +15,8 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from fcdp.blocks import BLOCKS_AHEAD
 from fcdp.in_flight import MOST_IN_FLIGHT
-from fcdp.partition import BLOCKS_AHEAD
 
 
 class Kind(Enum):

@@ -32,7 +32,8 @@ from fcdp.exchange import (
 )
 from fcdp.failure import Failures
 from fcdp.fsdp2 import AllGather, forget_gather
-from fcdp.staleness import Guard, Staleness
+from fcdp.guard import Guard
+from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 

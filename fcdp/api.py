@@ -19,15 +19,16 @@ from fcdp.arguments import (
     warn_of_mixed,
     warn_without_blocks,
 )
+from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers.disk import check_directory
 from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
-from fcdp.engine import Engine, engine_of, has_engine, is_set_up
-from fcdp.exchange import Exchanges, on_all_ranks
+from fcdp.engine import Engine, engine_of, has_engine, is_set_up, on_all_ranks
+from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
-from fcdp.partition import bucket, fit_in_a_slice, placement, prefetch_forward, split_off
+from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.topology import Topology
 
 

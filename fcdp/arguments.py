@@ -11,13 +11,13 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from fcdp.blocks import find_blocks
 from fcdp.cache import named
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import Budget, CachePolicy
 from fcdp.codec import Codecs
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
-from fcdp.partition import find_blocks
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit

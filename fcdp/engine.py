@@ -6,9 +6,9 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -27,18 +27,23 @@ from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
 from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
-from fcdp.exchange import on_all_ranks
+from fcdp.exchange import any_rank, on_every_rank
+from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.staleness import Guard, Staleness
+from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
+#: Bytes of an error that the other ranks show.
+TEXT_BYTES = 512
+
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -400,3 +405,30 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
+
+
+def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
+    """Build on all ranks or on none. Collective.
+
+    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
+    that tells the first of them and its error.
+    """
+    built: list[_T] = []
+    error = None
+    try:
+        built.append(build())
+    except Exception as caught:
+        error = caught
+    (failed,) = any_rank([error is not None], topology)
+    if not failed:
+        return built[0]
+    text = "" if error is None else str(error) or repr(error)
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
+    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
+    if error is not None:
+        raise error
+    rank, text = next(
+        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
+    )
+    raise RuntimeError(f"{what}: rank {rank}: {text}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,6 @@ _QUEUED = AllgatherOptions()
 _QUEUED.asyncOp = False
 #: Bits of ``Failures.place``.
 _PLACE_BITS = 16
-#: Bytes of an error that the other ranks show.
-TEXT_BYTES = 512
-
-_T = TypeVar("_T")
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -120,33 +116,6 @@ def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
     for group in (topology.control_intra, topology.control_inter):
         known = torch.cat(_given_by_all(known, group, topology))
     return known
-
-
-def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
-    """Build on all ranks or on none. Collective.
-
-    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
-    that tells the first of them and its error.
-    """
-    built: list[_T] = []
-    error = None
-    try:
-        built.append(build())
-    except Exception as caught:
-        error = caught
-    (failed,) = any_rank([error is not None], topology)
-    if not failed:
-        return built[0]
-    text = "" if error is None else str(error) or repr(error)
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
-    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
-    if error is not None:
-        raise error
-    rank, text = next(
-        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
-    )
-    raise RuntimeError(f"{what}: rank {rank}: {text}")
 
 
 def _given_by_all(

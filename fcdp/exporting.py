@@ -16,8 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fcdp.durable import flush
-from fcdp.engine import engine_of
-from fcdp.exchange import on_all_ranks
+from fcdp.engine import engine_of, on_all_ranks
 from fcdp.publication.patch import library
 
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
-@dataclass(eq=False)
 class HierarchicalReduceScatter(ReduceScatter):
     """FSDP2's gradient reduce-scatter of one unit, rank order kept: input is (nodes, L, s).
 
@@ -46,17 +44,25 @@ class HierarchicalReduceScatter(ReduceScatter):
     With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
 
-    unit: Unit
-    topology: Topology
-    partials: PartialGradients
-    in_flight: InFlight
-    ledger: Ledger
-    encoded: EncodedReduce | ExactReduce | None
-    world: dist.ProcessGroup | None = None
-    #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
-    requires_sync: bool = True
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        topology: Topology,
+        partials: PartialGradients,
+        in_flight: InFlight,
+        ledger: Ledger,
+        encoded: EncodedReduce | ExactReduce | None,
+        world: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._unit = unit
+        self._topology = topology
+        self._partials = partials
+        self._in_flight = in_flight
+        self._ledger = ledger
+        self._encoded = encoded
+        self._world = world
+        #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
+        self.requires_sync = True
         #: Contents of ``.grad`` after the last micro-batch.
         self._waiting: list[Waiting] = []
         self._input_numel = 0
@@ -66,7 +72,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     @property
     def pending(self) -> bool:
         """Whether partial gradients wait that have not crossed nodes."""
-        return self.partials.numel > 0
+        return self._partials.numel > 0
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -81,27 +87,24 @@ class HierarchicalReduceScatter(ReduceScatter):
         (FSDP2 adds them up in the parameters' dtype): it is handed over in fp32.
         """
         numel = math.prod(int(length) for length in size)
-        is_output = numel * self.topology.world_size == self._input_numel
+        is_output = numel * self._topology.world_size == self._input_numel
         self._input_numel = 0 if is_output else numel
         if not is_output:
             self.drop_abandoned()
-            partial_numel = numel // self.topology.ranks_per_node
-            if self.pending and self.partials.numel != partial_numel:
+            partial_numel = numel // self._topology.ranks_per_node
+            if self.pending and self._partials.numel != partial_numel:
                 raise RuntimeError(
-                    f"{self.unit.name}: other parameters received gradients in this micro-batch "
+                    f"{self._unit.name}: other parameters received gradients in this micro-batch "
                     "than in the ones before it; run such micro-batches without fcdp.accumulate, "
                     "or call set_reduce_scatter_unused_params(True) on the module"
                 )
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
-        if is_output and self.topology.nodes > 1 and not self.requires_sync:
+        if is_output and self._topology.nodes > 1 and not self.requires_sync:
             return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        # Backward goes on meanwhile: but where a hook is to be called with what is reduced, and
-        # round a ring, whose steps are waited for.
-        alone = self.topology.nodes == 1 or self.world is not None
-        if is_output and device.type == "cpu" and not alone and not self.unit.hooked:
-            return Arriving(buffer, Crossing(self.unit, self.in_flight), whole=True)
+        if is_output and self._goes_on(device):
+            return Arriving(buffer, Crossing(self._unit, self._in_flight), whole=True)
         return buffer
 
     def __call__(
@@ -118,14 +121,14 @@ class HierarchicalReduceScatter(ReduceScatter):
         micro-batch. Complete in stream order when it returns, or, for an ``Arriving`` output, when
         that is read or backward ends.
         """
-        topology = self.topology
+        topology = self._topology
         topology.failures.backward_runs()
-        if self.world is not None:
-            with ranges.named("reduce_inter", self.unit.name), topology.failures.waiting():
-                ring_reduce_scatter(output_tensor, input_tensor, op, self.world)
-            self.ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
+        if self._world is not None:
+            with ranges.named("reduce_inter", self._unit.name), topology.failures.waiting():
+                ring_reduce_scatter(output_tensor, input_tensor, op, self._world)
+            self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
             return
-        with ranges.named("reduce_intra", self.unit.name):
+        with ranges.named("reduce_intra", self._unit.name):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)
                 return
@@ -134,8 +137,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
         if not self.requires_sync:
-            # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
-            self.partials.add(partial, owned=topology.ranks_per_node > 1)
+            self._keep(partial)
             self._hide()
             return
         self._show()
@@ -144,11 +146,11 @@ class HierarchicalReduceScatter(ReduceScatter):
         across = dist.ReduceOp.SUM if scaled else op
         if isinstance(output_tensor, Arriving):
             output = output_tensor.plain
-            self.in_flight.start(
+            self._in_flight.start(
                 output_tensor.crossing, lambda: self._sync(output, partial, across)
             )
             return
-        with ranges.named("reduce_inter", self.unit.name):
+        with ranges.named("reduce_inter", self._unit.name):
             exchange = self._sync(output_tensor, partial, across)
             if exchange:  # else all is queued
                 with topology.failures.completing():
@@ -156,7 +158,7 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     def discard(self) -> None:
         """Forget partial gradients, as after a failed step."""
-        self.partials.discard()
+        self._partials.discard()
         self._show()
 
     def drop_abandoned(self) -> None:
@@ -167,13 +169,13 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         if not self.pending:
             return
-        held = {id(waiting_in(param)) for param in self.unit.params}
+        held = {id(waiting_in(param)) for param in self._unit.params}
         kept = [each for each in self._waiting if id(each) in held and not each.zeroed]
         if not kept:
             self.discard()
         elif len(kept) < len(self._waiting):
             raise RuntimeError(
-                f"{self.unit.name}: .grad of some of its parameters were zeroed or set to None "
+                f"{self._unit.name}: .grad of some of its parameters were zeroed or set to None "
                 "while gradients of earlier micro-batches wait to cross nodes; where a step is "
                 "given up, do so with all of them, or call fcdp.discard(model)"
             )
@@ -184,7 +186,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
         elsewhere in a partial gradient: they count as zeros.
         """
-        group, reduced = self.unit.group, False
+        group, reduced = self._unit.group, False
 
         def complete() -> None:
             nonlocal reduced
@@ -199,22 +201,28 @@ class HierarchicalReduceScatter(ReduceScatter):
             reduced = True
 
         def note_waiting() -> None:
-            self._waiting = [each for each in map(waiting_in, self.unit.params) if each is not None]
+            self._waiting = [
+                each for each in map(waiting_in, self._unit.params) if each is not None
+            ]
 
         return fsdp2.around_reductions(group, complete, note_waiting)
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
-        topology = self.topology
+        topology = self._topology
         with topology.failures.waiting():
             output = partial.view(topology.nodes, -1)
             wait_all(reduce_scatter_parts(output, gradients, op, topology.reduce_intra))
         sent = (topology.ranks_per_node - 1) * partial.nbytes
-        self.ledger.add("intra_node", "reduce", sent)
+        self._ledger.add("intra_node", "reduce", sent)
+
+    def _keep(self, partial: torch.Tensor) -> None:
+        # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
+        self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
 
     def _hide(self) -> None:
         """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
-        for param in self.unit.params:
+        for param in self._unit.params:
             grad: Any = param.grad
             if grad is not None and param.requires_grad and waiting_in(param) is None:
                 local = grad._local_tensor
@@ -223,7 +231,7 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     def _show(self) -> None:
         """Have ``.grad`` be what it is without what waits: FSDP2 may add the whole sum to that."""
-        for param in self.unit.params:
+        for param in self._unit.params:
             if (waiting := waiting_in(param)) is not None:
                 if waiting.before is None:
                     param.grad = None
@@ -234,9 +242,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Start to reduce across nodes the sum of all micro-batches; complete once waited for."""
         if not self.pending:
             return self._reduce_across(output, partial, op)
-        micro_batches = self.partials.count + 1
-        total = self.partials.take(partial)
-        if isinstance(self.encoded, EncodedReduce):  # whose sums are wide
+        micro_batches = self._partials.count + 1
+        total = self._partials.take(partial)
+        if isinstance(self._encoded, EncodedReduce):  # whose sums are wide
             return self._reduce_across(output, total, op)
         if partial.dtype == torch.float16:
             # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
@@ -248,10 +256,18 @@ class HierarchicalReduceScatter(ReduceScatter):
         return self._reduce_across(output, total.to(partial.dtype), op)
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
-        with self.topology.failures.waiting():
-            if self.encoded is not None:
+        with self._topology.failures.waiting():
+            if self._encoded is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-                return self.encoded.start(output, partial)
-            works = reduce_scatter([output], [partial], op, self.topology.reduce_inter)
-        self.ledger.add("inter_node", "reduce", (self.topology.nodes - 1) * output.nbytes)
+                return self._encoded.start(output, partial)
+            works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
+        self._ledger.add("inter_node", "reduce", (self._topology.nodes - 1) * output.nbytes)
         return works
+
+    def _goes_on(self, device: torch.device) -> bool:
+        """Whether backward goes on while what is reduced crosses nodes.
+
+        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
+        """
+        alone = self._topology.nodes == 1 or self._world is not None
+        return device.type == "cpu" and not alone and not self._unit.hooked

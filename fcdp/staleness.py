@@ -7,21 +7,17 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 
 from fcdp.cache.entry import Entry
-from fcdp.checksum import checksum, sum_of_words
+from fcdp.checksum import checksum
 from fcdp.exchange import any_rank, on_every_rank
-from fcdp.streams import Streams
+from fcdp.guard import Guard
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-
-#: Hits of one unit in a pass, after which it is compared earlier than at the next.
-HITS = 8
 
 
 @dataclass(eq=False)
@@ -36,7 +32,6 @@ class _Watched:
     written: bool = True
 
 
-@dataclass(eq=False)
 class Staleness:
     """Raises the generation of entries whose parameters have been written, on all ranks at once.
 
@@ -56,24 +51,36 @@ class Staleness:
     - the guard: checksums of the own shard at each hit, known too late to be healed.
     """
 
-    entries: Sequence[Entry]
-    topology: Topology
-    guard: Guard | None
-    #: Whether a unit's gather is the first of a pass that nobody told.
-    begins_pass: Callable[[Unit], bool]
-    #: Whether the pass that has begun computes no gradients.
-    without_gradients: Callable[[], bool]
-    verify: bool = False
-    #: Whether this rank cannot take part in telling a unit's difference.
-    lacks_base: Callable[[Unit], bool] | None = None
-    wishes: Callable[[], list[bool]] | None = None
-    #: Called on all ranks when they have agreed, before the first gather, with whether any of them
-    #: had each of the ``wishes``.
-    agreed: Callable[..., None] | None = None
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        topology: Topology,
+        guard: Guard | None,
+        begins_pass: Callable[[Unit], bool],
+        without_gradients: Callable[[], bool],
+        *,
+        verify: bool = False,
+        lacks_base: Callable[[Unit], bool] | None = None,
+        wishes: Callable[[], list[bool]] | None = None,
+        agreed: Callable[..., None] | None = None,
+    ) -> None:
+        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
 
-    def __post_init__(self) -> None:
-        self._watched = {entry.unit: _Watched(entry) for entry in self.entries}
-        self._compares = self.guard is not None and self.topology.mesh.device_type == "cpu"
+        ``without_gradients`` says whether the pass that has begun computes none.
+        ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
+        ``agreed`` is called on all ranks when they have agreed, before the first gather, with
+        whether any of them had each of the ``wishes``.
+        """
+        self._watched = {entry.unit: _Watched(entry) for entry in entries}
+        self._topology = topology
+        self._guard = guard
+        self._begins_pass = begins_pass
+        self._without_gradients = without_gradients
+        self._verify = verify
+        self._lacks_base = lacks_base
+        self._wishes = wishes
+        self._agreed = agreed
+        self._compares = guard is not None and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
@@ -129,8 +136,8 @@ class Staleness:
         For the end of a run: what it finds is otherwise known one or two passes later. Raises
         ``RuntimeError`` on all ranks if stale parameters were used.
         """
-        if self.guard is not None and self.topology.nodes > 1:
-            self.guard.land()
+        if self._guard is not None and self._topology.nodes > 1:
+            self._guard.land()
             self._agree()
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -148,8 +155,8 @@ class Staleness:
         Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed, and,
         on all ranks, if stale parameters were used since.
         """
-        begins = self.begins_pass(unit)
-        if self.topology.nodes == 1 and not self.verify:
+        begins = self._begins_pass(unit)
+        if self._topology.nodes == 1 and not self._verify:
             return  # nothing is kept
         if begins:
             self.begin()
@@ -188,14 +195,14 @@ class Staleness:
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
         ]
         differ = [False] * len(written)
-        if self.guard is not None and not self._compares and self.without_gradients():
-            other, differ = self.guard.check()
+        if self._guard is not None and not self._compares and self._without_gradients():
+            other, differ = self._guard.check()
             written = [*map(operator.or_, written, other)]
-        elif self.guard is not None:
-            differ = self.guard.found()
-        lacks = [] if self.lacks_base is None else [self.lacks_base(unit) for unit, _ in watched]
-        wishes = [] if self.wishes is None else self.wishes()
-        flags = any_rank([*wishes, *written, *differ, *lacks], self.topology)
+        elif self._guard is not None:
+            differ = self._guard.found()
+        lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
+        wishes = [] if self._wishes is None else self._wishes()
+        flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
         wished, flags = flags[: len(wishes)], flags[len(wishes) :]
         count = len(watched)
         written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
@@ -210,15 +217,15 @@ class Staleness:
         self._asked = False
         if any(differ):
             self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
-        if self.verify:
+        if self._verify:
             self._compare_generations()
-        if self.agreed is not None:
-            self.agreed(*wished)
+        if self._agreed is not None:
+            self._agreed(*wished)
 
     def _refuse(self, units: Sequence[Unit]) -> None:
         """Raise on every rank: between two agreements a gather used stale parameters."""
-        assert self.guard is not None
-        self.guard.forget()
+        assert self._guard is not None
+        self._guard.forget()
         self.invalidate()
         names = ", ".join(unit.name for unit in units[:3])
         more = f" and {len(units) - 3} more units" if len(units) > 3 else ""
@@ -233,7 +240,7 @@ class Staleness:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
         units = [*self._watched]
         mine = [self._watched[unit].entry.generation for unit in units]
-        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self.topology).tolist()
+        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self._topology).tolist()
         for rank, theirs in enumerate(ranks):
             for unit, generation, first in zip(units, theirs, ranks[0], strict=True):
                 if generation != first:
@@ -247,139 +254,3 @@ def contents(unit: Unit) -> list[int]:
     shards = [param._local_tensor.detach() for param in unit.params]
     sums = [checksum(shard) for shard in shards if shard.device.type != "meta"]
     return torch.stack(sums).tolist() if sums else []
-
-
-@dataclass(eq=False)
-class _Row:
-    """One unit's sums and flag, views of all units' on the device."""
-
-    #: Sums of the shard as gathered across nodes, then at the hits since: (1 + HITS, int64).
-    sums: torch.Tensor
-    hits: list[torch.Tensor]
-    differs: torch.Tensor
-    #: How many hits have not been compared.
-    used: int = 0
-
-
-class Guard:
-    """Compares this rank's own shard at each hit with what it was when the entry was gathered.
-
-    The own shard is read by every gather, and it is what a write changes first: merged adapters,
-    averaged weights, whatever goes through ``param.data``. A mismatch means that the other ranks'
-    shards in the cache are older than the own one beside them.
-
-    Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
-    the flags are copied to the host on a stream of their own, and looked at when they have landed,
-    at the latest one pass after the next. By then results were wrong already: it is an error, on
-    all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time.
-    """
-
-    def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
-        self._streams = streams
-        self._sum = checksum if streams.on_host else sum_of_words
-        #: Sums of each own shard, as last gathered across nodes and at the hits since.
-        self._sums = torch.zeros(len(units), 1 + HITS, dtype=torch.int64, device=device)
-        self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
-        self._of = {
-            unit: _Row(row, [*row[1:].unbind()], differs)
-            for unit, row, differs in zip(
-                units, self._sums.unbind(), self._differ.unbind(), strict=True
-            )
-        }
-        # Page-locked where there is an accelerator, or the copy would block the host.
-        self._landing = torch.zeros(
-            len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
-        )
-        #: Flags as they were asked for; kept until they have landed.
-        self._asked = self._differ
-        self._landed: Any = None
-        #: Whether a pass has found the copy under way already.
-        self._late = False
-
-    def remember(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Note what the own shard holds, in the order of the current stream."""
-        row = self._of[unit]
-        self._look_at(row)
-        row.sums.copy_(self._sum(shard))
-
-    def compare(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Note what it holds now, in the order of the current stream; it is compared once per pass.
-
-        A comparison at each hit would be two operations more for each.
-        """
-        row = self._of[unit]
-        if row.used == HITS:
-            self._look_at(row)
-        place, row.used = row.hits[row.used], row.used + 1
-        self._sum(shard, place)
-
-    def _look_at(self, row: _Row) -> None:
-        """Compare a unit's sums before they are overwritten."""
-        if row.used:
-            row.differs.logical_or_((row.sums[1:] != row.sums[0]).any())
-            row.used = 0
-
-    def _look_at_all(self) -> None:
-        """Compare all sums; those of hits that have not been yet are as gathered, or seen before.
-
-        The next gather across nodes, which overwrites them, waits until they have been read.
-        """
-        self._differ.logical_or_((self._sums[:, 1:] != self._sums[:, :1]).any(1))
-        self._streams.inter_node.wait_stream(self._streams.current())
-        for row in self._of.values():
-            row.used = 0
-
-    def found(self) -> list[bool]:
-        """List per unit whether a mismatch has become known, and ask for the next copy.
-
-        Called once per pass, before its first gather, on the stream of the gathers.
-        """
-        if self._streams.on_host:
-            self._look_at_all()
-            return self._differ.tolist()
-        differ = [False] * len(self._of)
-        if self._landed is not None:
-            if not self._landed.query() and not self._late:
-                self._late = True
-                return differ
-            # The device is more than a pass behind: later would be later than is promised.
-            self._landed.synchronize()
-            differ = self._landing.tolist()
-        self._ask()
-        return differ
-
-    def check(self) -> tuple[list[bool], list[bool]]:
-        """List per unit whether the own shard is other than gathered, and as ``found`` does.
-
-        All of it is known when this returns: the host waits for the device, once.
-        """
-        sums = [checksum(unit.shard(self._sums.device)) for unit in self._of]
-        self._look_at_all()
-        written = torch.stack(sums) != self._sums[:, 0]
-        known = torch.stack([written, self._differ]).tolist()
-        return known[0], known[1]
-
-    def land(self) -> None:
-        """Wait until all that was compared so far is known."""
-        if not self._streams.on_host:
-            self._ask()
-            self._landed.synchronize()
-
-    def _ask(self) -> None:
-        self._look_at_all()
-        # A copy of them: what is compared next does not wait for the copies to the host before.
-        self._asked = self._differ.clone()
-        stream = self._streams.copies_out
-        stream.wait_stream(self._streams.current())
-        with self._streams.on(stream):
-            self._landing.copy_(self._asked, non_blocking=True)
-            self._landed = stream.record_event()
-        self._late = False
-
-    def forget(self) -> None:
-        """Begin anew, after a mismatch: all units will be gathered again."""
-        if self._landed is not None:
-            self._landed.synchronize()
-            self._landed = None
-        self._sums[:, 1:] = self._sums[:, :1]
-        self._differ.zero_()

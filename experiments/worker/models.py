@@ -24,8 +24,8 @@ from experiments.records.workload import (
 from experiments.worker import convolutional, images
 from fcdp import Topology
 from fcdp.arguments import blocks_of
+from fcdp.blocks import find_blocks
 from fcdp.checksum import checksum
-from fcdp.partition import find_blocks
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
 #: Characters of a library's error that are quoted.

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.engine import engine_of
-from fcdp.exchange import on_all_ranks
+from fcdp.engine import engine_of, on_all_ranks
 from fcdp.topology import Topology
 
 _SHARDS = "shards-"

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fcdp.api import shard
 from fcdp.arguments import check_kinds, policy_of
+from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
-from fcdp.partition import find_blocks, own_modules
+from fcdp.partition import own_modules
 from fcdp.topology import Topology
 
 #: Arguments of ``fcdp.shard`` that a client's call of ``fully_shard`` has of its own.

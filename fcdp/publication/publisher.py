@@ -19,8 +19,8 @@ from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
 from fcdp.delta.packing import places
-from fcdp.engine import Engine, engine_of
-from fcdp.exchange import any_rank, on_all_ranks, on_every_rank
+from fcdp.engine import Engine, engine_of, on_all_ranks
+from fcdp.exchange import any_rank, on_every_rank
 from fcdp.publication.parts import Part, flattened, words
 from fcdp.publication.patch import COMPRESSED, library, pack
 from fcdp.publication.place import File, Kind, Place

@@ -25,6 +25,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
     "failure": ("failures/test_ranks.py",),
+    "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
     "partition": ("test_partition.py", "test_peft.py"),
     "reduce_scatter": (

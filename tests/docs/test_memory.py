@@ -87,7 +87,7 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
         run.loss().backward()
     engine, counts = engine_of(run.model), fcdp.ledger(run.model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
-    guard = engine.staleness.guard
+    guard = engine.staleness._guard
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
         (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import profile_step
-from fcdp.partition import BLOCKS_AHEAD
+from fcdp.blocks import BLOCKS_AHEAD
 from tests.examples.launch import printed
 from tests.ranks import Pools
 

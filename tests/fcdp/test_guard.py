@@ -13,7 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import fcdp
-from fcdp.staleness import Guard
+from fcdp.guard import Guard
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
 from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of, update

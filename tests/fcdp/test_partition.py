@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcdp import partition
-from fcdp.partition import Split, bucket, find_blocks, fit_in_a_slice, placement, split_off
+from fcdp.blocks import find_blocks
+from fcdp.partition import Split, bucket, fit_in_a_slice, placement, split_off
 from tests.fcdp.test_peft import make_model
 
 TRAINED = (torch.float32, True)

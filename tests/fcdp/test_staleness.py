@@ -17,7 +17,8 @@ import fcdp
 from fcdp import staleness
 from fcdp.cache.entry import Entry
 from fcdp.engine import engine_of
-from fcdp.staleness import Guard, Staleness, contents
+from fcdp.guard import Guard
+from fcdp.staleness import Staleness, contents
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of
 from tests.ranks import Pools, on_ranks
