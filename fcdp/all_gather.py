@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
-from fcdp.counts import Ledger, Phase, in_backward
+from fcdp.counts import Ledger, Phase, in_backward, profiled
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
@@ -154,7 +153,7 @@ class CachedAllGather(AllGather):
     ) -> Parts:
         self.ledger.hits += 1
         self.slices.drain()  # forward's last; backward needs none
-        with ranges.named("cache_load", self._unit.name):
+        with profiled("cache_load", self._unit.name):
             held = self.cache.load(self.entry, phase, output, self._copy_in)
         if self.guard is not None:
             self.guard.compare(self._unit, own)
@@ -191,7 +190,7 @@ class CachedAllGather(AllGather):
         # Alike on every rank. The next gather tells what has changed since what was ``told``.
         resized = own.nbytes != self._unit.shard_bytes
         if not resized and (told is not None or self.cache.worth_keeping(self.entry)):
-            with ranges.named("cache_store", self._unit.name):
+            with profiled("cache_store", self._unit.name):
                 self.cache.store(self.entry, received, phase)
             if told is not None:
                 with self.streams.on(self.streams.inter_node):
@@ -214,7 +213,7 @@ class CachedAllGather(AllGather):
         ahead = self.cache.fallible(self._unit)
         if ahead:
             self.cache.load_stale(self.entry, phase, received)
-        with ranges.named("gather_inter", self._unit.name):
+        with profiled("gather_inter", self._unit.name):
             if self.guard is not None:
                 self.guard.remember(self._unit, own)
             told = sent.write(own)
@@ -249,7 +248,7 @@ class CachedAllGather(AllGather):
         stream = self.streams.inter_node
         stream.wait_stream(self._copy_in)
         with (
-            ranges.named("gather_inter", self._unit.name),
+            profiled("gather_inter", self._unit.name),
             self.streams.on(stream),
             received.access.writing(stream),
         ):
@@ -275,7 +274,7 @@ class CachedAllGather(AllGather):
         stream = self.streams.inter_node
         stream.wait_stream(self._copy_in)
         with (
-            ranges.named("gather_inter", self._unit.name),
+            profiled("gather_inter", self._unit.name),
             self.streams.on(stream),
             received.access.writing(stream),
         ):
@@ -356,7 +355,7 @@ class CachedAllGather(AllGather):
         topology = self.topology
         if topology.ranks_per_node == 1:
             return []
-        with ranges.named("gather_intra", self._unit.name), topology.failures.waiting():
+        with profiled("gather_intra", self._unit.name), topology.failures.waiting():
             return all_gather(output.chunk(topology.nodes), topology.intra, rows)
 
     def _gather_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
@@ -371,7 +370,7 @@ class CachedAllGather(AllGather):
         ]
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
-        with ranges.named("gather_intra", self._unit.name), self.topology.failures.waiting():
+        with profiled("gather_intra", self._unit.name), self.topology.failures.waiting():
             all_gather(
                 [*outputs, by_node[self.topology.node].view(-1)],
                 self.topology.intra,

@@ -369,16 +369,15 @@ _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _previous_hook: Any = None
-_process = 0
+os.register_at_fork(after_in_child=_watched.clear)  # nothing is announced in a fork
 
 
 def watch(failures: Failures) -> None:
     """Have the process's one thread look after ``failures``, for as long as they live."""
-    global _thread, _previous_hook, _process
+    global _thread, _previous_hook
     with _lock:
         _watched.add(failures)
         if _thread is None:
-            _process = os.getpid()
             _previous_hook, sys.excepthook = sys.excepthook, _announce_final
             _thread = threading.Thread(target=_keep_looking, name="fcdp failures", daemon=True)
             _thread.start()
@@ -406,7 +405,7 @@ def _stop_looking() -> None:
 
 def _announce_final(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce an error that nobody caught, wherever in this process's main thread."""
-    watched = list(_watched) if os.getpid() == _process else []  # not in a fork
+    watched = list(_watched)
     for failures in watched:
         failures.announce(error, final=True)
     _previous_hook(kind, error, trace)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fcdp import ranges
-from fcdp.counts import in_backward
+from fcdp.counts import in_backward, profiled
 from fcdp.exchange import Pending, Then, wait_all
 from fcdp.failure import Failures
 from fcdp.unit import Unit
@@ -71,7 +70,7 @@ class InFlight:
         """Start a reduction, once there is room for it; it ends with the backward at the latest."""
         while len(self._crossings) >= MOST_IN_FLIGHT:
             self._finish_oldest()
-        with ranges.named("reduce_inter", crossing.unit.name):
+        with profiled("reduce_inter", crossing.unit.name):
             crossing.exchange = exchange()
         self._crossings.append(crossing)
         if not in_backward():
@@ -93,7 +92,7 @@ class InFlight:
         assert exchange is not None
         try:
             with (
-                ranges.named("reduce_wait", crossing.unit.name),
+                profiled("reduce_wait", crossing.unit.name),
                 self._failures.completing(),
             ):
                 wait_all(exchange)

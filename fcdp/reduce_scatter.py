@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcdp import fsdp2, ranges
-from fcdp.counts import Ledger
+from fcdp import fsdp2
+from fcdp.counts import Ledger, profiled
 from fcdp.encoded_reduce import EncodedReduce, ExactReduce
 from fcdp.exchange import (
     Op,
@@ -124,11 +124,11 @@ class HierarchicalReduceScatter(ReduceScatter):
         topology = self._topology
         topology.failures.backward_runs()
         if self._world is not None:
-            with ranges.named("reduce_inter", self._unit.name), topology.failures.waiting():
+            with profiled("reduce_inter", self._unit.name), topology.failures.waiting():
                 ring_reduce_scatter(output_tensor, input_tensor, op, self._world)
             self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
             return
-        with ranges.named("reduce_intra", self._unit.name):
+        with profiled("reduce_intra", self._unit.name):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)
                 return
@@ -150,7 +150,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 output_tensor.crossing, lambda: self._sync(output, partial, across)
             )
             return
-        with ranges.named("reduce_inter", self._unit.name):
+        with profiled("reduce_inter", self._unit.name):
             exchange = self._sync(output_tensor, partial, across)
             if exchange:  # else all is queued
                 with topology.failures.completing():
