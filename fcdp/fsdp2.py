@@ -184,9 +184,12 @@ def after_replaced(group: Any, then: Callable[[], None]) -> None:
         _surround(param, "reset_sharded_param", after=then)
 
 
-def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:
-    """This rank's parts of the gather, and the dtypes that policies ask for."""
-    return [(data, policy.param_dtype) for data, policy in map(_shard, _params(group))]
+def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """This rank's parts of the gather, and the dtypes that they are gathered in."""
+    return [
+        (data, (policy.param_dtype or data.dtype) if data.is_floating_point() else data.dtype)
+        for data, policy in map(_shard, _params(group))
+    ]
 
 
 def is_default(collective: object) -> bool:
