@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
-from fcdp.counts import Ledger, Phase, in_backward
+from fcdp.counts import Ledger, Phase, in_backward, profiled
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
@@ -40,6 +40,7 @@ from fcdp.topology import Topology
 Parts = Iterator[Sequence[Pending]]
 
 
+@dataclass(eq=False)
 class CachedAllGather(AllGather):
     """FSDP2's all-gather of one unit, rank order kept: output is (nodes, L, shard numel).
 
@@ -63,41 +64,25 @@ class CachedAllGather(AllGather):
     the stream of gathers across nodes.
     """
 
-    def __init__(
-        self,
-        entry: Entry,
-        topology: Topology,
-        cache: Cache,
-        slices: Slices,
-        staleness: Staleness,
-        guard: Guard | None,
-        streams: Streams,
-        ledger: Ledger,
-        codec: Codec | None,
-        sent: Kept | None = None,
-        sizes: Sizes | None = None,
-        world: dist.ProcessGroup | None = None,
-    ) -> None:
-        """``sent`` is there where differences are told, ``sizes`` too if on an accelerator.
+    entry: Entry
+    topology: Topology
+    cache: Cache
+    slices: Slices
+    staleness: Staleness
+    guard: Guard | None
+    streams: Streams
+    ledger: Ledger
+    codec: Codec | None
+    #: There where differences are told, and ``sizes`` too if on an accelerator.
+    sent: Kept | None
+    sizes: Sizes | None
+    #: There where exchanges are flat.
+    world: dist.ProcessGroup | None
 
-        ``world`` is there where exchanges are flat.
-        """
-        self._entry = entry
-        self._unit = entry.unit
-        self._topology = topology
-        self._cache = cache
-        self._slices = slices
-        self._staleness = staleness
-        self._guard = guard
-        self._streams = streams
-        self._ledger = ledger
-        self._codec = codec
-        self._sent = sent
-        self._sizes = sizes
-        self._world = world
+    def __post_init__(self) -> None:
+        topology = self.topology
+        self._unit = self.entry.unit
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
-        #: This rank's place in the output.
-        self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -105,7 +90,7 @@ class CachedAllGather(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate FSDP2's output buffer, on its copy-in stream."""
-        self._copy_in = self._streams.current()
+        self._copy_in = self.streams.current()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -117,83 +102,76 @@ class CachedAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
 
+        FSDP2 has made the input in its place in the output.
+
         On an accelerator everything is queued when the call returns: in the order of the current
         stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
         way, whatever ``async_op`` says: FSDP2 waits for the returned work where it needs the
         parameters, so that what it prefetches travels while it computes.
         """
         if input_tensor.nbytes != self._unit.shard_bytes:
-            self._cache.drop_resized(self._entry)
+            self.cache.drop_resized(self.entry)
         phase: Phase = "backward" if in_backward() else "forward"
         if phase == "backward":
-            self._topology.failures.backward_runs()
-        self._staleness.settle(self._unit)
+            self.topology.failures.backward_runs()
+        self.staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor, phase)
-        if self._streams.on_host:
+        if self.streams.on_host:
             forget = partial(forget_gather, self._unit.group)
-            return Gathering(parts, self._topology.failures, forget)
+            return Gathering(parts, self.topology.failures, forget)
         if not async_op:
             self._queue(parts)
             return None
         # FSDP2 called on the computing stream, which must not wait before the work is waited for.
-        stream = self._streams.intra_node
-        stream.wait_stream(self._streams.current())
-        with self._streams.on(stream):
+        stream = self.streams.intra_node
+        stream.wait_stream(self.streams.current())
+        with self.streams.on(stream):
             self._queue(parts)
-            return Queued(self._streams, stream.record_event())
+            return Queued(self.streams, stream.record_event())
 
     def _queue(self, parts: Parts) -> None:
         """Queue all parts of a gather, whose exchanges an accelerator orders by itself."""
         for works in parts:
             assert not works, "what is queued has nothing to wait for"
 
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
-        own = self._in_place(output, shard)
-        if self._topology.nodes == 1:
+    def _parts(self, output: torch.Tensor, own: torch.Tensor, phase: Phase) -> Parts:
+        if self.topology.nodes == 1:
             yield self._intra_node(output, None, own, phase)
             return
-        coming = self._cache.note(self._entry)
-        if self._cache.hit(self._entry):
+        coming = self.cache.note(self.entry)
+        if self.cache.hit(self.entry):
             yield from self._from_cache(output, own, phase, coming)
         else:
             yield from self._across_nodes(output, own, phase, coming)
 
-    def _in_place(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Return this rank's row of the output, which holds ``shard``; FSDP2 copies it there."""
-        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
-            return shard
-        own = output.view(self._topology.world_size, -1)[self._place]
-        own.copy_(shard)
-        return own
-
     def _by_node(self, output: torch.Tensor) -> torch.Tensor:
         """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""
-        return output.view(self._topology.nodes, self._topology.ranks_per_node, -1)
+        return output.view(self.topology.nodes, self.topology.ranks_per_node, -1)
 
     def _from_cache(
         self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
-        self._ledger.hits += 1
-        self._slices.drain()  # forward's last; backward needs none
-        with ranges.named("cache_load", self._unit.name):
-            held = self._cache.load(self._entry, phase, output, self._copy_in)
-        if self._guard is not None:
-            self._guard.compare(self._unit, own)
+        self.ledger.hits += 1
+        self.slices.drain()  # forward's last; backward needs none
+        with profiled("cache_load", self._unit.name):
+            held = self.cache.load(self.entry, phase, output, self._copy_in)
+        if self.guard is not None:
+            self.guard.compare(self._unit, own)
         self._encode(own)
-        self._cache.expect(coming)
+        self.cache.expect(coming)
         yield self._intra_node(output, held, own, phase)
-        self._cache.release(held)
+        self.cache.release(held)
 
     def _across_nodes(
         self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
-        self._ledger.misses += 1
-        self._cache.drain()
-        received = self._slices.take_for(output, self._topology, self._copy_in, own=True)
+        self.ledger.misses += 1
+        self.cache.drain()
+        received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
         # The shard that differences lead from, while ranks tell any; alike on every rank.
-        sent = self._sent
+        sent = self.sent
         told = sent if sent is not None and sent.telling and self._unit.trainable else None
-        if told is not None and self._cache.has_base(self._entry):
+        if told is not None and self.cache.has_base(self.entry):
             if isinstance(told, Sent):
                 yield from self._differences(told, received, own, phase)
             else:
@@ -201,51 +179,45 @@ class CachedAllGather(AllGather):
         else:
             if sent is not None:
                 sent.forget()
-            self._cache.outdate(self._entry)
+            self.cache.outdate(self.entry)
             arriving, works = self._inter_node(output, received, own, phase)
             if works:  # on the CPU
-                yield from self._whole(works, own)
+                watch = Watch(works)
+                yield [watch]
+                if isinstance(sent, Sent):
+                    sent.saw(watch, own, whole=True, written=False)
                 self._decode(arriving, received)
         # Alike on every rank. The next gather tells what has changed since what was ``told``.
         resized = own.nbytes != self._unit.shard_bytes
-        if not resized and (told is not None or self._cache.worth_keeping(self._entry)):
-            with ranges.named("cache_store", self._unit.name):
-                self._cache.store(self._entry, received, phase)
+        if not resized and (told is not None or self.cache.worth_keeping(self.entry)):
+            with profiled("cache_store", self._unit.name):
+                self.cache.store(self.entry, received, phase)
             if told is not None:
-                with self._streams.on(self._streams.inter_node):
+                with self.streams.on(self.streams.inter_node):
                     told.keep(own)
                 # FSDP2 frees what it was copied from in the order of the current stream.
-                self._streams.current().wait_stream(self._streams.inter_node)
+                self.streams.current().wait_stream(self.streams.inter_node)
         # After the store: the first gather of backward may be that of the unit just stored.
-        self._cache.expect(coming)
-        if self._world is None:
+        self.cache.expect(coming)
+        if self.world is None:
             yield self._intra_node(output, received, own, phase)
         else:
-            self._streams.current().wait_stream(self._streams.inter_node)
-        self._slices.release(received)
-
-    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
-        """Wait for shards as they are, and see how long that takes where it could take less."""
-        if not isinstance(self._sent, Sent):
-            yield works
-            return
-        watch = Watch(works)
-        yield [watch]
-        self._sent.saw(watch, own, whole=True, written=False)
+            self.streams.current().wait_stream(self.streams.inter_node)
+        self.slices.release(received)
 
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
-        topology = self._topology
-        self._entry.based = False  # until the ranks agree again
+        topology = self.topology
+        self.entry.based = False  # until the ranks agree again
         # An entry that may be lost is read now: other units' gathers come before this one's end.
-        ahead = self._cache.fallible(self._unit)
+        ahead = self.cache.fallible(self._unit)
         if ahead:
-            self._cache.load_stale(self._entry, phase, received)
-        with ranges.named("gather_inter", self._unit.name):
-            if self._guard is not None:
-                self._guard.remember(self._unit, own)
+            self.cache.load_stale(self.entry, phase, received)
+        with profiled("gather_inter", self._unit.name):
+            if self.guard is not None:
+                self.guard.remember(self._unit, own)
             told = sent.write(own)
-            self._ledger.add("inter_node", phase, len(self._peers) * told.nbytes)
+            self.ledger.add("inter_node", phase, len(self._peers) * told.nbytes)
             most = message.most_bytes(own)
             arriving = {
                 peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in self._peers
@@ -259,8 +231,8 @@ class CachedAllGather(AllGather):
         all_whole = all(map(message.is_whole, (told, *arriving.values())))
         sent.saw(watch, own, whole=all_whole)
         if not all_whole and not ahead:
-            self._cache.load_stale(self._entry, phase, received)
-        self._cache.outdate(self._entry)
+            self.cache.load_stale(self.entry, phase, received)
+        self.cache.outdate(self.entry)
         for peer, arrived in arriving.items():
             sent.read(arrived, received.memory[peer])
 
@@ -268,28 +240,28 @@ class CachedAllGather(AllGather):
         self, kept: Kept, received: Slice, own: torch.Tensor, phase: Phase
     ) -> None:
         """The same on an accelerator, whose host knows the sizes: all of it is queued."""
-        assert self._sizes is not None
-        told, node = self._sizes.of(self._entry), self._topology.node
-        self._entry.based = False  # until the ranks agree again
+        assert self.sizes is not None
+        told, node = self.sizes.of(self.entry), self.topology.node
+        self.entry.based = False  # until the ranks agree again
         kept.forget()
-        self._cache.load_stale(self._entry, phase, received)
-        stream = self._streams.inter_node
+        self.cache.load_stale(self.entry, phase, received)
+        stream = self.streams.inter_node
         stream.wait_stream(self._copy_in)
         with (
-            ranges.named("gather_inter", self._unit.name),
-            self._streams.on(stream),
+            profiled("gather_inter", self._unit.name),
+            self.streams.on(stream),
             received.access.writing(stream),
         ):
-            if self._guard is not None:
-                self._guard.remember(self._unit, own)
+            if self.guard is not None:
+                self.guard.remember(self._unit, own)
             sent = told.write(own, kept.memory, node)
-            self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
-            arriving = sent.new_empty((self._topology.nodes, sent.numel()))
-            with self._topology.failures.waiting():
-                all_gather([arriving.view(-1)], self._topology.inter, [sent])
+            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            arriving = sent.new_empty((self.topology.nodes, sent.numel()))
+            with self.topology.failures.waiting():
+                all_gather([arriving.view(-1)], self.topology.inter, [sent])
             for peer in self._peers:
-                self._sizes.note(told.read(arriving[peer], received.memory[peer], peer))
-        self._cache.outdate(self._entry)
+                self.sizes.note(told.read(arriving[peer], received.memory[peer], peer))
+        self.cache.outdate(self.entry)
 
     def _inter_node(
         self, output: torch.Tensor, received: Slice, own: torch.Tensor, phase: Phase
@@ -299,56 +271,56 @@ class CachedAllGather(AllGather):
         Returns what arrives, a row per node, and what to wait for before it is decoded: on an
         accelerator nothing, as both are queued.
         """
-        stream = self._streams.inter_node
+        stream = self.streams.inter_node
         stream.wait_stream(self._copy_in)
         with (
-            ranges.named("gather_inter", self._unit.name),
-            self._streams.on(stream),
+            profiled("gather_inter", self._unit.name),
+            self.streams.on(stream),
             received.access.writing(stream),
         ):
-            if self._guard is not None:  # before a codec rounds the own shard
-                self._guard.remember(self._unit, own)
-            if self._world is not None:
-                self._ledger.add_both(phase, *ring_bytes(own.nbytes, self._topology))
-                with self._topology.failures.waiting():
-                    works = ring_all_gather(output, own, self._world)
+            if self.guard is not None:  # before a codec rounds the own shard
+                self.guard.remember(self._unit, own)
+            if self.world is not None:
+                self.ledger.add_both(phase, *ring_bytes(own.nbytes, self.topology))
+                with self.topology.failures.waiting():
+                    works = ring_all_gather(output, own, self.world)
                 if received.home is not self._copy_in:  # the slice lies elsewhere
-                    received.memory.copy_(self._by_node(output)[:, self._topology.local_rank])
+                    received.memory.copy_(self._by_node(output)[:, self.topology.local_rank])
                 return received.memory, works
             sent = self._encode(own)
-            self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             arriving, numel = received.memory, sent.numel()
-            if self._codec is not None:
+            if self.codec is not None:
                 # Each has to begin at a multiple of four bytes.
-                arriving = sent.new_empty((self._topology.nodes, numel + -numel % 4))
-            with self._topology.failures.waiting():
-                if self._streams.on_host:
+                arriving = sent.new_empty((self.topology.nodes, numel + -numel % 4))
+            with self.topology.failures.waiting():
+                if self.streams.on_host:
                     return arriving, swap(
                         [(peer, arriving[peer, :numel]) for peer in self._peers],
                         [(peer, sent) for peer in self._peers],
-                        self._topology.inter,
+                        self.topology.inter,
                     )
-                if self._codec is not None:
+                if self.codec is not None:
                     sent = F.pad(sent, (0, -numel % 4))
-                all_gather([arriving.view(-1)], self._topology.inter, [sent])  # queued
+                all_gather([arriving.view(-1)], self.topology.inter, [sent])  # queued
             self._decode(arriving, received)
             return received.memory, []
 
     def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
         """Fill the slice with what the other nodes' shards decode to."""
-        if self._codec is None:
+        if self.codec is None:
             return
         for node, row in enumerate(received.memory.unbind()):
-            if node != self._topology.node:
-                encoded = arriving[node][: self._codec.encoded_bytes(row.numel())]
-                self._codec.decode(encoded, row)
+            if node != self.topology.node:
+                encoded = arriving[node][: self.codec.encoded_bytes(row.numel())]
+                self.codec.decode(encoded, row)
 
     def _encode(self, shard: torch.Tensor) -> torch.Tensor:
         """Return what crosses nodes of this rank's shard, which becomes what others make of it."""
-        if self._codec is None:
+        if self.codec is None:
             return shard
-        encoded = self._codec.encode(shard)
-        self._codec.decode(encoded, shard)
+        encoded = self.codec.encode(shard)
+        self.codec.decode(encoded, shard)
         return encoded
 
     def _intra_node(
@@ -358,32 +330,32 @@ class CachedAllGather(AllGather):
 
         ``part`` is ``None`` where there is one node.
         """
-        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
+        nodes, ranks = self.topology.nodes, self.topology.ranks_per_node
         if ranks > 1:
-            self._ledger.add("intra_node", phase, nodes * (ranks - 1) * own.nbytes)
+            self.ledger.add("intra_node", phase, nodes * (ranks - 1) * own.nbytes)
         if part is None:
             return self._gather_in_node(output, None)
-        in_place = part.own is not None and (ranks == 1 or self._streams.on_host)
-        with part.access.reading(self._streams.current()):
+        in_place = part.own is not None and (ranks == 1 or self.streams.on_host)
+        with part.access.reading(self.streams.current()):
             if in_place:
                 return self._gather_in_node(output, None)
             if ranks == 1:
                 for places, rows in self._others(self._by_node(output), part):
                     places[:, 0].copy_(rows)
                 return []
-            if nodes > PARTS_MOST and not self._streams.on_host:
+            if nodes > PARTS_MOST and not self.streams.on_host:
                 self._gather_by_rank(self._by_node(output), part, own)
                 return []
-            return self._gather_in_node(output, part.rows(self._topology.node, own))
+            return self._gather_in_node(output, part.rows(self.topology.node, own))
 
     def _gather_in_node(
         self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
     ) -> Sequence[Pending]:
         """Gather each node's part where it belongs: FSDP2's rank order is what it arrives in."""
-        topology = self._topology
+        topology = self.topology
         if topology.ranks_per_node == 1:
             return []
-        with ranges.named("gather_intra", self._unit.name), topology.failures.waiting():
+        with profiled("gather_intra", self._unit.name), topology.failures.waiting():
             return all_gather(output.chunk(topology.nodes), topology.intra, rows)
 
     def _gather_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
@@ -398,10 +370,10 @@ class CachedAllGather(AllGather):
         ]
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
-        with ranges.named("gather_intra", self._unit.name), self._topology.failures.waiting():
+        with profiled("gather_intra", self._unit.name), self.topology.failures.waiting():
             all_gather(
-                [*outputs, by_node[self._topology.node].view(-1)],
-                self._topology.intra,
+                [*outputs, by_node[self.topology.node].view(-1)],
+                self.topology.intra,
                 [*inputs, own],
             )
         for (places, _), table in zip(runs, arrived, strict=True):
@@ -411,7 +383,7 @@ class CachedAllGather(AllGather):
         self, by_node: torch.Tensor, part: Slice
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the places (k, L, s) of the nodes below and above this one with a slice's rows."""
-        node, rows = self._topology.node, part.memory.view(by_node.dtype)
+        node, rows = self.topology.node, part.memory.view(by_node.dtype)
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]

@@ -10,12 +10,9 @@ from collections.abc import Iterable
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fcdp.agreement import on_all_ranks
 from fcdp.arguments import (
-    Options,
     Setup,
     blocks_of,
-    check_fsdp2_policies,
     check_kinds,
     check_plain,
     policy_of,
@@ -28,7 +25,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers.disk import check_directory
 from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
-from fcdp.engine import Engine, engine_of, has_engine, is_set_up
+from fcdp.engine import Engine, engine_of, has_engine, is_set_up, on_all_ranks
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
@@ -106,26 +103,26 @@ def shard(
         2
     """
     # Before anything is sharded, what can be refused by then.
-    check_kinds(model, topology)
-    check_fsdp2_policies(mp_policy, offload_policy)
+    check_kinds(model, topology, mp_policy, offload_policy)
     policy = policy_of(policy)
-    options = Options(
+    blocks = blocks_of(model, units)
+    ignored = {*ignored_params}
+    setup = Setup(
+        (topology.nodes, topology.ranks_per_node),
+        policy,
         look_ahead,
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,
+        {
+            "units": tuple(map(id, blocks)),
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "reshard_after_forward": reshard_after_forward,
+            "ignored_params": frozenset(map(id, ignored)),
+        },
     )
-    blocks = blocks_of(model, units)
-    ignored = {*ignored_params}
-    sharding = {
-        "units": tuple(map(id, blocks)),
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "reshard_after_forward": reshard_after_forward,
-        "ignored_params": frozenset(map(id, ignored)),
-    }
-    setup = Setup((topology.nodes, topology.ranks_per_node), policy, options, sharding)
     if is_set_up(model, setup):
         return model
     if not isinstance(reshard_after_forward, bool | None):
@@ -234,14 +231,15 @@ def cache_parameters(
         True
     """
     check_kinds(model, topology)
-    options = Options(
+    setup = Setup(
+        (topology.nodes, topology.ranks_per_node),
+        policy_of(policy),
         look_ahead,
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,
     )
-    setup = Setup((topology.nodes, topology.ranks_per_node), policy_of(policy), options)
     if not is_set_up(model, setup):
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model

@@ -26,17 +26,22 @@ logger = logging.getLogger("fcdp")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Arguments of ``fcdp.cache_parameters`` beside the policy.
+class Setup:
+    """All that an engine was asked for: setting up again with the same changes nothing.
 
     Raises ``ValueError`` for what cannot be.
     """
 
+    #: Nodes, and ranks per node.
+    ranks: tuple[int, int]
+    policy: CachePolicy
     look_ahead: int
     partials: PartialsPlace
     safety: Safety
     codecs: Codecs
-    exchanges: Exchanges = "hierarchical"
+    exchanges: Exchanges
+    #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
+    sharding: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if type(self.look_ahead) is not int or self.look_ahead < 0:
@@ -60,18 +65,6 @@ class Options:
                     "carry values as they are, and gradients of each micro-batch"
                 )
 
-
-@dataclass(frozen=True)
-class Setup:
-    """All that an engine was asked for: setting up again with the same changes nothing."""
-
-    #: Nodes, and ranks per node.
-    ranks: tuple[int, int]
-    policy: CachePolicy
-    options: Options
-    #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
-    sharding: Mapping[str, Any] | None = None
-
     def differences(self, other: Setup) -> str:
         """The arguments that are others in ``other``, as a user gives them, and both values."""
         theirs = other._arguments()
@@ -85,42 +78,46 @@ class Setup:
         return ", ".join(different) or "fcdp.cache_parameters"
 
     def _arguments(self) -> dict[str, Any]:
-        codecs = self.options.codecs
         return {
             "topology": "{} nodes × {} ranks".format(*self.ranks),
             "policy": self.policy,
-            "look_ahead": self.options.look_ahead,
-            "partial_gradients": self.options.partials,
-            **vars(self.options.safety),
-            "gather_codec": codecs.gather,
-            "reduce_codec": codecs.reduce,
-            "error_feedback": codecs.error_feedback,
-            "exchanges": self.options.exchanges,
+            "look_ahead": self.look_ahead,
+            "partial_gradients": self.partials,
+            **vars(self.safety),
+            "gather_codec": self.codecs.gather,
+            "reduce_codec": self.codecs.reduce,
+            "error_feedback": self.codecs.error_feedback,
+            "exchanges": self.exchanges,
             **(self.sharding or {}),
         }
 
 
-def check_kinds(model: Any, topology: Any) -> None:
-    """Raise ``ValueError`` if the two arguments of every set-up are something else."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model = {_shown(model)}: must be a torch.nn.Module")
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"topology = {_shown(topology)}: must be a fcdp.Topology: Topology.from_env() under "
-            "torchrun, or Topology.of_mesh(mesh) of a DeviceMesh"
-        )
-
-
-def check_fsdp2_policies(mp_policy: Any, offload_policy: Any) -> None:
-    """Raise ``ValueError`` for anything but FSDP2's own policies."""
-    for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
+def check_kinds(
+    model: Any,
+    topology: Any,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+) -> None:
+    """Raise ``ValueError`` if an argument is something else than what it is called."""
+    for name, value, kind, what in (
+        ("model", model, nn.Module, "torch.nn.Module"),
+        (
+            "topology",
+            topology,
+            Topology,
+            "fcdp.Topology: Topology.from_env() under torchrun, or Topology.of_mesh(mesh) of a "
+            "DeviceMesh",
+        ),
+        (
+            "mp_policy",
+            mp_policy,
+            MixedPrecisionPolicy,
+            "torch.distributed.fsdp.MixedPrecisionPolicy",
+        ),
+        ("offload_policy", offload_policy, OffloadPolicy, "torch.distributed.fsdp.OffloadPolicy"),
     ):
         if not isinstance(value, kind):
-            raise ValueError(
-                f"{name} = {_shown(value)}: must be a torch.distributed.fsdp.{kind.__name__}"
-            )
+            raise ValueError(f"{name} = {_shown(value)}: must be a {what}")
 
 
 def policy_of(policy: Any) -> CachePolicy:

@@ -1,17 +1,22 @@
-"""Bytes by link and phase: what this rank moved, counted where it is issued."""
+"""Bytes by link and phase, counted where they are issued, and ranges in a profiler's timeline."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+import torch.autograd.profiler
+from torch.profiler import record_function
 
 from fcdp.sizes import in_words
 
 Link = Literal["inter_node", "intra_node", "host_to_device", "device_to_host", "disk"]
 Phase = Literal["forward", "backward", "reduce"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 #: Links as people read them, slowest first.
 _NAMES: dict[Link, str] = {
@@ -164,3 +169,10 @@ class Ledger:
 def in_backward() -> bool:
     # The same test that torch.utils.checkpoint uses to tell a recomputation from a forward.
     return torch._C._current_graph_task_id() != -1
+
+
+def profiled(part: str, of: str = "") -> AbstractContextManager[Any]:
+    """Name what the body does ``fcdp::part of``, if a profiler runs: names cost more than it."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return _NOTHING
+    return record_function(f"fcdp::{part} {of}".rstrip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,12 @@ from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch
 from fcdp.delta.sent import apply
-from fcdp.exchange import Pending, Then, all_to_all
+from fcdp.exchange import Pending, Then, add_up, all_to_all
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
+@dataclass(eq=False)
 class EncodedReduce:
     """Reduce-scatters one unit's partial sums over ``group``; each part is rounded once.
 
@@ -25,13 +27,12 @@ class EncodedReduce:
     (g−1) · s elements in fp32 for a group of g, from the first reduction on.
     """
 
-    def __init__(
-        self, codec: Codec, group: dist.ProcessGroup, ledger: Ledger, *, error_feedback: bool
-    ) -> None:
-        self._codec = codec
-        self._group = group
-        self._ledger = ledger
-        self._error_feedback = error_feedback
+    codec: Codec
+    group: dist.ProcessGroup
+    ledger: Ledger
+    error_feedback: bool
+
+    def __post_init__(self) -> None:
         #: By the group's rank: what its parts have lost so far.
         self._residuals: dict[int, torch.Tensor] = {}
 
@@ -41,7 +42,7 @@ class EncodedReduce:
         This rank's own part is not rounded. Parts are added in rank order, in fp32 or wider, when
         what is returned is waited for; ``partial`` must last until then.
         """
-        size, rank = self._group.size(), self._group.rank()
+        size, rank = self.group.size(), self.group.rank()
         wide = torch.promote_types(partial.dtype, torch.float32)
         parts = partial.view(size, -1).unbind()
         sent = [
@@ -51,76 +52,91 @@ class EncodedReduce:
         received = [
             part if peer == rank else torch.empty_like(part) for peer, part in enumerate(sent)
         ]
-        works = all_to_all(received, sent, self._group)
+        works = all_to_all(received, sent, self.group)
+        count = (size - 1) * self.codec.encoded_bytes(output.numel())
+        self.ledger.add("inter_node", "reduce", count)
 
-        def add_up() -> None:
+        def decode() -> None:
             total = torch.zeros_like(output, dtype=wide)
             summand = torch.empty_like(total)
             for peer in range(size):
                 if peer == rank:
                     total += parts[peer]
                 else:
-                    self._codec.decode(received[peer], summand)
+                    self.codec.decode(received[peer], summand)
                     total += summand
             output.copy_(total)
 
-        return [*works, Then(add_up)]
-
-    def sent_bytes(self, numel: int) -> int:
-        """Bytes that this rank sends to reduce parts of ``numel`` elements."""
-        return (self._group.size() - 1) * self._codec.encoded_bytes(numel)
+        return [*works, Then(decode)]
 
     def forget(self) -> None:
         """Drop what was lost: it belongs to parameters that are no more."""
-        self._ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
+        self.ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
         self._residuals.clear()
 
     def _encode(self, peer: int, values: torch.Tensor) -> torch.Tensor:
-        if not self._error_feedback:
-            return self._codec.encode(values)
+        if not self.error_feedback:
+            return self.codec.encode(values)
         residual = self._residuals.get(peer)
         # Other parameters received gradients than last time: the residual belongs elsewhere.
         if residual is not None and residual.numel() == values.numel():
             values = values + residual
-        encoded = self._codec.encode(values)
+        encoded = self.codec.encode(values)
         decoded = torch.empty_like(values)
-        self._codec.decode(encoded, decoded)
+        self.codec.decode(encoded, decoded)
         # Values that overflowed are skipped by the gradient scaler; they must not stay here.
         lost = (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0)
-        self._ledger.residual_bytes += lost.nbytes - (0 if residual is None else residual.nbytes)
+        self.ledger.residual_bytes += lost.nbytes - (0 if residual is None else residual.nbytes)
         self._residuals[peer] = lost
         return encoded
 
 
-class ExactParts:
-    """The parts of one unit's reduction while they cross nodes, bit for bit what they are.
+@dataclass(eq=False)
+class ExactReduce:
+    """Reduce-scatters one unit's partial sums over ``group``, bit for bit as without a codec.
 
-    They are told by their exponents, or whole where that takes less time.
+    Parts are told by their exponents, or whole where that takes less time.
     """
 
-    def __init__(self, name: str, economy: Economy, ledger: Ledger) -> None:
-        self._name = name
-        self._economy = economy
-        self._ledger = ledger
-        #: Bytes of the last coded message per byte of its part.
-        self._ratio = 0.0
+    name: str
+    group: dist.ProcessGroup
+    economy: Economy
+    ledger: Ledger
+    #: Bytes of the last coded message per byte of its part.
+    _ratio: float = 0.0
+
+    def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
+        """As :meth:`EncodedReduce.start`, added up in the order and dtype of plain sums."""
+        size, rank = self.group.size(), self.group.rank()
+        parts = partial.view(size, -1).unbind()
+        summands, sent, received = [*parts], [*parts], [*parts]
+        for peer, part in enumerate(parts):
+            if peer != rank:
+                summands[peer], sent[peer] = torch.empty_like(part), self.write(part)
+                room = torch.empty(message.most_bytes(part), dtype=torch.uint8, device="cpu")
+                received[peer] = room
+        works = all_to_all(received, sent, self.group)
+
+        def read() -> None:
+            arriving = [*zip(received, summands, strict=True)]
+            del arriving[rank]
+            self.read(works, arriving)
+            add_up(output, summands)
+
+        return [Then(read)]
 
     def write(self, part: torch.Tensor) -> torch.Tensor:
         """The message (uint8) of a part (s), whose bytes the ledger counts."""
         begun = time.perf_counter()
-        if self._economy.pays(self._ratio, others=1):
+        if self.economy.pays(self._ratio, others=1):
             told = message.write(part, None, message.ALONE)
             size = max(1, part.nbytes)
             self._ratio = told.nbytes / size
-            self._economy.told.add((time.perf_counter() - begun) / size)
+            self.economy.told.add((time.perf_counter() - begun) / size)
         else:
             told = message.whole(part)
-        self._ledger.add("inter_node", "reduce", told.nbytes)
+        self.ledger.add("inter_node", "reduce", told.nbytes)
         return told
-
-    def room(self, part: torch.Tensor) -> torch.Tensor:
-        """Where the message (uint8) of such a part arrives."""
-        return torch.empty(message.most_bytes(part), dtype=torch.uint8, device="cpu")
 
     def read(
         self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -133,12 +149,12 @@ class ExactParts:
         watch.wait()
         nbytes = sum(part.nbytes for _, part in arriving)
         if all(message.is_whole(told) for told, _ in arriving):
-            self._economy.saw_whole(watch.waited, nbytes)
+            self.economy.saw_whole(watch.waited, nbytes)
         else:
-            self._economy.saw_told(watch.took, nbytes)
+            self.economy.saw_told(watch.took, nbytes)
         for told, part in arriving:
-            whose = f"{self._name}: gradients of another node"
-            apply(told, part, message.ALONE, self._economy, whose)
+            whose = f"{self.name}: gradients of another node"
+            apply(told, part, message.ALONE, self.economy, whose)
 
 
 def check_exact(topology: Topology) -> None:

@@ -6,16 +6,15 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
-from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache
@@ -27,7 +26,8 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
-from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_encodable, check_exact
+from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
+from fcdp.exchange import any_rank, on_every_rank
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
@@ -40,6 +40,10 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
+#: Bytes of an error that the other ranks show.
+TEXT_BYTES = 512
+
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -60,35 +64,36 @@ class Engine:
         """
         self.topology = topology
         self.setup = setup
-        policy, options = setup.policy, setup.options
+        policy, codecs = setup.policy, setup.codecs
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        if options.codecs.gather is not None:
-            check_encodable(self.units, options.codecs.gather)
-        if isinstance(exact := options.codecs.reduce, Exact):
+        if codecs.gather is not None:
+            check_encodable(self.units, codecs.gather)
+        if isinstance(exact := codecs.reduce, Exact):
             check_exact(topology)
         device = torch.device(topology.mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        flat = options.exchanges == "flat" and topology.nodes > 1
+        flat = setup.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
         self.ledger = Ledger()
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
-        detects = options.safety.detect_writes and topology.nodes > 1
-        self._guard = guard = Guard(self.units, device, streams) if detects else None
+        detects = setup.safety.detect_writes and topology.nodes > 1
+        guard = Guard(self.units, device, streams) if detects else None
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
+        delta = codecs.differences
         self._sent: dict[Unit, Kept] = {}
-        #: Knowledge of the link, of the rules for gathers and for reductions.
-        self._economies: list[Economy] = []
         self._sizes = None
-        if (delta := options.codecs.differences) is not None:
-            economy = Economy(delta.when)
-            self._economies.append(economy)
+        #: Knowledge of the link, of the rules for gathers and for reductions.
+        economy = None if delta is None else Economy(delta.when)
+        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
+        self._economies = [each for each in (economy, self._exact) if each is not None]
+        if economy is not None:
             for unit, entry in self.entries.items():
                 on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
                 self._sent[unit] = on_host or Kept(entry)
@@ -101,17 +106,17 @@ class Engine:
             guard,
             self._begins_pass,
             lambda: self._passes.without_gradients,
-            verify=options.safety.verify,
+            verify=setup.safety.verify,
             lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
-            wishes=self._wishes if delta is not None or isinstance(exact, Exact) else None,
+            wishes=self._wishes if self._economies else None,
             agreed=self._agreed,
         )
         plan = MemoryPlan.of(
             self.units,
             topology,
             policy,
-            look_ahead=options.look_ahead,
-            partials_place=options.partials,
+            look_ahead=setup.look_ahead,
+            partials_place=setup.partials,
             differences=delta is not None and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
@@ -128,21 +133,19 @@ class Engine:
                 plan,
                 self.ledger,
                 directory=policy.directory,
-                safety=options.safety,
+                safety=setup.safety,
             ),
         )
         # Kept: host memory stays page-locked for as long as its arena lives.
         self._partials = on_all_ranks(
-            f"partial_gradients = {options.partials!r}",
+            f"partial_gradients = {setup.partials!r}",
             topology,
-            lambda: Partials(options.partials, self.units, topology, device, self.ledger),
+            lambda: Partials(plan.partials, device, self.ledger),
         )
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
-        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
-        self._economies += [self._exact] if self._exact is not None else []
         if self._economies and streams.on_host:
             prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
@@ -158,25 +161,27 @@ class Engine:
                 guard,
                 streams,
                 self.ledger,
-                options.codecs.rounding,
+                codecs.rounding,
                 self._sent.get(unit),
                 self._sizes,
                 self._world,
             )
             unit.module.set_custom_all_gather(gather)
-            self._reduce_by_hierarchy(unit, options.codecs)
+            self._reduce_by_hierarchy(unit, codecs)
             self._collectives[unit] = fsdp2.collectives(unit.group)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
     def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
         topology = self.topology
-        encoded = None
+        encoded: EncodedReduce | ExactReduce | None = None
         if (codec := codecs.rounding_reduce) is not None:
             encoded = EncodedReduce(
-                codec, topology.reduce_inter, self.ledger, error_feedback=codecs.error_feedback
+                codec, topology.reduce_inter, self.ledger, codecs.error_feedback
             )
             self._encoded.append(encoded)
+        elif self._exact is not None:
+            encoded = ExactReduce(unit.name, topology.reduce_inter, self._exact, self.ledger)
         reduction = HierarchicalReduceScatter(
             unit,
             topology,
@@ -185,7 +190,6 @@ class Engine:
             self.ledger,
             encoded,
             self._world,
-            ExactParts(unit.name, self._exact, self.ledger) if self._exact else None,
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
@@ -194,7 +198,7 @@ class Engine:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
-        if not on_host and fsdp2.has_one_reduce_buffer(unit.group):
+        if not on_host and fsdp2.reduce_buffers(unit.group) == 1:
             # FSDP2's default makes backward wait for the reduction of the unit before, which
             # crosses nodes: one more buffer, and it waits for the one before that.
             unit.module.set_reduce_scatter_max_input_buffers(2, recurse=False)
@@ -206,8 +210,12 @@ class Engine:
         Flat exchanges reduce each micro-batch's.
         """
         sync = last or self._world is not None
-        if not sync:
-            self._check_gradient_hooks()
+        if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
+            raise RuntimeError(
+                f"fcdp.accumulate(last=False): {hooked[0]} has a post-accumulate-gradient hook or "
+                "an all-reduce hook, which would be called before the gradient has crossed nodes; "
+                "run micro-batches without fcdp.accumulate, or without the hook"
+            )
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -254,16 +262,6 @@ class Engine:
         faster = any(economy.faster for economy in self._economies)
         tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
         return [faster, any(tell)]
-
-    def _check_gradient_hooks(self) -> None:
-        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
-        for unit in self.units:
-            if unit.hooked:
-                raise RuntimeError(
-                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
-                    "or an all-reduce hook, which would be called before the gradient has crossed "
-                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
-                )
 
     def _agreed(self, faster: bool = False, told: bool = False) -> None:
         """All ranks know what is stale, and what any of them wishes."""
@@ -407,3 +405,30 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
+
+
+def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
+    """Build on all ranks or on none. Collective.
+
+    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
+    that tells the first of them and its error.
+    """
+    built: list[_T] = []
+    error = None
+    try:
+        built.append(build())
+    except Exception as caught:
+        error = caught
+    (failed,) = any_rank([error is not None], topology)
+    if not failed:
+        return built[0]
+    text = "" if error is None else str(error) or repr(error)
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
+    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
+    if error is not None:
+        raise error
+    rank, text = next(
+        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
+    )
+    raise RuntimeError(f"{what}: rank {rank}: {text}")

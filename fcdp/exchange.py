@@ -50,20 +50,6 @@ def wait_all(works: Sequence[Pending]) -> None:
         work.wait()
 
 
-class Wire(Protocol):
-    """Parts on the CPU while they cross nodes: messages, each of its own size."""
-
-    def write(self, part: torch.Tensor) -> torch.Tensor: ...
-
-    def room(self, part: torch.Tensor) -> torch.Tensor: ...
-
-    def read(
-        self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Wait, and fill the parts beside the messages."""
-        ...
-
-
 @dataclass(frozen=True)
 class Then:
     """Action that follows the exchanges before it, as one more to wait for."""
@@ -186,20 +172,18 @@ def reduce_scatter(
     buffers: Sequence[torch.Tensor],
     op: Op,
     group: dist.ProcessGroup,
-    wire: Wire | None = None,
 ) -> list[Pending]:
     """Reduce each buffer (g·s) over the group's g ranks; this rank's part (s) goes to its output.
 
-    By one collective. Each rank sends (g−1)·s elements per buffer, or, on the CPU, what ``wire``
-    makes of them. Raises ``ValueError`` on the CPU for anything but a sum and an average.
+    By one collective. Each rank sends (g−1)·s elements per buffer. Raises ``ValueError`` on the CPU
+    for anything but a sum and an average.
     """
     if _on_host(buffers[0]):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
-        return [_swap_and_add(outputs, buffers, op, group, wire)]
-    assert wire is None, "messages of unknown size, between accelerators"
+        return [_swap_and_add(outputs, buffers, op, group)]
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
         return []
@@ -339,35 +323,33 @@ def _swap_and_add(
     buffers: Sequence[torch.Tensor],
     op: Op,
     group: dist.ProcessGroup,
-    wire: Wire | None,
 ) -> Then:
     """Reduce-scatter over gloo, whose own is an all-reduce that sends twice the minimum."""
     size, rank, others = group.size(), group.rank(), _others(group)
-    parts = [list(buffer.view(size, -1).unbind()) for buffer in buffers]
-    # For each output, the summands in rank order, whatever the order of arrival.
+    parts = [buffer.view(size, -1).unbind() for buffer in buffers]
     summands = [
         [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(row)]
         for row in parts
     ]
-    received = [(peer, row[peer]) for row in summands for peer in others]
-    sent = [(peer, row[peer]) for row in parts for peer in others]
-    arriving = [(part, part) for _, part in received]
-    if wire is not None:
-        sent = [(peer, wire.write(part)) for peer, part in sent]
-        arriving = [(wire.room(part), part) for _, part in received]
-        received = [(peer, room) for (peer, _), (room, _) in zip(received, arriving, strict=True)]
-    works = swap(received, sent, group)
+    works = swap(
+        [(peer, row[peer]) for row in summands for peer in others],
+        [(peer, row[peer]) for row in parts for peer in others],
+        group,
+    )
 
-    def add_up() -> None:
-        if wire is None:
-            wait_all(works)
-        else:
-            wire.read(works, arriving)
-        for output, (first, second, *more) in zip(outputs, summands, strict=True):
-            torch.add(first, second, out=output)
-            for summand in more:
-                output.add_(summand)
+    def finish() -> None:
+        wait_all(works)
+        for output, row in zip(outputs, summands, strict=True):
+            add_up(output, row)
             if op == dist.ReduceOp.AVG:
                 output.div_(size)
 
-    return Then(add_up)
+    return Then(finish)
+
+
+def add_up(output: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
+    """Fill ``output`` with the sum, added in rank order whatever the order of arrival."""
+    first, second, *more = summands
+    torch.add(first, second, out=output)
+    for summand in more:
+        output.add_(summand)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -161,15 +162,8 @@ class Failures:
         """
         if not self._in_backward and in_backward():
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        self._in_backward = False
-
-    def _notice_dead_backward(self) -> None:
-        if self._in_backward and not in_backward():
-            self._in_backward = False
-            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
+            ends = functools.partial(setattr, self, "_in_backward", False)
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
 
     @property
     def place(self) -> int:
@@ -248,7 +242,9 @@ class Failures:
     def _check(self) -> None:
         if self._over is not None:
             raise RankFailed(self._over)
-        self._notice_dead_backward()
+        if self._in_backward and not in_backward():
+            self._in_backward = False
+            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
 
     def look(self) -> None:
         """Break the groups if their exchanges cannot end. The thread calls it every second."""
@@ -373,16 +369,15 @@ _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _previous_hook: Any = None
-_process = 0
+os.register_at_fork(after_in_child=_watched.clear)  # nothing is announced in a fork
 
 
 def watch(failures: Failures) -> None:
     """Have the process's one thread look after ``failures``, for as long as they live."""
-    global _thread, _previous_hook, _process
+    global _thread, _previous_hook
     with _lock:
         _watched.add(failures)
         if _thread is None:
-            _process = os.getpid()
             _previous_hook, sys.excepthook = sys.excepthook, _announce_final
             _thread = threading.Thread(target=_keep_looking, name="fcdp failures", daemon=True)
             _thread.start()
@@ -410,7 +405,7 @@ def _stop_looking() -> None:
 
 def _announce_final(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce an error that nobody caught, wherever in this process's main thread."""
-    watched = list(_watched) if os.getpid() == _process else []  # not in a fork
+    watched = list(_watched)
     for failures in watched:
         failures.announce(error, final=True)
     _previous_hook(kind, error, trace)

@@ -56,8 +56,7 @@ def _of(kind: type, *names: str) -> attrgetter[Any]:
 
 _of(FSDPModule, "_get_fsdp_state")
 _of(FSDPState, "_state_ctx", "_fsdp_param_groups", "_training_state", "_modules")
-_of(FSDPState, "_auto_reshard_after_forward", "_reset_iter_state")
-_of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
+_of(FSDPState, "_reset_iter_state")
 _of(FSDPStateContext, "iter_forward_root")
 
 
@@ -71,9 +70,8 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return [*state(module)._fsdp_param_groups]
 
 
-def keeps_root(module: FSDPModule) -> bool:
-    """Whether FSDP2 keeps what the module holds itself gathered after forward, as a root."""
-    return bool(state(module)._auto_reshard_after_forward)
+#: Whether FSDP2 keeps what a state's module holds itself gathered after forward, as a root.
+keeps_root = _of(FSDPState, "_auto_reshard_after_forward")
 
 
 def outermost(module: FSDPModule) -> Any:
@@ -81,29 +79,40 @@ def outermost(module: FSDPModule) -> Any:
     return state(module)._state_ctx.iter_forward_root
 
 
-def forget_outermost(state: Any) -> None:
-    """After a forward that raised: the next begins as a root's does, and waits for writes."""
-    state._training_state = TrainingState.IDLE
-    state._state_ctx.iter_forward_root = None
-
-
 #: Functions that FSDP2 calls before and after a module's forward, or a registered method of it.
-around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
+_around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
 
 
-def replace_around_forward(state: Any, before: Any, after: Any) -> None:
-    state._pre_forward, state._post_forward = before, after
+def when_forward_ends(state: Any, then: Callable[[], None]) -> None:
+    """Call a function when the forward under way of a module, or its forward method, has ended.
 
+    FSDP2 hooks a module's forward, and wraps a registered method so that it looks
+    ``_post_forward`` up when it ends. A method that raises does not get there: the next one that
+    begins ends it, begins as a root's does, and waits for writes.
+    """
+    begin, plain = _around_forward(state)
 
-def restore_around_forward(state: Any) -> None:
-    for name in ("_pre_forward", "_post_forward"):
-        vars(state).pop(name, None)
+    def close(*_: Any) -> None:
+        handle.remove()
+        for name in ("_pre_forward", "_post_forward"):
+            vars(state).pop(name, None)
+        then()
 
+    def pre_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        close()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        return begin(module, args, kwargs)
 
-def module_of(state: Any) -> torch.nn.Module:
-    """The module whose forward FSDP2 hooks first."""
-    module: torch.nn.Module = state._modules[0]
-    return module
+    def post_forward(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        result = plain(module, args, output)
+        close()
+        return result
+
+    handle = state._modules[0].register_forward_hook(close, always_call=True)
+    # Decisions that are no part of a graph.
+    state._pre_forward = torch.compiler.disable(pre_forward)
+    state._post_forward = torch.compiler.disable(post_forward)
 
 
 #: A group's parameters, in the order of its gather.
@@ -115,6 +124,8 @@ meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
 #: Collectives that gather the group and reduce it.
 collectives = _of(FSDPParamGroup, "_all_gather_comm", "_reduce_scatter_comm")
+#: How many reductions of groups may be under way before the next waits for one of them.
+reduce_buffers = _of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
 #: The hook of ``set_all_reduce_hook``; else ``None``.
 reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
 #: A gather that has begun and that nobody has waited for; else ``None``.
@@ -144,6 +155,25 @@ def writes(group: Any) -> int:
     return count
 
 
+def _surround(
+    owner: Any,
+    name: str,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Have functions called before an object's method and after it, unless it raises."""
+    plain = getattr(owner, name)
+
+    def method(*args: Any, **given: Any) -> None:
+        if before is not None:
+            before()
+        plain(*args, **given)
+        if after is not None:
+            after()
+
+    setattr(owner, name, method)
+
+
 def after_replaced(group: Any, then: Callable[[], None]) -> None:
     """Call a function when a parameter's tensor may be another, or hold what was loaded.
 
@@ -151,17 +181,15 @@ def after_replaced(group: Any, then: Callable[[], None]) -> None:
     of writes begin anew with a new tensor, and may come to the same sum.
     """
     for param in _params(group):
-
-        def replaced(plain: Callable[[], None] = param.reset_sharded_param) -> None:
-            plain()
-            then()
-
-        param.reset_sharded_param = replaced
+        _surround(param, "reset_sharded_param", after=then)
 
 
-def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:
-    """This rank's parts of the gather, and the dtypes that policies ask for."""
-    return [(data, policy.param_dtype) for data, policy in map(_shard, _params(group))]
+def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """This rank's parts of the gather, and the dtypes that they are gathered in."""
+    return [
+        (data, (policy.param_dtype or data.dtype) if data.is_floating_point() else data.dtype)
+        for data, policy in map(_shard, _params(group))
+    ]
 
 
 def is_default(collective: object) -> bool:
@@ -170,23 +198,12 @@ def is_default(collective: object) -> bool:
 
 def before_gathers(group: Any, before: Callable[[], None]) -> None:
     """Have a function called when a gather is asked for; FSDP2 then turns gradients off."""
-    plain = group.unshard
-
-    def unshard(async_op: bool = False) -> None:
-        before()
-        plain(async_op)
-
-    group.unshard = unshard
+    _surround(group, "unshard", before)
 
 
 def forget_gather(group: Any) -> None:
     """Have FSDP2 gather anew, as if none had begun."""
     group._all_gather_result = None
-
-
-def has_one_reduce_buffer(group: Any) -> bool:
-    """Whether a reduction waits for that of the group before."""
-    return bool(group.reduce_scatter_max_input_buffers == 1)
 
 
 def with_gradients(group: Any) -> set[Any]:
@@ -214,14 +231,7 @@ def drop_gradients(group: Any) -> None:
 
 def after_reset(module: FSDPModule, then: Callable[[], None]) -> None:
     """Call a function when ``reset_iter_state`` has dropped a failed pass."""
-    found = state(module)
-    plain = found._reset_iter_state
-
-    def reset() -> None:
-        plain()
-        then()
-
-    found._reset_iter_state = reset
+    _surround(state(module), "_reset_iter_state", after=then)
 
 
 @contextmanager
@@ -229,14 +239,7 @@ def around_reductions(
     group: Any, before: Callable[[], None], after: Callable[[], None]
 ) -> Iterator[None]:
     """Have functions called in the body: before FSDP2 looks for gradients, and after it reduced."""
-    plain = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        before()
-        plain(*unused)
-        after()
-
-    group.post_backward = post_backward
+    _surround(group, "post_backward", before, after)
     try:
         yield
     finally:

@@ -7,14 +7,14 @@ gloo's own threads move bytes: what is issued need not be waited for at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fcdp import ranges
-from fcdp.counts import in_backward
+from fcdp.counts import in_backward, profiled
 from fcdp.exchange import Pending, Then, wait_all
 from fcdp.failure import Failures
 from fcdp.unit import Unit
@@ -25,16 +25,16 @@ from fcdp.unit import Unit
 MOST_IN_FLIGHT = 2
 
 
+@dataclass(eq=False)
 class Crossing:
     """One unit's reduction across nodes, from the allocation of its output on."""
 
-    def __init__(self, unit: Unit, queue: InFlight) -> None:
-        self.unit = unit
-        self._queue = queue
-        #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
-        self.exchange: list[Pending] | None = None
-        #: Whether it was given up: whoever reads it finds that it did not arrive.
-        self.broken = False
+    unit: Unit
+    queue: InFlight
+    #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
+    exchange: list[Pending] | None = None
+    #: Whether it was given up: whoever reads it finds that it did not arrive.
+    broken: bool = False
 
     def end(self) -> None:
         """Wait for it, and for those before it.
@@ -42,7 +42,7 @@ class Crossing:
         Raises ``RuntimeError`` for one whose end an error has interrupted.
         """
         if self.exchange is not None:
-            self._queue.finish(self)
+            self.queue.finish(self)
         if self.broken:
             raise RuntimeError(
                 f"{self.unit.name}: its gradients did not arrive from the other nodes, because an "
@@ -66,15 +66,11 @@ class InFlight:
         #: The backward that will call back at its end; one that fails does not.
         self._followed = -1
 
-    def output(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        """Output of a reduction that may end later, as FSDP2 is given it."""
-        return Arriving(values, Crossing(unit, self), whole=True)
-
     def start(self, crossing: Crossing, exchange: Callable[[], list[Pending]]) -> None:
         """Start a reduction, once there is room for it; it ends with the backward at the latest."""
         while len(self._crossings) >= MOST_IN_FLIGHT:
             self._finish_oldest()
-        with ranges.named("reduce_inter", crossing.unit.name):
+        with profiled("reduce_inter", crossing.unit.name):
             crossing.exchange = exchange()
         self._crossings.append(crossing)
         if not in_backward():
@@ -96,7 +92,7 @@ class InFlight:
         assert exchange is not None
         try:
             with (
-                ranges.named("reduce_wait", crossing.unit.name),
+                profiled("reduce_wait", crossing.unit.name),
                 self._failures.completing(),
             ):
                 wait_all(exchange)

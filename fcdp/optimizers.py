@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -76,11 +77,8 @@ class Strays:
         ):
             return False
         trained = [param for param in ours if param.requires_grad]
-        shapes = Counter(param.shape for param in params)
-        return shapes in (
-            Counter(param.shape for param in ours),
-            Counter(param.shape for param in trained),
-        )
+        shapes, *known = (Counter(each.shape for each in some) for some in (params, ours, trained))
+        return shapes in known
 
 
 _followers: WeakSet[Follower] = WeakSet()
@@ -109,14 +107,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not callable(closure):
         _tell(optimizer)
         return None
-    told = False
+    tell = functools.cache(functools.partial(_tell, optimizer))
 
     def evaluated(*given: Any, **named: Any) -> Any:
-        nonlocal told
         found = closure(*given, **named)
-        if not told:
-            told = True
-            _tell(optimizer)
+        tell()
         return found
 
     if "closure" in kwargs:

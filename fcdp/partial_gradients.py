@@ -6,6 +6,7 @@ Meanwhile ``.grad`` holds a stand-in (``Waiting``): there is nothing to be read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ PartialsPlace = Literal["device", "host"]
 _aten = torch.ops.aten
 
 
+@dataclass(eq=False)
 class PartialGradients:
     """The partial gradients of one unit: (nodes · s) per rank, in fp32 or wider.
 
@@ -32,13 +34,12 @@ class PartialGradients:
     FSDP2's one stream of reductions.
     """
 
-    def __init__(self, ledger: Ledger, memory: torch.Tensor | None = None) -> None:
-        """``memory``: uint8, the host's, with room for the unit's widest sum."""
-        self._ledger = ledger
-        self._memory = memory
-        self._sum: torch.Tensor | None = None
-        #: Micro-batches whose gradients are in the sum.
-        self.count = 0
+    ledger: Ledger
+    #: uint8, the host's, with room for the unit's widest sum, if it waits there.
+    memory: torch.Tensor | None = None
+    #: Micro-batches whose gradients are in the sum.
+    count: int = 0
+    _sum: torch.Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -50,11 +51,11 @@ class PartialGradients:
 
         ``owned``: nobody else will use its memory, so that the first need not be copied.
         """
-        if self._memory is not None:
-            self._add_on_host(partial, self._memory)
+        if self.memory is not None:
+            self._add_on_host(partial, self.memory)
         elif self._sum is None:
             self._sum = partial.to(_wide(partial.dtype), copy=not owned)
-            self._ledger.hold(self._sum.nbytes)
+            self.ledger.hold(self._sum.nbytes)
         else:
             self._sum += partial
         self.count += 1
@@ -66,8 +67,8 @@ class PartialGradients:
         return total
 
     def discard(self) -> None:
-        if self._sum is not None and self._memory is None:
-            self._ledger.hold(-self._sum.nbytes)
+        if self._sum is not None and self.memory is None:
+            self.ledger.hold(-self._sum.nbytes)
         self._sum = None
         self.count = 0
 
@@ -84,30 +85,22 @@ class PartialGradients:
         else:
             total = self._read(partial.device).add_(partial)
         self._sum.copy_(total, non_blocking=True)
-        self._ledger.add("device_to_host", "reduce", self._sum.nbytes)
+        self.ledger.add("device_to_host", "reduce", self._sum.nbytes)
 
     def _read(self, device: torch.device) -> torch.Tensor:
         """Return the sum on ``device``, where it may be changed."""
         assert self._sum is not None
-        if self._memory is None:
+        if self.memory is None:
             return self._sum
-        self._ledger.add("host_to_device", "reduce", self._sum.nbytes)
+        self.ledger.add("host_to_device", "reduce", self._sum.nbytes)
         return self._sum.to(device, non_blocking=True, copy=True)
 
 
 class Partials:
-    """Makes the partial gradients of all units; on the host, in one arena sized to them."""
+    """Makes the partial gradients of all units; on the host, in one arena of ``planned_sizes``."""
 
-    def __init__(
-        self,
-        place: PartialsPlace,
-        units: Sequence[Unit],
-        topology: Topology,
-        device: torch.device,
-        ledger: Ledger,
-    ) -> None:
+    def __init__(self, sizes: Mapping[Unit, int], device: torch.device, ledger: Ledger) -> None:
         self._ledger = ledger
-        sizes = _sizes(place, units, topology)
         ledger.host_partials_bytes = sum(map(aligned, sizes.values()))
         self._arena = Arena(ledger.host_partials_bytes, device)
         self._memory = {unit: self._arena.take(size) for unit, size in sizes.items()}
@@ -116,12 +109,9 @@ class Partials:
         return PartialGradients(self._ledger, self._memory.get(unit))
 
 
-def planned_bytes(place: PartialsPlace, units: Sequence[Unit], topology: Topology) -> int:
-    """Bytes of host memory that one rank's partial gradients take."""
-    return sum(map(aligned, _sizes(place, units, topology).values()))
-
-
-def _sizes(place: PartialsPlace, units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+def planned_sizes(
+    place: PartialsPlace, units: Sequence[Unit], topology: Topology
+) -> dict[Unit, int]:
     """Bytes of each unit's widest sum, where they wait on the host."""
     if place == "device":
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,6 +22,7 @@ def untraced(hook: _Function) -> _Function:
     return cast(_Function, torch.compiler.disable(hook))
 
 
+@dataclass(eq=False)
 class Passes:
     """Tells the gathers that begin a pass from those that go on with one.
 
@@ -29,17 +31,18 @@ class Passes:
     ``unshard()`` outside of a forward.
     """
 
-    def __init__(self, model: nn.Module, kept: Sequence[Unit]) -> None:
-        """``kept`` stay gathered after forward where FSDP2 would reshard them."""
-        self._model = model
-        self._kept = kept
+    model: nn.Module
+    #: Units that stay gathered after forward where FSDP2 would reshard them.
+    kept: Sequence[Unit]
+    #: Whether the pass under way computes no gradients.
+    without_gradients: bool = False
+
+    def __post_init__(self) -> None:
         self._in_forward = False
         #: FSDP2's state of the module whose own pass is under way.
         self._outermost: Any = None
         #: Units that it has gathered so far.
         self._gathered: list[Unit] = []
-        #: Whether the pass under way computes no gradients.
-        self.without_gradients = False
         self._grad_enabled = True
 
     def follow(
@@ -64,8 +67,8 @@ class Passes:
                 end()
                 self._let_go()
 
-        self._model.register_forward_pre_hook(before, prepend=True)
-        self._model.register_forward_hook(after, always_call=True)
+        self.model.register_forward_pre_hook(before, prepend=True)
+        self.model.register_forward_hook(after, always_call=True)
         for unit in units:
             fsdp2.before_gathers(unit.group, self._note_mode)
 
@@ -83,7 +86,7 @@ class Passes:
         if outermost is not None:
             if begins:
                 self._outermost = outermost
-                self._close_with(outermost)
+                fsdp2.when_forward_ends(outermost, self._close)
             self._gathered.append(unit)
         return begins
 
@@ -93,39 +96,14 @@ class Passes:
         A later pass would use it as it is now, whatever an optimizer has written since.
         """
         if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            reshard(self._kept)
+            reshard(self.kept)
 
-    def _close_with(self, state: Any) -> None:
-        """Forget the outermost module when its forward, or its forward method, has ended.
-
-        FSDP2 hooks a module's forward, and wraps a registered method so that it looks
-        ``_post_forward`` up when it ends. A method that raises does not get there: the next one
-        that begins ends it.
-        """
-        begin, plain = fsdp2.around_forward(state)
-
-        def close(*_: Any) -> None:
-            self._outermost = None
-            handle.remove()
-            fsdp2.restore_around_forward(state)
-            gathered, self._gathered = self._gathered, []
-            drop_prefetched(gathered)
-            self._let_go()
-
-        @untraced
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            close()
-            fsdp2.forget_outermost(state)
-            return begin(module, args, kwargs)
-
-        @untraced
-        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            result = plain(module, args, output)
-            close()
-            return result
-
-        handle = fsdp2.module_of(state).register_forward_hook(close, always_call=True)
-        fsdp2.replace_around_forward(state, pre_forward, post_forward)
+    def _close(self) -> None:
+        """Forget the outermost module, whose forward or forward method has ended."""
+        self._outermost = None
+        gathered, self._gathered = self._gathered, []
+        drop_prefetched(gathered)
+        self._let_go()
 
 
 def reshard(units: Iterable[Unit]) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcdp import fsdp2, ranges
-from fcdp.counts import Ledger
-from fcdp.encoded_reduce import EncodedReduce
+from fcdp import fsdp2
+from fcdp.counts import Ledger, profiled
+from fcdp.encoded_reduce import EncodedReduce, ExactReduce
 from fcdp.exchange import (
     Op,
     Pending,
     Then,
-    Wire,
     reduce_scatter,
     reduce_scatter_parts,
     ring_bytes,
@@ -25,7 +24,7 @@ from fcdp.exchange import (
     wait_all,
 )
 from fcdp.fsdp2 import ReduceScatter
-from fcdp.in_flight import Arriving, InFlight
+from fcdp.in_flight import Arriving, Crossing, InFlight
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -40,8 +39,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
-    last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` or, bit
-    for bit, as ``wire`` has it, if given.
+    last micro-batch (paper: partial gradients). What crosses nodes does so as ``encoded`` has it.
 
     With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
@@ -53,9 +51,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         partials: PartialGradients,
         in_flight: InFlight,
         ledger: Ledger,
-        encoded: EncodedReduce | None,
+        encoded: EncodedReduce | ExactReduce | None,
         world: dist.ProcessGroup | None = None,
-        wire: Wire | None = None,
     ) -> None:
         self._unit = unit
         self._topology = topology
@@ -64,7 +61,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._ledger = ledger
         self._encoded = encoded
         self._world = world
-        self._wire = wire
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
         #: Contents of ``.grad`` after the last micro-batch.
@@ -108,7 +104,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
         if is_output and self._goes_on(device):
-            return self._in_flight.output(self._unit, buffer)
+            return Arriving(buffer, Crossing(self._unit, self._in_flight), whole=True)
         return buffer
 
     def __call__(
@@ -128,11 +124,11 @@ class HierarchicalReduceScatter(ReduceScatter):
         topology = self._topology
         topology.failures.backward_runs()
         if self._world is not None:
-            with ranges.named("reduce_inter", self._unit.name), topology.failures.waiting():
+            with profiled("reduce_inter", self._unit.name), topology.failures.waiting():
                 ring_reduce_scatter(output_tensor, input_tensor, op, self._world)
             self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
             return
-        with ranges.named("reduce_intra", self._unit.name):
+        with profiled("reduce_intra", self._unit.name):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)
                 return
@@ -154,7 +150,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 output_tensor.crossing, lambda: self._sync(output, partial, across)
             )
             return
-        with ranges.named("reduce_inter", self._unit.name):
+        with profiled("reduce_inter", self._unit.name):
             exchange = self._sync(output_tensor, partial, across)
             if exchange:  # else all is queued
                 with topology.failures.completing():
@@ -248,7 +244,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             return self._reduce_across(output, partial, op)
         micro_batches = self._partials.count + 1
         total = self._partials.take(partial)
-        if self._encoded is not None:
+        if isinstance(self._encoded, EncodedReduce):  # whose sums are wide
             return self._reduce_across(output, total, op)
         if partial.dtype == torch.float16:
             # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
@@ -263,16 +259,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         with self._topology.failures.waiting():
             if self._encoded is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-                works = self._encoded.start(output, partial)
-                sent = self._encoded.sent_bytes(output.numel())
-            else:
-                works = reduce_scatter(
-                    [output], [partial], op, self._topology.reduce_inter, self._wire
-                )
-                if self._wire is not None:  # it has counted
-                    return works
-                sent = (self._topology.nodes - 1) * output.nbytes
-        self._ledger.add("inter_node", "reduce", sent)
+                return self._encoded.start(output, partial)
+            works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
+        self._ledger.add("inter_node", "reduce", (self._topology.nodes - 1) * output.nbytes)
         return works
 
     def _goes_on(self, device: torch.device) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -236,23 +235,6 @@ def _group(
     return group
 
 
-@contextlib.contextmanager
-def connecting_lazily() -> Iterator[None]:
-    """Have gloo groups made within connect two ranks when they first exchange something.
-
-    For groups of the world that serve rare collectives along a ring or a tree: of 512 ranks each
-    would hold 511 sockets, and set-up would wait for 130,816 connections.
-    """
-    if _LAZY in os.environ:  # the user's word counts
-        yield
-        return
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
-
-
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -267,8 +249,15 @@ def _world_mesh(device_type: str | None) -> DeviceMesh:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         # Gloo too: with offloaded parameters clip_grad_norm_ reduces CPU tensors over the mesh.
         backend = dist.get_default_backend_for_device(device_type)
-        with connecting_lazily():
+        # It serves rare collectives along a ring or a tree: of 512 ranks each would hold 511
+        # sockets, and set-up would wait for 130,816 connections. The user's word counts.
+        theirs = os.environ.get(_LAZY)
+        os.environ[_LAZY] = theirs or "1"
+        try:
             dist.init_process_group(f"cpu:gloo,{device_type}:{backend}")
+        finally:
+            if theirs is None:
+                del os.environ[_LAZY]
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 

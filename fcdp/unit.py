@@ -43,7 +43,7 @@ class Unit:
     @property
     def parts(self) -> list[tuple[int, torch.dtype]]:
         """Elements and dtype of each parameter's part now, padding included: a cast changes it."""
-        return _parts(self.group)
+        return [(data.numel(), dtype) for data, dtype in fsdp2.shards(self.group)]
 
     @property
     def trainable(self) -> bool:
@@ -58,9 +58,7 @@ class Unit:
 
     def shard(self, device: torch.device) -> torch.Tensor:
         """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it."""
-        parts = [
-            data.to(device, _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(self.group)
-        ]
+        parts = [data.to(device, dtype) for data, dtype in fsdp2.shards(self.group)]
         if len(self.gather_dtypes) > 1:  # gathered as bytes
             parts = [part.view(torch.uint8) for part in parts]
         return torch.cat(parts)
@@ -99,7 +97,7 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
                 "FCDP needs one mesh a module"
             )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
-        kept = not name and fsdp2.keeps_root(module)
+        kept = not name and fsdp2.keeps_root(state)
         units += [_unit(name or "root", module, group, topology, kept) for group in groups]
     if not units:
         raise ValueError(
@@ -113,13 +111,13 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
     _check(name, group, topology)
     in_backward = fsdp2.gathers_in_backward(group) and not kept
     frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))
-    parts = _parts(group)
+    parts = fsdp2.shards(group)
     return Unit(
         name,
         module,
         group,
-        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
-        shard_numel=sum(numel for numel, _ in parts),
+        shard_bytes=sum(data.numel() * dtype.itemsize for data, dtype in parts),
+        shard_numel=sum(data.numel() for data, _ in parts),
         gather_dtypes=frozenset(dtype for _, dtype in parts),
         reuses=in_backward + frozen,
     )
@@ -152,11 +150,3 @@ def _check(name: str, group: Any, topology: Topology) -> None:
                 f"{type(param._local_tensor).__name__} gathers by an FSDP2 extension, which FCDP "
                 "cannot cache"
             )
-
-
-def _parts(group: Any) -> list[tuple[int, torch.dtype]]:
-    return [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
-
-
-def _gather_dtype(data: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and data.is_floating_point() else data.dtype

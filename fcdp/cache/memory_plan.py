@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fcdp import partial_gradients
+from fcdp.arena import aligned
 from fcdp.cache import memory
 from fcdp.cache.entry import TierName
 from fcdp.cache.policy import CachePolicy, Placement
 from fcdp.cache.tiers import disk, host
-from fcdp.partial_gradients import PartialsPlace
+from fcdp.partial_gradients import PartialsPlace, planned_sizes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -30,6 +30,8 @@ class MemoryPlan:
     on_disk: Sequence[Unit]
     #: One to load from and one to write from, while others are read ahead.
     disk_buffers: int
+    #: Bytes of each unit's partial gradients that wait on the host.
+    partials: Mapping[Unit, int]
     #: Bytes of host memory a rank, by what takes them.
     parts: dict[str, int]
 
@@ -52,13 +54,14 @@ class MemoryPlan:
         on_disk = [unit for unit in placed if "disk" in placement.preferences[unit]]
         sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
         buffers = look_ahead + 2
+        partials = planned_sizes(partials_place, units, topology)
         parts = {
             "cache": host.planned_bytes(on_host, topology),
             "disk buffers": disk.planned_bytes(on_disk, topology, buffers),
-            "partial gradients": partial_gradients.planned_bytes(partials_place, units, topology),
+            "partial gradients": sum(map(aligned, partials.values())),
             "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }
-        return cls(placement, topology, look_ahead, on_host, on_disk, buffers, parts)
+        return cls(placement, topology, look_ahead, on_host, on_disk, buffers, partials, parts)
 
     @property
     def host_bytes(self) -> int:

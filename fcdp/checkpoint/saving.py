@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.engine import engine_of
+from fcdp.engine import engine_of, on_all_ranks
 from fcdp.topology import Topology
 
 _SHARDS = "shards-"

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from fcdp.api import accumulate, shard
 from fcdp.arguments import policy_of
 from fcdp.cache.policy import CachePolicy, HostCache
-from fcdp.integrations.takeover import check_options, check_version
+from fcdp.integrations.takeover import check_options, check_version, topology_over
 from fcdp.topology import Topology
 
 #: Methods that Lightning calls of a module, each a forward by itself.
@@ -69,13 +69,7 @@ class _Sharding:
                     f"model: {name or type(part).__name__} is sharded already; leave fully_shard "
                     "out of configure_model and parallelize_fn, which are for tensor parallelism"
                 )
-        mesh = self.device_mesh["data_parallel"]
-        topology = self._topology or Topology.of_mesh(mesh)
-        if topology.mesh.mesh.tolist() != mesh.mesh.tolist():
-            raise ValueError(
-                f"topology: is of the ranks {topology.mesh.mesh.tolist()}; must be of the "
-                f"strategy's data-parallel ones, {mesh.mesh.tolist()}: leave it out"
-            )
+        topology = topology_over(self.device_mesh["data_parallel"], self._topology)
         shard(module, topology, policy=self._policy, **self._options)
 
 

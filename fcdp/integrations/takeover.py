@@ -54,6 +54,25 @@ def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) ->
             raise ValueError(f"{name} = {value!r}: {why}; must be one of {', '.join(allowed)}")
 
 
+def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topology:
+    """The topology, which lies over the client's mesh; left out, that or torchrun tells it."""
+    if mesh is not None and mesh.ndim > 1:
+        raise ValueError(
+            f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names}; must be one that "
+            "parameters are sharded over and none that they are replicated over: set the "
+            "degree of replication (dp_replicate_size, data_parallel_replicate_degree) to 1"
+        )
+    if topology is None:
+        topology = Topology.from_env() if mesh is None else Topology.of_mesh(mesh)
+    ranks = topology.mesh.mesh.tolist()
+    if mesh is not None and mesh.mesh.tolist() != ranks:
+        raise ValueError(
+            f"topology: is of the ranks {ranks}; must be of those that the client shards over, "
+            f"{mesh.mesh.tolist()}: leave it out, or pass fcdp.Topology.of_mesh(mesh)"
+        )
+    return topology
+
+
 class Takeover:
     """In use, stands in the place of ``fully_shard``, and shards when a root is asked for."""
 
@@ -124,9 +143,10 @@ class Takeover:
                 "modules; must be one for all"
             )
         (keep,) = reshard
+        self._topology = topology_over(given.get("mesh"), self._topology)
         shard(
             root,
-            self._over(given.get("mesh")),
+            self._topology,
             units=self._units(root, apart),
             policy=self._policy,
             mp_policy=kinds.pop(),
@@ -164,21 +184,3 @@ class Takeover:
             for unit in units
             if any([*part.parameters(recurse=False)] for part in own_modules(unit, units.keys()))
         ] or None
-
-    def _over(self, mesh: DeviceMesh | None) -> Topology:
-        """The topology, which lies over the client's mesh."""
-        if mesh is not None and mesh.ndim > 1:
-            raise ValueError(
-                f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names}; must be one that "
-                "parameters are sharded over and none that they are replicated over: set the "
-                "degree of replication (dp_replicate_size, data_parallel_replicate_degree) to 1"
-            )
-        if self._topology is None:
-            self._topology = Topology.from_env() if mesh is None else Topology.of_mesh(mesh)
-        ranks = self._topology.mesh.mesh.tolist()
-        if mesh is not None and mesh.mesh.tolist() != ranks:
-            raise ValueError(
-                f"topology: is of the ranks {ranks}; must be of those that the client shards over, "
-                f"{mesh.mesh.tolist()}: leave it out, or pass fcdp.Topology.of_mesh(mesh)"
-            )
-        return self._topology

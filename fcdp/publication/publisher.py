@@ -15,12 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
 from fcdp.delta.packing import places
-from fcdp.engine import Engine, engine_of
+from fcdp.engine import Engine, engine_of, on_all_ranks
 from fcdp.exchange import any_rank, on_every_rank
 from fcdp.publication.parts import Part, flattened, words
 from fcdp.publication.patch import COMPRESSED, library, pack

@@ -60,11 +60,10 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
 
 
 def holders(directory: Any) -> dict[str, Any]:
-    sharded: Any = mock.Mock(trainable=True, params=[torch.zeros(2)], shard_numel=2)
     return {
         "host": lambda: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
         "disk": lambda: DiskTier([UNIT], PLACE, CPU, STREAMS, directory, buffers=2),
-        "partial gradients": lambda: Partials("host", [sharded], PLACE, CPU, Ledger()),
+        "partial gradients": lambda: Partials({UNIT: 16}, CPU, Ledger()),
     }
 
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
-from fcdp.arguments import Options, Setup
+from fcdp.arguments import Setup
 from fcdp.cache.cache import Safety
 from fcdp.codec import Codecs
 from fcdp.engine import engine_of
@@ -76,8 +76,8 @@ def test_mistakes_are_refused_and_leave_the_model_as_it_was() -> None:
 
 
 def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> None:
-    options = Options(1, "device", Safety(), Codecs(None, None, error_feedback=False))
-    named = Setup((2, 1), fcdp.HostCache(), options)._arguments()
+    asked = 1, "device", Safety(), Codecs(None, None, error_feedback=False), "flat"
+    named = Setup((2, 1), fcdp.HostCache(), *asked)._arguments()
     assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
 
 

@@ -10,7 +10,7 @@ import fcdp
 from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy
-from fcdp.encoded_reduce import EncodedReduce, ExactParts, check_exact
+from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_exact
 from fcdp.exchange import reduce_scatter, wait_all
 from tests.fcdp.stand_ins import on_threads
 
@@ -46,7 +46,7 @@ def test_the_own_part_is_exact_and_the_others_are_rounded_once(
         output = torch.empty(NUMEL, dtype=dtype)
         encoded = reducer(topology)
         wait_all(encoded.start(output, partial_of(topology.rank, world_size, dtype)))
-        return output, encoded.sent_bytes(NUMEL)
+        return output, encoded.ledger.total("inter_node")
 
     wide = torch.promote_types(dtype, torch.float32)
     for own, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
@@ -108,8 +108,8 @@ LONG = 30_001
 SUM = torch.distributed.ReduceOp.SUM
 
 
-def wire(when: Any = "always", ledger: Ledger | None = None) -> ExactParts:
-    return ExactParts("unit", Economy(when), ledger or Ledger())
+def exact(when: Any = "always", ledger: Ledger | None = None, group: Any = None) -> ExactReduce:
+    return ExactReduce("unit", group, Economy(when), ledger or Ledger())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float
         plain, coded = torch.empty(2, LONG, dtype=dtype).unbind()
         ledger = Ledger()
         wait_all(reduce_scatter([plain], [partial], SUM, topology.inter))
-        wait_all(reduce_scatter([coded], [partial], SUM, topology.inter, wire(ledger=ledger)))
+        wait_all(exact("always", ledger, topology.inter).start(coded, partial))
         share = ledger.total("inter_node") / ((world_size - 1) * plain.nbytes)
         return torch.equal(plain.view(torch.uint8), coded.view(torch.uint8)), share
 
@@ -135,11 +135,11 @@ def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float
 
 def test_where_it_does_not_pay_parts_go_whole_and_are_counted() -> None:
     ledger, part = Ledger(), torch.randn(40_000)
-    some = wire("pays", ledger)
+    some = exact("pays", ledger)
     told = some.write(part)
     assert message.is_whole(told)
     assert ledger.bytes["inter_node"]["reduce"] == told.nbytes == part.nbytes + 16
-    assert told.nbytes <= some.room(part).nbytes
+    assert told.nbytes <= message.most_bytes(part)
     out = torch.empty_like(part)
     some.read([], [(told, out)])
     assert torch.equal(out, part)
@@ -161,7 +161,7 @@ class Clock:
 def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
     clock, part = Clock(), torch.randn(40_000)
     with mock.patch("time.perf_counter", clock):
-        some = wire("pays")
+        some = exact("pays")
         for coded in (False, False, slow, slow):
             told = some.write(part)
             assert message.is_whole(told) is not coded
@@ -169,7 +169,7 @@ def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
 
 
 def test_damage_is_told_with_the_unit() -> None:
-    some, part = wire(), torch.randn(5000)
+    some, part = exact(), torch.randn(5000)
     told = some.write(part)
     told[200] ^= 1
     with pytest.raises(RuntimeError, match="unit: gradients of another node: .*last checkpoint"):

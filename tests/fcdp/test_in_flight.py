@@ -15,7 +15,7 @@ from fcdp.all_gather import Gathering
 from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
-from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
+from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, Crossing, InFlight
 from tests.fcdp.stand_ins import NoFailures, StandInUnit
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
@@ -54,9 +54,7 @@ class Exchanges:
     def output(self, name: str) -> Arriving:
         """What FSDP2 is given for the gradients of unit ``name``, (4)."""
         unit: Any = StandInUnit(name, 16)
-        made = self.queue.output(unit, torch.full((4,), torch.nan))
-        assert isinstance(made, Arriving)
-        return made
+        return Arriving(torch.full((4,), torch.nan), Crossing(unit, self.queue), whole=True)
 
     def started(self, name: str) -> Arriving:
         self.start(output := self.output(name))

@@ -9,8 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp
-from fcdp import ranges
-from fcdp.counts import Ledger
+from fcdp.counts import Ledger, profiled
 from fcdp.engine import engine_of
 from tests.fcdp.training import Result, Run, Settings, train
 from tests.ranks import Pools
@@ -144,8 +143,8 @@ def test_deferred_sums_take_a_slice_of_the_gradients_in_fp32(
 def test_a_profiler_sees_what_runs_inside_and_of_which_unit() -> None:
     with (
         profile(activities=[ProfilerActivity.CPU]) as seen,
-        ranges.named("cache_load", "blocks.0"),
-        ranges.named("reduce_intra"),
+        profiled("cache_load", "blocks.0"),
+        profiled("reduce_intra"),
     ):
         pass
     names = {event.name for event in seen.events() or ()}
@@ -153,5 +152,5 @@ def test_a_profiler_sees_what_runs_inside_and_of_which_unit() -> None:
 
 
 def test_without_a_profiler_nothing_is_named() -> None:
-    with mock.patch("fcdp.ranges.record_function") as record, ranges.named("cache_load", "blocks"):
+    with mock.patch("fcdp.counts.record_function") as record, profiled("cache_load", "blocks"):
         record.assert_not_called()

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp
 from fcdp.exchange import any_rank
-from fcdp.topology import connecting_lazily
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools, RankPool, on_ranks
 
@@ -95,6 +94,7 @@ def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> Non
 def initialise(device_type: str) -> tuple[str, str | None]:
     """What the default group is initialised with, and whether gloo connects lazily then."""
     made: list[tuple[str, str | None]] = []
+    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
 
     def init_process_group(backend: str) -> None:
         made.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
@@ -110,7 +110,7 @@ def initialise(device_type: str) -> tuple[str, str | None]:
     ):
         fcdp.Topology.build(0, 0, device_type)
     assert set_device.call_args_list == ([] if device_type == "cpu" else [mock.call(1)])
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
     return made[0]
 
 
@@ -121,9 +121,7 @@ def test_beside_an_accelerator_gloo_connects_the_world_lazily() -> None:
 
 def test_the_user_decides_whether_gloo_connects_lazily() -> None:
     with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="0"):
-        with connecting_lazily():
-            assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+        assert initialise("cuda") == ("cpu:gloo,cuda:nccl", "0")
 
 
 def launched(local_rank: int, local_world_size: int) -> Any:
