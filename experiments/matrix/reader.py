@@ -72,7 +72,7 @@ class MatrixFile(Strict):
     models: Annotated[list[Any], _AtLeastOne]
     axes: Annotated[dict[str, Annotated[list[Any], _AtLeastOne]], _AtLeastOne]
     reference: str | None = None
-    repeats: Annotated[int, Field(ge=1)] = 1
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     workload: Annotated[dict[str, Any], _AtLeastOne] | None = None
     skip: Annotated[list[Any], _AtLeastOne] | None = None
     overrides: Annotated[list[Any], _AtLeastOne] | None = None

@@ -288,6 +288,8 @@ MISTAKES = [
     ("width: 16, heads: 2}\naxes", "width: 16}\naxes", 6, "models[1]: heads is missing"),
     ("width: 16, heads: 2}\naxes", "width: wide, heads: 2}\naxes", 6, "models[1].width: 'wide' "
      "is not allowed: input should be a valid integer"),
+    ("family: llama", "family: [gpt2]", 6, "models[1].family: unknown family ['gpt2']; did you "
+     "mean 'gpt2'? allowed: gpt2, llama, convolutional, resnet"),
     ("name: llama-b", "name: gpt2-a", 6, "models[1].name: 'gpt2-a' is the name of an earlier"),
     ("name: llama-b", "name: llama/b", 6, "models[1].name: 'llama/b' is not allowed"),
     (LLAMA, "name: b, config: ./b", 6, "models[1].config: there is no file or folder ./b beside "
@@ -334,6 +336,8 @@ MISTAKES = [
      "deepspeed-zero3, fsdp2, fcdp"),
     ("axes:\n", "repeats: twice\naxes:\n", 7, "repeats: 'twice' is not allowed: input should be "
      "a valid integer"),
+    ("axes:\n", "repeats: 1000000000\naxes:\n", 7, "repeats: 1000000000 is not allowed: input "
+     "should be less than or equal to 1000"),
     ("name: example", "name: an example", 1, "name: 'an example' is not allowed: "),
     ("axes:\n", "axes: [\n", 9, "not valid YAML: "),
     ("  tuning: full", "  tuning: !!python/name:os.system", 16, "not valid YAML: could not "),
