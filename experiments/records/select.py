@@ -63,8 +63,7 @@ def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cel
         item, before = every[name], left
         left = [cell for cell in before if any(_has(item, cell, value) for value in values)]
         if not left:
-            write = quantities.format_link if name in _LINKS else item.written
-            there = dict.fromkeys(write(item.of(cell)) for cell in before)
+            there = dict.fromkeys(item.written(item.of(cell)) for cell in before)
             raise ValueError(
                 f"{option}: no cell has {name} {values[-1]!r}; there are {', '.join(there)}"
             )
