@@ -64,22 +64,21 @@ class Export:
     whole: bool = True
 
 
-def export(
-    records: Sequence[Record],
-    directory: Path,
-    report: Path | None = None,
-    sweep_run: str | None = None,
-) -> Export:
+def sweep_run() -> str | None:
+    """The id that W&B's agent has given to the one run of this process; ``None`` without one."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
+def export(records: Sequence[Record], directory: Path, report: Path | None = None) -> Export:
     """Write the runs that are not below ``directory``/wandb yet: one for each cell that ran.
 
     ``report`` is a folder with tables and figures; they become an artifact, of a run of its own,
-    together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
-    single record.
+    together with the records. A sweep has runs of cells alone.
     """
     mode, warnings = asked_mode()
     ran = [record for record in records if record.state != "skipped"]
-    wandb_runs = [recorded_run(record, sweep_run) for record in ran]
-    if report is not None and ran and report.is_dir():
+    wandb_runs = [recorded_run(record) for record in ran]
+    if report is not None and ran and report.is_dir() and not sweep_run():
         wandb_runs.append(report_run(ran, directory, report))
     new = [
         wandb_run
@@ -218,11 +217,11 @@ class WandbRun:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun:
+def cell_run(cell: Cell, started_at: str) -> WandbRun:
     """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
-        run_id or _digest(cell.id, started_at),
+        sweep_run() or _digest(cell.id, started_at),
         {
             "name": cell.id,
             "group": cell.matrix,
@@ -233,7 +232,7 @@ def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun
     )
 
 
-def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
+def recorded_run(record: Record) -> WandbRun:
     """The W&B run of a cell that has ended: its history, its summary."""
 
     def fill(run: Any) -> None:
@@ -243,7 +242,7 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
                 run.log(point, step=step)
         finish(run, record)
 
-    return replace(cell_run(record.cell, record.started_at, run_id), fill=fill)
+    return replace(cell_run(record.cell, record.started_at), fill=fill)
 
 
 def finish(run: Any, record: Record | None) -> None:
@@ -374,12 +373,9 @@ class Live:
     ``link`` is called with the address of each W&B run that is online.
     """
 
-    def __init__(
-        self, directory: Path, link: Callable[[str], None], sweep_run: str | None = None
-    ) -> None:
+    def __init__(self, directory: Path, link: Callable[[str], None]) -> None:
         self._directory = directory
         self._link = link
-        self._sweep_run = sweep_run
         self._mode, _ = asked_mode()
         #: Follows the cell that runs until it has ``_ended``, with a ``_record`` by then.
         self._follower: threading.Thread | None = None
@@ -397,7 +393,7 @@ class Live:
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wanted = cell_run(cell, started_at, self._sweep_run), directory
+        wanted = cell_run(cell, started_at), directory
         self._ended.clear()
         self._follower = threading.Thread(
             target=self._follow, args=wanted, name="wandb", daemon=True

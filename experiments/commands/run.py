@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments import terminal
+from experiments import terminal, tracking
 from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
@@ -107,6 +107,9 @@ def run(
                 )
         suite = len(matrices) > 1
         chosen = [(*pair, _path(pair[0], output, suite)) for pair in _select(matrices, only)]
+        cells_in_all = sum(len(cells) for _, cells, _ in chosen)
+        if tracking.sweep_run() and cells_in_all > 1:
+            raise ValueError(f"--only: a W&B sweep's run is of one cell, and not {cells_in_all}")
         resumed = resume or retry_failed
         for each, cells, path in chosen:
             here = each.cluster.can.make_nodes and not each.simulated
