@@ -6,7 +6,6 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from experiments.clusters.simulated import assumed, measured
 from experiments.commands import session
 from experiments.matrix import reader
 from experiments.preflight.schema import Preflight, hardware_of
-from experiments.records import provenance
+from experiments.records import provenance, select
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
-from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
 from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
@@ -47,7 +45,6 @@ Compared = list[tuple[Record, Comparison]]
 
 #: The matrix whose cells show what this machine's constants are.
 CALIBRATION = "calibration"
-_RESULTS = Path("results")
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def validate(
         list[Path] | None,
         typer.Argument(
             metavar="[RESULTS]...",
-            help="Folders that hold a records.jsonl; by default all in results.",
+            help="Runs, or folders of them; by default all in results.",
             show_default=False,
         ),
     ] = None,
@@ -142,28 +139,19 @@ def validate(
             constants, host = _calibrated(), "this machine, from runs/calibration"
         nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
         known = _Known(constants, host, nodes)
-        for folder in results or [file.parent for file in files.below(_RESULTS, FILE)]:
-            found = _compare(read(_records(folder)), known, folder, origin)
+        folders = results or [Path("results")]
+        for file in (file for folder in folders for file in select.files(folder)):
+            found = _compare(read(file), known, file.parent, origin)
             if found:
-                compared[terminal.shown(folder)] = found
-                terminal.check_writable("RESULTS", folder / PREDICTIONS)
-                files.write([predicted for predicted, _ in found], folder / PREDICTIONS)
+                predictions = file.with_name(select.PREDICTIONS)
+                compared[terminal.shown(file.parent)] = found
+                terminal.check_writable("RESULTS", predictions)
+                files.write([predicted for predicted, _ in found], predictions)
     if not compared:
-        where = ", ".join(map(str, results or [_RESULTS]))
+        where = ", ".join(map(str, folders))
         terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
     terminal.console().print(_table(compared))
     terminal.console().print(known.description(), highlight=False)
-
-
-def _records(folder: Path) -> Path:
-    """The folder's records. Raises ``ValueError`` where it holds none that can be read."""
-    file = files.stored(folder / FILE)
-    if not os.access(file, os.R_OK) or not file.is_file():
-        raise ValueError(
-            f"RESULTS = {str(folder)!r}: holds no {FILE} that can be read; give a folder "
-            "that `python -m experiments run` has written, such as runs/quickstart"
-        )
-    return file
 
 
 def _calibrated() -> Constants:

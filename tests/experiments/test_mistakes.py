@@ -87,7 +87,7 @@ compare results/ablation results/baselines
 bound --output HERE/file
     --output = 'HERE/file/bound.jsonl': cannot be written: HERE
 validate HERE/empty
-    RESULTS = 'HERE/empty': holds no records.jsonl that can be read
+    HERE/empty: holds no records.jsonl; python -m experiments run writes them
 validate --calibrate
     RESULTS: is missing; with --calibrate say
 memory --model 30B --output HERE
