@@ -38,6 +38,7 @@ def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
     assert len(lines) == 7
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
+    assert "GB per device" in printed("run", "paper/volume", "--dry-run")
 
 
 def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
@@ -57,10 +58,6 @@ def test_what_this_machine_cannot_hold_is_refused(
     monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
     said = " MB, and this machine has 500 MB: make it smaller"
     assert said in refused("run", own, "--dry-run")
-
-
-def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
-    assert "GB per device" in printed("run", "paper/volume", "--dry-run")
 
 
 def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: Path) -> None:

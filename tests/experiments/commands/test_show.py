@@ -80,22 +80,18 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     assert "2.00×" in said
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_run_that_cannot_be_read_hides_no_other(
+    run: Path, tmp_path: Path, seconds: float
+) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "records.jsonl").write_text("{}\n", encoding="utf-8")
     shown = command("show", tmp_path)
     assert shown.exit_code == 0
     assert "broken/records.jsonl:1: not a record of this version" in flat(shown)
     assert [line.split()[0] for line in shown.output.splitlines()[-2:]] == ["broken", "mine"]
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_a_step_of_no_time_is_no_record(run: Path, seconds: float) -> None:
+    # A step of no time is no record.
     made = record(cell(policy="auto"), step_seconds=[1.0]).model_dump_json()
     with (run / "records.jsonl").open("a", encoding="utf-8") as file:
         file.write(made.replace('"step_seconds":[1.0]', f'"step_seconds":["{seconds}"]') + "\n")
     assert "measurement.step_seconds.0: Input should be" in refused("show", run)
-
-
-def test_the_version_is_said() -> None:
-    assert printed("--version").startswith("fcdp ")
