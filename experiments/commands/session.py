@@ -104,8 +104,18 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     console.print()
     terminal.say("records", directory.records)
     drawn = draw(directory)
-    if wandb:
-        export(records, directory)
+    if not wandb:
+        return drawn
+    exported = tracking.export(records, directory.path, directory.report)
+    for warning in exported.warnings:
+        console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
+    if exported.mode != "disabled" and exported.whole:
+        terminal.say("W&B", directory.wandb)
+        if exported.mode == "offline" and directory.wandb.exists():
+            said = (
+                f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
+            )
+            terminal.say_as_it_is(said, "dim")
     return drawn
 
 
@@ -140,20 +150,3 @@ def draw(directory: RunDirectory) -> bool:
             terminal.say(kind, file)
     terminal.say_as_it_is(f"claims   python -m analysis check {records}", "dim")
     return True
-
-
-def export(records: Sequence[Record], directory: RunDirectory) -> None:
-    """Write the W&B runs, and say where they are and what went wrong with them."""
-    exported = tracking.export(records, directory.path, directory.report)
-    for warning in exported.warnings:
-        terminal.console().print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
-    if exported.mode == "disabled" or not exported.whole:
-        return
-    terminal.say("W&B", directory.wandb)
-    if exported.mode == "offline" and directory.wandb.exists():
-        said = f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
-        terminal.say_as_it_is(said, "dim")
-
-
-def any_failed(records: Sequence[Record]) -> bool:
-    return any(record.state in ("failed", "timeout") for record in records)
