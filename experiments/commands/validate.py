@@ -51,9 +51,8 @@ CALIBRATION = "calibration"
 class _Known:
     """The hosts and the nodes whose cells can be predicted."""
 
-    #: Constants of the host that emulated clusters ran on, and which one that is.
+    #: Constants of the host that emulated clusters ran on.
     constants: Constants
-    host: str
     #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
 
@@ -75,22 +74,6 @@ class _Known:
                 f"{cell.id} ran on {shape[0]} × {shape[1]}, measure these"
             )
         return self.nodes
-
-    def description(self) -> str:
-        """The constants in words, for those who read the predictions."""
-        found = self.constants
-        blocks, steps = (
-            ", ".join(f"{name} {1e3 * s:.3g}" for name, s in seconds.items())
-            for seconds in (found.block_seconds, found.step_seconds)
-        )
-        return (
-            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms per block: {blocks}; "
-            f"ms per block and optimizer step: {steps}; "
-            f"µs per message: {1e6 * found.message_seconds:.3g}; "
-            f"ns per byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
-            f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
-            f"{1e9 * found.activation_byte_seconds:.3g}"
-        )
 
 
 def validate(
@@ -138,7 +121,7 @@ def validate(
         if calibrate:
             constants, host = _calibrated(), "this machine, from runs/calibration"
         nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
-        known = _Known(constants, host, nodes)
+        known = _Known(constants, nodes)
         folders = results or [Path("results")]
         for file in (file for folder in folders for file in select.files(folder)):
             found = _compare(read(file), known, file.parent, origin)
@@ -151,7 +134,7 @@ def validate(
         where = ", ".join(map(str, folders))
         terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
     terminal.console().print(_table(compared))
-    terminal.console().print(known.description(), highlight=False)
+    terminal.console().print(f"constants of {host}", highlight=False)
 
 
 def _calibrated() -> Constants:

@@ -97,12 +97,12 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     for made_up in timed_on(OTHER):  # it was calibrated before, so that nothing is run
         files.append(made_up, tmp_path / "runs" / CALIBRATION / "records.jsonl")
     said = printed("validate", "--calibrate", folder)
-    assert "constants of this machine, from runs/calibration: 99.9" in said
+    assert "constants of this machine, from runs/calibration" in said
     for predicted in read(folder / PREDICTIONS):
         constants = predicted.network["overheads"]["block_seconds"]
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
     said = printed("validate", folder)
-    assert "constants of the host of the committed records: 306.2 GFLOP/s" in said
+    assert "constants of the host of the committed records" in said
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 

@@ -24,9 +24,7 @@ def test_a_value_takes_the_place_of_the_workloads_and_of_overrides() -> None:
     cells = cells_of("quickstart", "steps=10")
     assert values(cells, "steps") == [10]
     assert len(cells) == len(reader.read("quickstart").cells)
-
-
-def test_a_list_is_an_axis_and_a_value_an_axis_of_one() -> None:
+    # A list is an axis, and a value an axis of one.
     cells = cells_of("ablation", "steps=[1, 2]", "policy=disk", "accumulation=[2]")
     assert (values(cells, "steps"), values(cells, "policy")) == ([1, 2], ["disk"])
     assert values(cells, "accumulation") == [2]

@@ -34,11 +34,6 @@ def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
         assert cell.origin.path("qwen") == folder / "qwen"
 
 
-def test_built_in_workloads_have_no_origin(tmp_path: Path) -> None:
-    assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
-    assert reader.read("quickstart").cells[0].cell.origin == Origin()
-
-
 def test_data_are_known_by_their_content(folder: Path) -> None:
     file, new = folder / "prose.txt", TUNING + "\n  data: {text: prose.txt}"
     first = read(folder, (TUNING, new)).cells[0].cell
@@ -72,6 +67,9 @@ def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
     said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
     silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
     assert [entry.cell.id for entry in read(tmp_path, (TUNING, said)).cells] == silent
+    # What is built in has no origin.
+    assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
+    assert reader.read("quickstart").cells[0].cell.origin == Origin()
 
 
 def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
