@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -353,7 +353,7 @@ _INTERVAL_S = 0.5
 _LIVE_SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
 
 
-class Live:
+class Live(AbstractContextManager["Live"]):
     """Follows the cells of one run; a context manager around it, and an observer of the runner.
 
     ``link`` is called with the address of each W&B run that is online.
@@ -367,9 +367,6 @@ class Live:
         self._follower: threading.Thread | None = None
         self._ended = threading.Event()
         self._record: Record | None = None
-
-    def __enter__(self) -> Live:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.cell_finished(None)

@@ -21,7 +21,7 @@ from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
 from experiments.records.record import Record
 from experiments.runner import runner
-from experiments.runner.directory import RunDirectory
+from experiments.runner.directory import RETRIED, RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
 from simulation.planner import rent
@@ -126,7 +126,7 @@ def run(
             records = session.run_cells(each, cells, finished, directory, wandb=not no_wandb)
             drawn = session.finish(records, directory, wandb=not no_wandb)
             reached = session.reach_reference(each, directory)
-        failed = any(record.state in ("failed", "timeout") for record in records)
+        failed = any(record.state in RETRIED for record in records)
         well &= drawn and reached and not failed
     if not well:
         raise typer.Exit(terminal.FAILED)
