@@ -39,17 +39,16 @@ def test_every_cell_that_ran_is_predicted(folder: Path) -> None:
     assert "limited" in said
 
 
-def test_simulated_cells_are_no_evidence(folder: Path) -> None:
+def test_neither_simulated_cells_nor_those_of_a_gpu_are_held_against_a_cpus_constants(
+    folder: Path,
+) -> None:
     file = folder / "records.jsonl"
     emulated, simulated = ('"evidence":"emulated"', '"evidence":"simulated"')
     file.write_text(file.read_text("utf-8").replace(emulated, simulated), "utf-8")
     assert "no cell of an emulated cluster" in refused("validate", folder)
+    shutil.copy(RESULTS / "one-gpu" / "records.jsonl", folder)
+    assert "no cell of an emulated cluster" in refused("validate", folder)
     assert not (folder / PREDICTIONS).exists()
-
-
-def test_cells_that_computed_on_a_gpu_are_not_predicted_by_a_cpus_constants(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "one-gpu" / "records.jsonl", tmp_path)
-    assert "no cell of an emulated cluster" in refused("validate", tmp_path)
 
 
 #: A machine unlike that of the committed records.
