@@ -1,5 +1,6 @@
-"""A new matrix file runs as it is; a dry run says how long, in what, and what is left."""
+"""A new matrix file runs as it is; a dry run says how long, in what, and what is left; a trace."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from experiments.matrix import reader
 from experiments.records import provenance
 from simulation import files
 from tests.experiments.command_line import command, flat, printed, refused
-from tests.experiments.stand_in import record
+from tests.experiments.stand_in import matrix_file, record
 
 
 @pytest.fixture
@@ -68,3 +69,14 @@ def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: 
     assert " MB per device" in priced
     assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in priced
     assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(command(*words))
+
+
+def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "traces" / "step.json"
+    options = ("--only", "fcdp-full-tiny-10mbit", "--output", file)
+    assert "fcdp-full-tiny-10mbit-k1" in printed("trace", matrix_file(tmp_path), *options)
+    trace = json.loads(file.read_text("utf-8"))
+    assert trace["otherData"].pop("cell").startswith("fcdp-full-tiny-10mbit-k1")
+    assert trace["otherData"] == {"evidence": "simulated"}
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"compute", "gather"} <= rows
