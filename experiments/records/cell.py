@@ -261,6 +261,11 @@ class Cell(Strict):
         )
 
     @property
+    def links(self) -> tuple[int | None, int | None]:
+        """Limits of a node's links, inside of its group and to others, as ``shape`` takes them."""
+        return self.inter_bandwidth_bits_per_s, self.inter_group_bandwidth_bits_per_s
+
+    @property
     def extra(self) -> tuple[ExtraProcess, ...]:
         """Processes that its strategy and its objective need beside the ranks."""
         own = self.objective.extra if isinstance(self.objective, GRPO) else ()

@@ -107,8 +107,7 @@ def launch(
     Returns also what the links between nodes were set to once the ranks were ready.
     """
     cluster.shape(None)
-    links = cell.inter_bandwidth_bits_per_s, cell.inter_group_bandwidth_bits_per_s
-    with start_barrier.limiting(directory, lambda: cluster.shape(*links)) as network:
+    with start_barrier.limiting(directory, lambda: cluster.shape(*cell.links)) as network:
         outcome = cluster.run(
             Launch(
                 entry=entry,
