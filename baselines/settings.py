@@ -55,6 +55,8 @@ class Setting:
     always: bool = False
     #: A value in words.
     write: Callable[[Any], str] = _plain
+    #: What stands where there is none.
+    absent: str = "–"
 
 
 def _subject(

@@ -10,14 +10,13 @@ again under the same id, which online resumes it. A failure is a warning.
 from __future__ import annotations
 
 import hashlib
-import logging
 import netrc
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,8 +48,6 @@ _SETTINGS: dict[str, Any] = {
 }
 #: File in the folder of a W&B run: all of it has been written.
 _COMPLETE = "complete"
-#: Bytes that a disk has left which is not full.
-_ROOM = 2**16
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,21 @@ class Export:
     whole: bool = True
 
 
-def export(
-    records: Sequence[Record],
-    directory: Path,
-    report: Path | None = None,
-    sweep_run: str | None = None,
-) -> Export:
+def sweep_run() -> str | None:
+    """The id that W&B's agent has given to the one run of this process; ``None`` without one."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
+def export(records: Sequence[Record], directory: Path, report: Path | None = None) -> Export:
     """Write the runs that are not below ``directory``/wandb yet: one for each cell that ran.
 
     ``report`` is a folder with tables and figures; they become an artifact, of a run of its own,
-    together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
-    single record.
+    together with the records. A sweep has runs of cells alone.
     """
     mode, warnings = asked_mode()
     ran = [record for record in records if record.state != "skipped"]
-    wandb_runs = [recorded_run(record, sweep_run) for record in ran]
-    if report is not None and ran and report.is_dir():
+    wandb_runs = [recorded_run(record) for record in ran]
+    if report is not None and ran and report.is_dir() and not sweep_run():
         wandb_runs.append(report_run(ran, directory, report))
     new = [
         wandb_run
@@ -89,8 +85,6 @@ def export(
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written = 0
-    # On a full disk W&B's log cannot be written either, which Python would show as tracebacks.
-    shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
             wandb_run.remove(directory)
@@ -105,13 +99,8 @@ def export(
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
     finally:
         settle()
-        logging.raiseExceptions = shows_errors
-    if not all(mark_whole(wandb_run, directory) for wandb_run in new[:written]):
-        written = 0
-        warnings.append(
-            f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
-            "same command with --resume writes them again"
-        )
+    for wandb_run in new[:written]:
+        wandb_run.mark_whole(directory)
     return Export(mode, written, tuple(warnings), whole=written == len(new))
 
 
@@ -119,15 +108,6 @@ def settle() -> None:
     """End W&B's service process, which writes files when it pleases, and all before it ends."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
-
-
-def mark_whole(wandb_run: WandbRun, directory: Path) -> bool:
-    """Mark the run as written to its end, unless the disk is full; return whether it is."""
-    if shutil.disk_usage(directory).free < _ROOM:
-        return False  # what is there may be cut, without a word of W&B's
-    for folder in wandb_run.folders(directory):
-        (folder / _COMPLETE).touch()
-    return True
 
 
 def asked_mode() -> tuple[str, list[str]]:
@@ -213,16 +193,21 @@ class WandbRun:
         """Where W&B has written it, whole or not."""
         return list(directory.glob(f"wandb/*run-*-{self.id}"))
 
+    def mark_whole(self, directory: Path) -> None:
+        """Mark it as written to its end."""
+        for folder in self.folders(directory):
+            (folder / _COMPLETE).touch()
+
     def remove(self, directory: Path) -> None:
         for left in self.folders(directory):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun:
+def cell_run(cell: Cell, started_at: str) -> WandbRun:
     """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
-        run_id or _digest(cell.id, started_at),
+        sweep_run() or _digest(cell.id, started_at),
         {
             "name": cell.id,
             "group": cell.matrix,
@@ -233,7 +218,7 @@ def cell_run(cell: Cell, started_at: str, run_id: str | None = None) -> WandbRun
     )
 
 
-def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
+def recorded_run(record: Record) -> WandbRun:
     """The W&B run of a cell that has ended: its history, its summary."""
 
     def fill(run: Any) -> None:
@@ -243,7 +228,7 @@ def recorded_run(record: Record, run_id: str | None = None) -> WandbRun:
                 run.log(point, step=step)
         finish(run, record)
 
-    return replace(cell_run(record.cell, record.started_at, run_id), fill=fill)
+    return replace(cell_run(record.cell, record.started_at), fill=fill)
 
 
 def finish(run: Any, record: Record | None) -> None:
@@ -368,26 +353,20 @@ _INTERVAL_S = 0.5
 _LIVE_SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
 
 
-class Live:
+class Live(AbstractContextManager["Live"]):
     """Follows the cells of one run; a context manager around it, and an observer of the runner.
 
     ``link`` is called with the address of each W&B run that is online.
     """
 
-    def __init__(
-        self, directory: Path, link: Callable[[str], None], sweep_run: str | None = None
-    ) -> None:
+    def __init__(self, directory: Path, link: Callable[[str], None]) -> None:
         self._directory = directory
         self._link = link
-        self._sweep_run = sweep_run
         self._mode, _ = asked_mode()
         #: Follows the cell that runs until it has ``_ended``, with a ``_record`` by then.
         self._follower: threading.Thread | None = None
         self._ended = threading.Event()
         self._record: Record | None = None
-
-    def __enter__(self) -> Live:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.cell_finished(None)
@@ -397,7 +376,7 @@ class Live:
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wanted = cell_run(cell, started_at, self._sweep_run), directory
+        wanted = cell_run(cell, started_at), directory
         self._ended.clear()
         self._follower = threading.Thread(
             target=self._follow, args=wanted, name="wandb", daemon=True
@@ -426,7 +405,7 @@ class Live:
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
-            mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
+            wandb_run.mark_whole(self._directory)  # nothing is left to ``export``
 
     def _steps(self, directory: Path) -> Iterator[Step]:
         """The steps as their lines are there, until the cell has ended."""

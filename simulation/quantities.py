@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from decimal import Decimal
+from difflib import get_close_matches
 from typing import Literal, TypeVar
 
 from fcdp.sizes import parse
@@ -135,6 +136,14 @@ def name(option: str, text: str) -> str:
     if not text.strip():
         raise _mistake(option, text, "names with commas between them")
     return text.strip()
+
+
+def choice(item: object, allowed: Iterable[str], others: str = "") -> str:
+    """The item that is none of these, in words: whether one is much like it, and all of them."""
+    names = list(allowed)
+    close = get_close_matches(str(item), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{item!r}{hint} allowed: {', '.join(names)}{others}"
 
 
 def _scaled(option: str, text: str, scales: Mapping[str, float], allowed: str) -> float:

@@ -37,7 +37,6 @@ PLACES = {
     "tests/fcdp/test_walk.py": "system",
     "tests/launch": "system",
     "tests/experiments/clusters": "cluster",
-    "tests/experiments/commands/test_sweep_cell.py": "system",
     "tests/experiments/tracking": "system",
     "tests/experiments/worker/test_checkpoint.py": "system",
     "tests/experiments/worker/test_groups.py": "system",

@@ -36,7 +36,6 @@ COMMANDS: Mapping[str, Mapping[str, Any]] = {
     "bound": {},
     "validate": {},
     "trace": _SHOWS_HELP,
-    "sweep-cell": {"context_settings": {"ignore_unknown_options": True}},
 }
 
 

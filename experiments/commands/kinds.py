@@ -12,7 +12,7 @@ from experiments.clusters.allocation import Allocation, port
 from experiments.clusters.interface import Cluster, ClusterError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.records.abilities import Kind
-from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
+from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 
 #: Imported once by an emulated cluster, before the first cell; all ranks start from there.
 PRELOADED = (
@@ -26,19 +26,6 @@ PRELOADED = (
 def override(kind: Kind | None) -> ClusterSpec | None:
     """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
     return Allocation.from_env().spec if kind == "rented" else None
-
-
-def emulated(own: AnyCluster) -> ClusterSpec:
-    """A cluster on this machine of as many nodes and ranks as a matrix file's.
-
-    Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
-    """
-    if isinstance(own, SimulatedSpec):
-        raise ValueError(
-            f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
-            f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
-        )
-    return own.model_copy(update={"kind": "emulated"})
 
 
 def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:

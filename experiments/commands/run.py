@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from experiments import terminal
+from experiments import terminal, tracking
 from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
 from experiments.matrix.reader import Matrix, MatrixCell
 from experiments.records import provenance
 from experiments.records.abilities import Kind
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
 from experiments.records.record import Record
 from experiments.runner import runner
-from experiments.runner.directory import RunDirectory
+from experiments.runner.directory import RETRIED, RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
 from simulation.planner import rent
@@ -107,6 +108,9 @@ def run(
                 )
         suite = len(matrices) > 1
         chosen = [(*pair, _path(pair[0], output, suite)) for pair in _select(matrices, only)]
+        cells_in_all = sum(len(cells) for _, cells, _ in chosen)
+        if tracking.sweep_run() and cells_in_all > 1:
+            raise ValueError(f"--only: a W&B sweep's run is of one cell, and not {cells_in_all}")
         resumed = resume or retry_failed
         for each, cells, path in chosen:
             here = each.cluster.can.make_nodes and not each.simulated
@@ -122,7 +126,8 @@ def run(
             records = session.run_cells(each, cells, finished, directory, wandb=not no_wandb)
             drawn = session.finish(records, directory, wandb=not no_wandb)
             reached = session.reach_reference(each, directory)
-        well &= drawn and reached and not session.any_failed(records)
+        failed = any(record.state in RETRIED for record in records)
+        well &= drawn and reached and not failed
     if not well:
         raise typer.Exit(terminal.FAILED)
 
@@ -131,15 +136,18 @@ def _read(
     name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: rent.Instance | None = None
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
+    read = partial(reader.read, name, changes=changes)
+    if rented is None and cluster != "emulated":
+        return read(kinds.override(cluster), simulated=cluster == "simulated")
+    own = read().cluster
     if rented is not None:
-        nodes = reader.read(name, changes=changes).cluster.nodes
-        spec = ClusterSpec(kind="rented", nodes=nodes, ranks_per_node=rented.gpus)
-        return reader.read(name, spec, changes=changes)
-    simulated = cluster == "simulated"
-    matrix = reader.read(name, kinds.override(cluster), simulated=simulated, changes=changes)
-    if cluster == "emulated":
-        return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
-    return matrix
+        return read(ClusterSpec(kind="rented", nodes=own.nodes, ranks_per_node=rented.gpus))
+    if isinstance(own, SimulatedSpec):
+        raise ValueError(
+            f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
+            f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
+        )
+    return read(own.model_copy(update={"kind": "emulated"}))
 
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
@@ -178,32 +186,35 @@ def _check(
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
     """
     done = {record.cell_id: record.state for record in finished}
-    steps, seconds, needed = 0, list[float | None](), [(0.0, "")]
-    for entry in cells:
-        cell, style = entry.cell, "dim"
-        if entry.skip_reason is not None:
-            said = f"skipped: {entry.skip_reason}"
-        elif cell.id in done:
-            said = f"has a record: {done[cell.id]}"
-        else:
-            said, took, here = _estimate(cell, instance)
-            style, steps = "", steps + cell.warmup_steps + cell.steps
-            seconds.append(took)
-            needed.append((here, cell.id))
-        if shown:
-            terminal.say_as_it_is(f"{cell.id}  {said}", style)
+    running = [
+        entry.cell for entry in cells if entry.skip_reason is None and entry.cell.id not in done
+    ]
+    found = {cell.id: _estimate(cell, instance) for cell in running}
     if shown:
+        for entry in cells:
+            cell_id = entry.cell.id
+            if cell_id in found:
+                said = found[cell_id][0]
+            elif entry.skip_reason is not None:
+                said = f"skipped: {entry.skip_reason}"
+            else:
+                said = f"has a record: {done[cell_id]}"
+            terminal.say_as_it_is(f"{cell_id}  {said}", "" if cell_id in found else "dim")
         skipped = sum(entry.skip_reason is not None for entry in cells)
-        counts = f"{len(seconds)} cells to run, {steps} steps in all, {skipped} skipped"
-        known = [each for each in seconds if each is not None]
+        steps = sum(cell.warmup_steps + cell.steps for cell in running)
+        counts = f"{len(running)} cells to run, {steps} steps in all, {skipped} skipped"
+        known = [seconds for _, seconds, _ in found.values() if seconds is not None]
         if known and not matrix.simulated:
             counts += f"; simulated, {clock(sum(known))} of steps"
             if instance is not None:
                 counts += _price(instance, matrix.cluster.nodes, sum(known))
-            unknown = len(seconds) - len(known)
+            unknown = len(running) - len(known)
             counts += f", {unknown} cells unknown" if unknown else ""
         terminal.console().print(f"{matrix.name}: {counts}", style="bold", highlight=False)
-    (most, largest), has = max(needed), provenance.memory_bytes()
+    has = provenance.memory_bytes()
+    most, largest = max(
+        ((here, cell_id) for cell_id, (_, _, here) in found.items()), default=(0.0, "")
+    )
     if most > has:
         raise ValueError(
             f"{largest} needs about {sizes.written(most)}, and this machine has "

@@ -70,7 +70,6 @@ def run_cells(
     directory: RunDirectory,
     *,
     wandb: bool = True,
-    sweep_run: str | None = None,
 ) -> list[Record]:
     """Run the cells that have no record yet, and show how far they are, on ``wandb`` too."""
     if not matrix.simulated and (busy := runner.look().why_busy):
@@ -87,7 +86,7 @@ def run_cells(
                 link = partial(
                     console.print, style="dim", soft_wrap=True, highlight=False, markup=False
                 )
-                live = tracking.Live(directory.path, link, sweep_run)
+                live = tracking.Live(directory.path, link)
                 observers.append(stack.enter_context(live))
             running = [entry.cell for entry in cells if entry.skip_reason is None]
             built = kinds.cluster(matrix.cluster, kinds.preloaded(running), matrix.simulated)
@@ -105,8 +104,18 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     console.print()
     terminal.say("records", directory.records)
     drawn = draw(directory)
-    if wandb:
-        export(records, directory)
+    if not wandb:
+        return drawn
+    exported = tracking.export(records, directory.path, directory.report)
+    for warning in exported.warnings:
+        console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
+    if exported.mode != "disabled" and exported.whole:
+        terminal.say("W&B", directory.wandb)
+        if exported.mode == "offline" and directory.wandb.exists():
+            said = (
+                f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
+            )
+            terminal.say_as_it_is(said, "dim")
     return drawn
 
 
@@ -141,23 +150,3 @@ def draw(directory: RunDirectory) -> bool:
             terminal.say(kind, file)
     terminal.say_as_it_is(f"claims   python -m analysis check {records}", "dim")
     return True
-
-
-def export(
-    records: Sequence[Record], directory: RunDirectory, sweep_run: str | None = None
-) -> None:
-    """Write the W&B runs, and say where they are and what went wrong with them."""
-    report = None if sweep_run else directory.report
-    exported = tracking.export(records, directory.path, report, sweep_run)
-    for warning in exported.warnings:
-        terminal.console().print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
-    if exported.mode == "disabled" or not exported.whole:
-        return
-    terminal.say("W&B", directory.wandb)
-    if exported.mode == "offline" and directory.wandb.exists():
-        said = f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
-        terminal.say_as_it_is(said, "dim")
-
-
-def any_failed(records: Sequence[Record]) -> bool:
-    return any(record.state in ("failed", "timeout") for record in records)

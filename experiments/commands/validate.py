@@ -6,7 +6,6 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from experiments.clusters.simulated import assumed, measured
 from experiments.commands import session
 from experiments.matrix import reader
 from experiments.preflight.schema import Preflight, hardware_of
-from experiments.records import provenance
+from experiments.records import provenance, select
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
-from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
 from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
@@ -47,16 +45,14 @@ Compared = list[tuple[Record, Comparison]]
 
 #: The matrix whose cells show what this machine's constants are.
 CALIBRATION = "calibration"
-_RESULTS = Path("results")
 
 
 @dataclass(frozen=True)
 class _Known:
     """The hosts and the nodes whose cells can be predicted."""
 
-    #: Constants of the host that emulated clusters ran on, and which one that is.
+    #: Constants of the host that emulated clusters ran on.
     constants: Constants
-    host: str
     #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
 
@@ -79,29 +75,13 @@ class _Known:
             )
         return self.nodes
 
-    def description(self) -> str:
-        """The constants in words, for those who read the predictions."""
-        found = self.constants
-        blocks, steps = (
-            ", ".join(f"{name} {1e3 * s:.3g}" for name, s in seconds.items())
-            for seconds in (found.block_seconds, found.step_seconds)
-        )
-        return (
-            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms per block: {blocks}; "
-            f"ms per block and optimizer step: {steps}; "
-            f"µs per message: {1e6 * found.message_seconds:.3g}; "
-            f"ns per byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
-            f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
-            f"{1e9 * found.activation_byte_seconds:.3g}"
-        )
-
 
 def validate(
     results: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[RESULTS]...",
-            help="Folders that hold a records.jsonl; by default all in results.",
+            help="Runs, or folders of them; by default all in results.",
             show_default=False,
         ),
     ] = None,
@@ -141,29 +121,20 @@ def validate(
         if calibrate:
             constants, host = _calibrated(), "this machine, from runs/calibration"
         nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
-        known = _Known(constants, host, nodes)
-        for folder in results or [file.parent for file in files.below(_RESULTS, FILE)]:
-            found = _compare(read(_records(folder)), known, folder, origin)
+        known = _Known(constants, nodes)
+        folders = results or [Path("results")]
+        for file in (file for folder in folders for file in select.files(folder)):
+            found = _compare(read(file), known, file.parent, origin)
             if found:
-                compared[terminal.shown(folder)] = found
-                terminal.check_writable("RESULTS", folder / PREDICTIONS)
-                files.write([predicted for predicted, _ in found], folder / PREDICTIONS)
+                predictions = file.with_name(select.PREDICTIONS)
+                compared[terminal.shown(file.parent)] = found
+                terminal.check_writable("RESULTS", predictions)
+                files.write([predicted for predicted, _ in found], predictions)
     if not compared:
-        where = ", ".join(map(str, results or [_RESULTS]))
+        where = ", ".join(map(str, folders))
         terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
     terminal.console().print(_table(compared))
-    terminal.console().print(known.description(), highlight=False)
-
-
-def _records(folder: Path) -> Path:
-    """The folder's records. Raises ``ValueError`` where it holds none that can be read."""
-    file = files.stored(folder / FILE)
-    if not os.access(file, os.R_OK) or not file.is_file():
-        raise ValueError(
-            f"RESULTS = {str(folder)!r}: holds no {FILE} that can be read; give a folder "
-            "that `python -m experiments run` has written, such as runs/quickstart"
-        )
-    return file
+    terminal.console().print(f"constants of {host}", highlight=False)
 
 
 def _calibrated() -> Constants:

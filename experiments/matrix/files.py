@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from simulation.quantities import items
+from simulation.quantities import choice, items
 from simulation.yaml_lines import Document, KeyPath
 
 MATRICES = Path(__file__).parents[1] / "matrices"
@@ -52,7 +51,7 @@ def find(name_or_path: str) -> Path:
         return path
     allowed = [*names, *suites()]
     raise ValueError(
-        f"MATRIX: unknown matrix {_choose(name_or_path, allowed, ', or the path of a file')}"
+        f"MATRIX: unknown matrix {choice(name_or_path, allowed, ', or the path of a file')}"
     )
 
 
@@ -172,20 +171,13 @@ class Sections(Document):
 
     def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
         if not isinstance(item, str) or item not in allowed:
-            self.fail(path, f"{problem} {_choose(item, allowed)}")
+            self.fail(path, f"{problem} {choice(item, allowed)}")
 
     def at(self, path: KeyPath) -> Any:
         value = self.values
         for part in path:
             value = value[part]
         return value
-
-
-def _choose(item: object, allowed: Iterable[str], others: str = "") -> str:
-    names = list(allowed)
-    close = get_close_matches(str(item), names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{item!r}{hint} allowed: {', '.join(names)}{others}"
 
 
 def explain(value: object, message: str) -> str:

@@ -72,7 +72,7 @@ class MatrixFile(Strict):
     models: Annotated[list[Any], _AtLeastOne]
     axes: Annotated[dict[str, Annotated[list[Any], _AtLeastOne]], _AtLeastOne]
     reference: str | None = None
-    repeats: Annotated[int, Field(ge=1)] = 1
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     workload: Annotated[dict[str, Any], _AtLeastOne] | None = None
     skip: Annotated[list[Any], _AtLeastOne] | None = None
     overrides: Annotated[list[Any], _AtLeastOne] | None = None
@@ -153,7 +153,7 @@ class _Expansion:
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
         #: Values of each setting: of a constant there is one.
-        self._given = {name: self._axis(("axes", name)) for name in self._top.axes}
+        self._given = {name: self._values(("axes", name), SETTINGS) for name in self._top.axes}
         constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
         for setting in constants.keys() & self._given.keys():
             self._file.fail(("workload", setting), "is an axis already; keep one of the two")
@@ -247,22 +247,18 @@ class _Expansion:
                 return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
 
-    def _axis(self, path: KeyPath) -> list[_Value]:
-        values: list[_Value] = []
-        for each in self._values(path, SETTINGS):
-            if each.value in (earlier.value for earlier in values):
-                item = self._file.at(each.path)
-                self._file.fail(each.path, f"{item!r} is already in this list")
-            values.append(each)
-        return values
-
-    def _values(self, path: KeyPath, allowed: Iterable[str]) -> Iterator[_Value]:
-        """Values of a setting that has a list of them, or one."""
+    def _values(self, path: KeyPath, allowed: Iterable[str]) -> list[_Value]:
+        """Values of a setting that has a list of them, each once, or one."""
         self._file.one_of(path[-1], allowed, path, "unknown key")
         given = self._file.at(path)
-        listed = [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]
-        for place in listed:
-            yield _Value(self._value(str(path[-1]), self._file.at(place), place), place)
+        values: list[_Value] = []
+        for place in [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]:
+            item = self._file.at(place)
+            value = self._value(str(path[-1]), item, place)
+            if value in (earlier.value for earlier in values):
+                self._file.fail(place, f"{item!r} is already in this list")
+            values.append(_Value(value, place))
+        return values
 
     def _single_values(self, path: KeyPath, allowed: Sequence[str]) -> dict[str, _Value]:
         values = {}
@@ -311,15 +307,15 @@ class _Expansion:
             yield (section, i), self._file.spec(kind, (section, i))
 
     def _when(self, path: KeyPath) -> _When:
-        known = {name: [v.value for v in values] for name, values in self._given.items()}
         when: dict[str, list[Any]] = {}
         for setting in self._file.at(path):
-            when[setting] = []
-            for each in self._values((*path, setting), known):
-                if each.value not in known[setting]:
+            values = self._values((*path, setting), self._given)
+            known = [each.value for each in self._given[setting]]
+            for each in values:
+                if each.value not in known:
                     problem = f"{self._file.at(each.path)!r} is not a value of {setting}"
                     self._file.fail(each.path, f"{problem} in this matrix")
-                when[setting].append(each.value)
+            when[setting] = [each.value for each in values]
         return when
 
 

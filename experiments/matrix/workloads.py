@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.files import Sections
@@ -14,7 +14,7 @@ from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
 from simulation import models as shapes
-from simulation.transformer import ModelSpec
+from simulation.transformer import Family, ModelSpec
 from simulation.yaml_lines import KeyPath
 
 _OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
@@ -71,6 +71,9 @@ class Workloads:
             return model
         if "config" in given:
             return self._configured(path)
+        if "family" in given:
+            families = (*get_args(Family), *_NETWORKS)
+            self._file.one_of(given["family"], families, (*path, "family"), "unknown family")
         return self._file.spec(_NETWORKS.get(given.get("family"), ModelSpec), path)
 
     def data(self, path: KeyPath) -> workload.AnyData:

@@ -34,7 +34,7 @@ from experiments.records.workload import (
 )
 from simulation import hardware
 from simulation.files import Name, Strict
-from simulation.quantities import format_link
+from simulation.quantities import UNSHAPED, format_link
 from simulation.transformer import ModelSpec, Tuning
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ DType = Literal["float32", "bfloat16"]
 
 
 _later, _run = partial(Setting, in_id="later"), partial(Setting, place="run")
+_link = partial(Setting, write=format_link, absent=UNSHAPED)
 _Count = Annotated[int, Field(ge=1)]
 _Natural = Annotated[int, Field(ge=0)]
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -145,12 +146,12 @@ class Cell(Strict):
     tuning: Annotated[Tuning, Setting("Tuning", place="model", learns=True, always=True)]
     cluster: Annotated[AnyCluster, Parts(named="kind")]
     #: Egress limit of each node, in bits per second.
-    inter_bandwidth_bits_per_s: Annotated[
-        int | None, Setting("Link", place="axis", always=True)
-    ] = Field(gt=0)
+    inter_bandwidth_bits_per_s: Annotated[int | None, _link("Link", place="axis", always=True)] = (
+        Field(gt=0)
+    )
     #: The same of what each node sends to other groups, where a cluster has several.
     inter_group_bandwidth_bits_per_s: Annotated[
-        int | None, _later("Link between groups", write=format_link)
+        int | None, _link("Link between groups", in_id="later")
     ] = Field(default=None, gt=0)
     #: Tokens per sequence; of images, each of which counts as one token, 1.
     sequence_length: Annotated[_Count, Setting("Sequence", learns=True)] = 1

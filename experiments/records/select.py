@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from experiments.records.cell import FILE_NAMES, Cell
 from experiments.records.comparison import pooled
@@ -51,33 +49,27 @@ def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[
 
 def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cell]:
     wanted: dict[str, list[str]] = {}
+    every = described(Cell)
+    known = {**every, **_ALIASES}
     for part in quantities.each(option, pattern, quantities.name):
         name, separator, value = part.partition("=")
         if not separator:
             raise ValueError(
                 f"{option}: {part!r} is not a setting and its value, as in policy=disk"
             )
-        wanted.setdefault(_setting(name.strip(), option), []).append(value.strip())
-    every, left = described(Cell), list(cells)
+        if (name := name.strip()) not in known:
+            raise ValueError(f"{option}: there is no setting {quantities.choice(name, known)}")
+        wanted.setdefault(_ALIASES.get(name, name), []).append(value.strip())
+    left = list(cells)
     for name, values in wanted.items():
         item, before = every[name], left
         left = [cell for cell in before if any(_has(item, cell, value) for value in values)]
         if not left:
-            write = quantities.format_link if name in _LINKS else item.written
-            there = dict.fromkeys(write(item.of(cell)) for cell in before)
+            there = dict.fromkeys(item.written(item.of(cell)) for cell in before)
             raise ValueError(
                 f"{option}: no cell has {name} {values[-1]!r}; there are {', '.join(there)}"
             )
     return left
-
-
-def _setting(name: str, option: str) -> str:
-    known: Mapping[str, Any] = {**described(Cell), **_ALIASES}
-    if name in known:
-        return _ALIASES.get(name, name)
-    close = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(known)}"
-    raise ValueError(f"{option}: there is no setting {name!r}{hint}")
 
 
 def _has(item: Described, cell: Cell, value: str) -> bool:

@@ -19,8 +19,6 @@ from baselines import registry
 from baselines.settings import Place, Role, Setting
 
 _PLACES = get_args(Place)
-#: Shown where a cell has no such setting.
-_ABSENT = "–"
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,10 @@ class Described:
         return value.model_dump_json() if isinstance(value, BaseModel) else value
 
     def written(self, value: Any) -> str:
-        """A value in words; a dash where there is none."""
+        """A value in words, also where there is none."""
         # No number equals itself less than NaN, which is how tables write what is missing.
-        return _ABSENT if value is None or value != value else self.setting.write(value)
+        missing = value is None or value != value
+        return self.setting.absent if missing else self.setting.write(value)
 
 
 @cache

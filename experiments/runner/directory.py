@@ -173,12 +173,7 @@ class RunDirectory:
         return path
 
     def _new_archive(self) -> Path:
-        self._earlier.mkdir(exist_ok=True)
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
-        name, count = now, 1
-        while (self._earlier / name).exists():
-            count += 1
-            name = f"{now}-{count}"
-        path = self._earlier / name
-        path.mkdir()
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
+        path = self._earlier / now
+        path.mkdir(parents=True)
         return path

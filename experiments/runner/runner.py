@@ -64,13 +64,11 @@ class Observer(Protocol):
         ...
 
 
-def select(
-    cells: Sequence[MatrixCell], pattern: str | None, option: str = "--only"
-) -> list[MatrixCell]:
+def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
     """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
     if pattern is None:
         return list(cells)
-    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern, option)}
+    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
     return [entry for entry in cells if entry.cell.id in wanted]
 
 

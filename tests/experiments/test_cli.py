@@ -40,6 +40,7 @@ def options(folder: Path, *more: str, **of_the_matrix: Any) -> list[str]:
 def test_help_says_what_it_does() -> None:
     shown = programs.ended(sys.executable, "-m", "experiments").stdout
     assert "Usage: python -m experiments" in shown
+    assert printed("--version").startswith("fcdp ")
     text = " ".join(command("run", "--help").stdout.split())
     for part in ("--resume", "--retry-failed", "--only", "moves to DIR/earlier/TIME", "130"):
         assert part in text

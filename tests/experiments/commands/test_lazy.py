@@ -10,12 +10,6 @@ from tests.experiments.command_line import refused
 pytestmark = pytest.mark.ranks
 
 
-def test_an_unknown_command_is_a_mistake() -> None:
-    said = refused("plam")
-    assert "No such command 'plam'" in said
-    assert "plan" in said
-
-
 #: Says what has been imported after help and mistakes, a plan, and all that runs a matrix.
 LOOK = """
 import sys, time
@@ -48,3 +42,6 @@ def test_a_command_is_imported_where_it_is_called_and_what_is_slow_by_ranks_alon
     slow = {"torch", "deepspeed", "transformers", "peft", "pandas", "wandb", "matplotlib", "numpy"}
     assert not (slow | {"experiments.records.cell"}) & {*planned}
     assert not slow & {*ran}
+    said = refused("plam")
+    assert "No such command 'plam'" in said
+    assert "plan" in said

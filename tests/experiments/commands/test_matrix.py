@@ -1,5 +1,6 @@
-"""A new matrix file runs as it is; a dry run says how long, in what, and what is left."""
+"""A new matrix file runs as it is; a dry run says how long, in what, and what is left; a trace."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from experiments.matrix import reader
 from experiments.records import provenance
 from simulation import files
 from tests.experiments.command_line import command, flat, printed, refused
-from tests.experiments.stand_in import record
+from tests.experiments.stand_in import matrix_file, record
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
     assert len(lines) == 7
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
+    assert "GB per device" in printed("run", "paper/volume", "--dry-run")
 
 
 def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
@@ -59,10 +61,6 @@ def test_what_this_machine_cannot_hold_is_refused(
     assert said in refused("run", own, "--dry-run")
 
 
-def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
-    assert "GB per device" in printed("run", "paper/volume", "--dry-run")
-
-
 def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: Path) -> None:
     """Of a matrix without a limit on links: of others nothing limits them there."""
     words = ("run", own, "--dry-run", "--instance", "g5.48xlarge")
@@ -71,3 +69,14 @@ def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: 
     assert " MB per device" in priced
     assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in priced
     assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(command(*words))
+
+
+def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "traces" / "step.json"
+    options = ("--only", "fcdp-full-tiny-10mbit", "--output", file)
+    assert "fcdp-full-tiny-10mbit-k1" in printed("trace", matrix_file(tmp_path), *options)
+    trace = json.loads(file.read_text("utf-8"))
+    assert trace["otherData"].pop("cell").startswith("fcdp-full-tiny-10mbit-k1")
+    assert trace["otherData"] == {"evidence": "simulated"}
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"compute", "gather"} <= rows

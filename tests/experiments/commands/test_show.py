@@ -58,6 +58,19 @@ def test_two_cells_are_compared_in_full(run: Path, policy: str, ratio: str) -> N
     assert "accumulation" not in rows  # alike
 
 
+def test_links_are_written_with_their_units(tmp_path: Path) -> None:
+    for link in (10**10, None):
+        files.append(record(cell(inter_bandwidth_bits_per_s=link)), tmp_path / "records.jsonl")
+    (row,) = (
+        line.split()
+        for line in printed(
+            "compare", *(f"{tmp_path}:link={of}" for of in ("10Gbps", "unshaped"))
+        ).splitlines()
+        if line.startswith("link")
+    )
+    assert row == ["link", "10", "Gbit/s", "unshaped"]
+
+
 def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     again = run.parent / "again"
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
@@ -67,22 +80,18 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     assert "2.00×" in said
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_run_that_cannot_be_read_hides_no_other(
+    run: Path, tmp_path: Path, seconds: float
+) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "records.jsonl").write_text("{}\n", encoding="utf-8")
     shown = command("show", tmp_path)
     assert shown.exit_code == 0
     assert "broken/records.jsonl:1: not a record of this version" in flat(shown)
     assert [line.split()[0] for line in shown.output.splitlines()[-2:]] == ["broken", "mine"]
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_a_step_of_no_time_is_no_record(run: Path, seconds: float) -> None:
+    # A step of no time is no record.
     made = record(cell(policy="auto"), step_seconds=[1.0]).model_dump_json()
     with (run / "records.jsonl").open("a", encoding="utf-8") as file:
         file.write(made.replace('"step_seconds":[1.0]', f'"step_seconds":["{seconds}"]') + "\n")
     assert "measurement.step_seconds.0: Input should be" in refused("show", run)
-
-
-def test_the_version_is_said() -> None:
-    assert printed("--version").startswith("fcdp ")

@@ -39,17 +39,16 @@ def test_every_cell_that_ran_is_predicted(folder: Path) -> None:
     assert "limited" in said
 
 
-def test_simulated_cells_are_no_evidence(folder: Path) -> None:
+def test_neither_simulated_cells_nor_those_of_a_gpu_are_held_against_a_cpus_constants(
+    folder: Path,
+) -> None:
     file = folder / "records.jsonl"
     emulated, simulated = ('"evidence":"emulated"', '"evidence":"simulated"')
     file.write_text(file.read_text("utf-8").replace(emulated, simulated), "utf-8")
     assert "no cell of an emulated cluster" in refused("validate", folder)
+    shutil.copy(RESULTS / "one-gpu" / "records.jsonl", folder)
+    assert "no cell of an emulated cluster" in refused("validate", folder)
     assert not (folder / PREDICTIONS).exists()
-
-
-def test_cells_that_computed_on_a_gpu_are_not_predicted_by_a_cpus_constants(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "one-gpu" / "records.jsonl", tmp_path)
-    assert "no cell of an emulated cluster" in refused("validate", tmp_path)
 
 
 #: A machine unlike that of the committed records.
@@ -97,12 +96,12 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     for made_up in timed_on(OTHER):  # it was calibrated before, so that nothing is run
         files.append(made_up, tmp_path / "runs" / CALIBRATION / "records.jsonl")
     said = printed("validate", "--calibrate", folder)
-    assert "constants of this machine, from runs/calibration: 99.9" in said
+    assert "constants of this machine, from runs/calibration" in said
     for predicted in read(folder / PREDICTIONS):
         constants = predicted.network["overheads"]["block_seconds"]
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
     said = printed("validate", folder)
-    assert "constants of the host of the committed records: 306.2 GFLOP/s" in said
+    assert "constants of the host of the committed records" in said
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 

@@ -48,15 +48,12 @@ def test_models_of_images_train_on_images(tmp_path: Path) -> None:
         assert cell.origin.key("data", "images") == "example.yaml:17: workload.data.images"
 
 
-def test_without_what_reads_them_cells_are_skipped(
+def test_without_what_reads_them_cells_are_skipped_and_they_are_not_simulated(
     tmp_path: Path, packages: dict[str, bool]
 ) -> None:
     packages["sklearn"] = False
     reasons = {entry.skip_reason for entry in read(tmp_path, text=IMAGES).cells}
     assert reasons == {"not interesting", f"{NEEDED}; there is no sklearn here"}
-
-
-def test_images_are_not_simulated(tmp_path: Path) -> None:
     reasons = {entry.skip_reason for entry in read(tmp_path, text=IMAGES, simulated=True).cells}
     assert "is not simulated: cnn classifies images; language models are simulated alone" in reasons
     assert None not in reasons
@@ -106,11 +103,6 @@ def test_mistakes_name_line_and_key(tmp_path: Path, old: str, new: str, problem:
     with pytest.raises(ValueError, match=r"^example\.yaml:") as raised:
         read(tmp_path, (old, new), text=IMAGES)
     assert str(raised.value) == f"example.yaml:{problem}"
-
-
-def test_text_has_sequences(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="sequence_length: 1 is not allowed: text has 2 tokens"):
-        read(tmp_path, (LENGTH, ""))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_models_and_clusters_are_the_papers(name: str) -> None:
         # Full fine-tuning is on four nodes, but for strong scaling; LoRA on two.
         if name != "paper/scaling":
             assert nodes == (4 if cell.tuning == "full" else 2)
+    if name == "paper/scaling":  # strong
+        assert len({cell.tokens_per_step for cell in cells(name)}) == 1
 
 
 def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
@@ -59,10 +61,6 @@ def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
     found = hardware_of(spec, link)
     assert found.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
     assert replace(found, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
-
-
-def test_scaling_is_strong() -> None:
-    assert len({cell.tokens_per_step for cell in cells("paper/scaling")}) == 1
 
 
 def test_no_larger_micro_batch_fits() -> None:

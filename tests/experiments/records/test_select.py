@@ -1,16 +1,9 @@
 """Cells are picked by settings or by ids, of all committed matrices."""
 
-from itertools import product
-
 import pytest
 
-from experiments.records.cell import Cell
-from experiments.records.record import read
-from experiments.records.select import FILE, chosen
-from experiments.records.settings import described
-from simulation import files
+from experiments.records.select import chosen
 from tests.experiments.stand_in import cell
-from tests.programs import RESULTS
 
 CELLS = [
     cell(policy="none"),
@@ -28,6 +21,7 @@ CELLS = [
         ("policy=disk,k=4", [2]),
         ("policy=disk, accumulation=1", [1]),
         ("policy=none,policy=disk,k=1", [0, 1]),
+        ("model=llama-4x128,nodes=2,k=4", [2]),
         ("policy=budget(device=1 MiB, host=2 MiB)", [3]),
         ("link=unshaped", [3]),
         ("link=0.1Gbps,strategy=fsdp2", [4]),
@@ -54,12 +48,3 @@ def test_cells_are_those_of_the_pattern(pattern: str, found: list[int]) -> None:
 def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(CELLS, pattern)
-
-
-@pytest.mark.system  # reads all committed records
-def test_each_setting_of_each_committed_cell_finds_it() -> None:
-    for file in files.below(RESULTS, FILE):
-        cells = [record.cell for record in read(file)]
-        for one, name in product((cells[0], cells[-1]), ("strategy", "policy", "model", "nodes")):
-            value = described(Cell)[name].of(one)
-            assert value is None or one in chosen(cells, f"{name}={value}"), file

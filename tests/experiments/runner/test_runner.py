@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
-from experiments.runner.directory import RunDirectory
+from experiments.runner.directory import RunDirectory, Step, last_step
 from experiments.worker import CHECKPOINT, PROGRESS
 from simulation import files
 from tests.disks import full_disk
@@ -92,14 +94,9 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
     assert str(ROOT) not in "".join(errors)
     assert errors[5] == "not today"
     assert read_records(directory.records) == result
-
-
-def test_of_a_rank_that_a_signal_ended_the_record_has_the_last_words(
-    matrix: Matrix, directory: RunDirectory
-) -> None:
-    first = run(matrix, directory, StandInCluster(behaviours={"": "abort"}))[0]
-    said = first.error.splitlines()
-    assert said == [
+    # Of a rank that a signal ended, the record has the last words.
+    aborted = run(matrix, directory, StandInCluster(behaviours={"": "abort"}))[0]
+    assert aborted.error.splitlines() == [
         "last lines of the log:",
         *map(str, range(81, 100)),
         "terminate called",
@@ -116,13 +113,9 @@ def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
     result = run(matrix, directory, cluster)
     assert {r.state for r in result} == {"ok"}
     assert cluster.compiled == [(), ("CPUAdamBuilder",)]
-
-
-def test_cells_whose_operators_cannot_be_compiled_fail_and_no_others(
-    matrix: Matrix, directory: RunDirectory
-) -> None:
-    cluster = StandInCluster(behaviours={"compiler": "no g++"})
-    result = run(matrix, directory, cluster)
+    # Where they cannot be compiled, these cells fail and no others.
+    matrix = reader.read(str(matrix_file(tmp_path)))
+    result = run(matrix, directory, StandInCluster(behaviours={"compiler": "no g++"}))
     states = {r.cell.strategy: r.state for r in result}
     assert states == {"deepspeed-zero3": "failed", "fsdp2": "ok", "fcdp": "ok"}
     assert result[0].error == "rank 0: no g++"
@@ -287,3 +280,34 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     assert read_records(directory.records) == kept
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert len(read_records(directory.records)) == before.count(b"\n")
+
+
+def test_steal_is_a_share_of_the_time_that_has_passed_since_the_last_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = runner.look()  # at this machine
+    assert found.cores >= 1
+    assert 0 <= found.steal_share <= 1
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    shares = []
+    for idle, steal in ((1000, 10), (1060, 50), (1160, 50)):
+        # user nice system idle iowait irq softirq steal guest guest_nice, in jiffies
+        said = f"cpu  100 0 50 {idle} 0 0 0 {steal} 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+        (tmp_path / "stat").write_text(said)
+        shares.append(runner.machine(0.5).steal_share)
+    assert shares[1:] == [pytest.approx(0.4), 0.0]
+
+
+def test_the_last_step_is_of_a_complete_line(tmp_path: Path) -> None:
+    file = tmp_path / PROGRESS
+    assert last_step(tmp_path) is None
+    line = '{"step": 1, "of": 2, "loss": 5.0, "seconds": 0.5, "at": 0.0}\n'
+    for torn in ("", line[:20]):
+        file.write_text(torn)
+        assert last_step(tmp_path) is None
+        file.write_text(line + torn)
+        assert last_step(tmp_path) == Step(1, 2, 5.0, 0.5, 0.0)
+    file.write_text(line + '{"step": 2, "of": 2, "loss": NaN, "seconds": 0.5, "at": 0.0}\n{"st')
+    last = last_step(tmp_path)
+    assert last.step == 2
+    assert math.isnan(last.loss)

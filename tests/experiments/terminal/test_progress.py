@@ -66,15 +66,7 @@ def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> No
     assert told == [["not", "sig."]] * 2
 
 
-def test_losses_are_those_of_one_step() -> None:
-    slow = record(cell(strategy="deepspeed-zero3", steps=2), losses=[5.6, 5.5])
-    quick = record(cell(steps=3), losses=[5.6, 5.5, 5.4])
-    lines = rendered(summary([slow, quick]))
-    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2 · emulated" in lines
-    assert [line.split()[-2] for line in lines[-2:]] == ["5.5000", "5.5000"]
-
-
-def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
+def test_losses_are_of_one_step_and_of_held_out_data_where_there_are_some() -> None:
     held_out = record(cell(held_out=2), held_out_loss=5.25)
     without = record(cell(held_out=2, strategy="fsdp2"), "oom", "no memory")
     lines = rendered(summary([held_out, without]), 120)
@@ -82,6 +74,12 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
     assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500"]
     assert lines[5].split()[7:] == ["–", "–", "–"]
     assert "held out" not in rendered(summary(comparison()))[0]
+    # Losses in training are those of one step.
+    slow = record(cell(strategy="deepspeed-zero3", steps=2), losses=[5.6, 5.5])
+    quick = record(cell(steps=3), losses=[5.6, 5.5, 5.4])
+    lines = rendered(summary([slow, quick]))
+    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2 · emulated" in lines
+    assert [line.split()[-2] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:
@@ -190,6 +188,7 @@ def test_time_left_goes_by_the_link_and_by_the_cell_that_runs() -> None:
     # Eight steps are left of it; the others are taken for alike, with what it took to start.
     assert seconds_left(remaining, [], 20.0, step) == pytest.approx(40 + 60 + 60)
     assert seconds_left(remaining, finished[2:], 20.0, step) == pytest.approx(40 + 60 + 10)
+    assert [*map(clock, (0, 59.6, 151, 3751))] == ["0:00", "1:00", "2:31", "1:02:31"]
 
 
 def test_a_minimum_above_what_was_sent_has_a_note() -> None:
@@ -204,10 +203,6 @@ def test_a_minimum_above_what_was_sent_has_a_note() -> None:
     assert any(line.startswith("* the minimum is of a schedule that") for line in lines)
     more = record(cell(), inter_node_bytes_closed_form=9e6, inter_node_bytes_per_step=9e6)
     assert "*" not in " ".join(rendered(summary([more]), width=120))
-
-
-def test_clock() -> None:
-    assert [*map(clock, (0, 59.6, 151, 3751))] == ["0:00", "1:00", "2:31", "1:02:31"]
 
 
 def test_a_look_whether_a_file_can_be_written_writes_none(tmp_path: Path) -> None:
