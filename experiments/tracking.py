@@ -10,6 +10,7 @@ again under the same id, which online resumes it. A failure is a warning.
 from __future__ import annotations
 
 import hashlib
+import logging
 import netrc
 import os
 import shutil
@@ -48,6 +49,8 @@ _SETTINGS: dict[str, Any] = {
 }
 #: File in the folder of a W&B run: all of it has been written.
 _COMPLETE = "complete"
+#: Bytes that a disk has left which is not full.
+_ROOM = 2**16
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def export(records: Sequence[Record], directory: Path, report: Path | None = Non
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written = 0
+    # On a full disk W&B's log cannot be written either, which Python would show as tracebacks.
+    shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
             wandb_run.remove(directory)
@@ -99,8 +104,13 @@ def export(records: Sequence[Record], directory: Path, report: Path | None = Non
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
     finally:
         settle()
-    for wandb_run in new[:written]:
-        wandb_run.mark_whole(directory)
+        logging.raiseExceptions = shows_errors
+    if not all(mark_whole(wandb_run, directory) for wandb_run in new[:written]):
+        written = 0
+        warnings.append(
+            f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
+            "same command with --resume writes them again"
+        )
     return Export(mode, written, tuple(warnings), whole=written == len(new))
 
 
@@ -108,6 +118,15 @@ def settle() -> None:
     """End W&B's service process, which writes files when it pleases, and all before it ends."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
+
+
+def mark_whole(wandb_run: WandbRun, directory: Path) -> bool:
+    """Mark the run as written to its end, unless the disk is full; return whether it is."""
+    if shutil.disk_usage(directory).free < _ROOM:
+        return False  # what is there may be cut, without a word of W&B's
+    for folder in wandb_run.folders(directory):
+        (folder / _COMPLETE).touch()
+    return True
 
 
 def asked_mode() -> tuple[str, list[str]]:
@@ -192,11 +211,6 @@ class WandbRun:
     def folders(self, directory: Path) -> list[Path]:
         """Where W&B has written it, whole or not."""
         return list(directory.glob(f"wandb/*run-*-{self.id}"))
-
-    def mark_whole(self, directory: Path) -> None:
-        """Mark it as written to its end."""
-        for folder in self.folders(directory):
-            (folder / _COMPLETE).touch()
 
     def remove(self, directory: Path) -> None:
         for left in self.folders(directory):
@@ -405,7 +419,7 @@ class Live(AbstractContextManager["Live"]):
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
-            wandb_run.mark_whole(self._directory)  # nothing is left to ``export``
+            mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
     def _steps(self, directory: Path) -> Iterator[Step]:
         """The steps as their lines are there, until the cell has ended."""
