@@ -1,7 +1,5 @@
 """Blocks are found where nobody names them; what is split off them is joined, by kind, in order."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
@@ -155,53 +153,53 @@ def test_blocks_are_found_inside_of_pefts_wrapper(kind: str) -> None:
     assert find_blocks(model) == blocks
 
 
-def test_the_blocks_are_the_list_that_holds_most_and_is_in_no_other() -> None:
-    layers = nn.ModuleList(Block(9) for _ in range(3))
-    model = nn.ModuleDict(
-        {
-            "heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
-            "layers": layers,
-            "drops": nn.ModuleList(nn.Dropout() for _ in range(5)),
-        }
-    )
-    assert find_blocks(model) == list(layers)
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        nn.Sequential(Block(2), Block(2)),
-        nn.ModuleDict({"0": Block(2), "1": Block(2)}),  # as torchtitan numbers them
-        nn.ModuleList([Block(2), Other(2), Block(2)]),
-    ],
-    ids=["sequential", "numbered", "of two classes"],
-)
-def test_lists_of_other_forms_count(layers: nn.Module) -> None:
-    model = nn.ModuleDict({"embedding": nn.Embedding(9, 2), "layers": layers})
-    assert find_blocks(model) == list(layers.children())
-
-
-def test_blocks_of_encoder_and_decoder_are_blocks_together() -> None:
-    coder: Any = nn.ModuleDict({"encoder": nn.ModuleList([Block(2)])})
-    coder["decoder"] = nn.ModuleList([Block(3), Block(3)])
-    assert find_blocks(coder) == [*coder["encoder"], *coder["decoder"]]
-
-
 class Named(nn.ModuleDict):
     _no_split_modules = ("Block", "Other")
 
 
-def test_classes_that_are_not_to_be_split_are_blocks_together() -> None:
-    parts = {"vision": nn.ModuleList([Other(2)]), "text": nn.ModuleList([Block(2)])}
-    wrapped = nn.ModuleDict({"base": Named(parts)})
-    assert find_blocks(wrapped) == [*parts["vision"], *parts["text"]]
+def stack(*parts: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(parts)
+
+
+#: Models, and the lists in them that hold their blocks.
+MODELS: dict[str, tuple[dict[str, nn.Module], tuple[str, ...]]] = {
+    "the list that holds most and is in no other": (
+        {
+            "heads": stack(nn.Linear(2, 2), nn.Linear(2, 2)),
+            "layers": stack(Block(9), Block(9), Block(9)),
+            "drops": stack(*(nn.Dropout() for _ in range(5))),
+        },
+        ("layers",),
+    ),
+    "sequential": ({"layers": nn.Sequential(Block(2), Block(2))}, ("layers",)),
+    # As torchtitan numbers them.
+    "numbered": ({"layers": nn.ModuleDict({"0": Block(2), "1": Block(2)})}, ("layers",)),
+    "of two classes": ({"layers": stack(Block(2), Other(2), Block(2))}, ("layers",)),
+    "encoder and decoder together": (
+        {"encoder": stack(Block(2)), "decoder": stack(Block(3), Block(3))},
+        ("encoder", "decoder"),
+    ),
+    "classes that are not to be split": (
+        {"base": Named({"vision": stack(Other(2)), "text": stack(Block(2))})},
+        ("base.vision", "base.text"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "lists"), MODELS.values(), ids=MODELS)
+def test_blocks_are_found_where_nobody_names_them(
+    parts: dict[str, nn.Module], lists: tuple[str, ...]
+) -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(9, 2), **parts})
+    blocks = [block for name in lists for block in model.get_submodule(name).children()]
+    assert find_blocks(model) == blocks
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (
-            nn.ModuleDict({"seen": nn.ModuleList([Other(2)]), "read": nn.ModuleList([Block(2)])}),
+            nn.ModuleDict({"seen": stack(Other(2)), "read": stack(Block(2))}),
             "seen (1 × Other), read (1 × Block); pass the modules to gather one at a time, such as "
             "units=model.seen",
         ),
