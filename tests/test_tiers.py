@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from tests.order import SECONDS, longest_first
 from tests.programs import ROOT, make
-from tests.tiers import FIXTURES, PLACES, tier_of
+from tests.tiers import FIXTURES, PLACES, SECONDS, longest_first, tier_of
 
 
 @pytest.mark.parametrize(

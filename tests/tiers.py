@@ -3,19 +3,20 @@
 A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
 (``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last.
+the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Where two
+processes share the files, the longest come first: a process that takes up a file of minutes while
+the other has none left makes `make test` that much longer.
 """
 
 import functools
 import multiprocessing.process
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-
-from tests.order import longest_first
 
 TIERS = {
     "unit": "one process, no process group",
@@ -74,6 +75,20 @@ PLACES = {
     "tests/simulation/planner/test_sources.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }
+#: Seconds on two cores that others used as well; what matters is which is longer.
+SECONDS = {
+    "tests/clients/test_clients.py": 390,
+    "tests/experiments/clusters/test_slurm.py": 190,
+    "tests/examples/test_train.py": 180,
+    "tests/experiments/clusters/test_ssh.py": 110,
+    "tests/experiments/worker/test_worker.py": 95,
+    "tests/fcdp/test_walk.py": 95,
+    "tests/fcdp/test_streams.py": 85,
+    "tests/experiments/test_pins.py": 85,
+    "tests/experiments/clusters/test_rented.py": 70,
+}
+#: Seconds of a usual test.
+USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}
 #: Programs that libraries ask for facts, in milliseconds: which commit, which libraries. DeepSpeed
@@ -105,6 +120,14 @@ def _highest(tiers: Iterable[str | None]) -> str:
 def in_ci(*values: Any) -> Any:
     """A row of a parametrized test that CI runs, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.system)
+
+
+def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
+    """Files in the order to run them in, of tests that are each given as file and tier."""
+    usual: dict[str, float] = defaultdict(float)
+    for file, tier in tests:
+        usual[file] += USUAL[tier]
+    return sorted(usual, key=lambda file: -SECONDS.get(file, usual[file]))
 
 
 def install(config: pytest.Config) -> None:
