@@ -1,6 +1,5 @@
 """Announcements of an error: their words, what a waiting rank finds, and when it aborts."""
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -207,31 +206,24 @@ class _Fails(nn.Module):
         return x
 
 
-def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
+def test_a_forward_that_raises_announces_its_error_and_none_of_its_callers() -> None:
+    failures, _ = over_nccl("hook")
     module = _Fails()
     module.register_forward_pre_hook(lambda module, args: failures.begins())
     module.register_forward_hook(
         lambda module, args, output: failures.forward_ends(), always_call=True
     )
-    with contextlib.suppress(ValueError):
-        module(x)
-    return Board("hook").read("0")
-
-
-def test_a_forward_that_raises_announces_its_error() -> None:
-    failures, _ = over_nccl("hook")
-    text, exchanges = _announced(failures, -torch.ones(2)) or ("", -1)
-    assert text.startswith("rank 0 failed: ValueError: negative rows x x")
-    assert len(text) < failure.TEXT_LIMIT + 20
-    assert exchanges == 0
-
-
-def test_an_error_that_the_caller_is_handling_is_not_the_forwards() -> None:
-    failures, _ = over_nccl("hook")
     try:
         raise KeyError("batch")
     except KeyError:
-        assert _announced(failures, torch.ones(2)) is None
+        module(torch.ones(2))
+    assert Board("hook").read("0") is None
+    with pytest.raises(ValueError, match="negative"):
+        module(-torch.ones(2))
+    text, exchanges = Board("hook").read("0") or ("", -1)
+    assert text.startswith("rank 0 failed: ValueError: negative rows x x")
+    assert len(text) < failure.TEXT_LIMIT + 20
+    assert exchanges == 0
 
 
 def test_only_the_transports_errors_are_explained() -> None:
