@@ -274,6 +274,22 @@ def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(n
 
 
 @on_ranks(2)
+def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
+    """Before and after one of them has waited for what it issued."""
+    with polling_often():
+        every = Exchanges("places")
+        every.failures.begins()
+        work = every.issue()
+        before = every.failures.place
+        if every.rank == 0:
+            every.complete(work)
+        assert every.failures.place == before
+        of_ranks: list[Any] = [None, None]
+        dist.all_gather_object(of_ranks, before)
+        assert of_ranks == [before, before]
+
+
+@on_ranks(2)
 def test_a_connection_that_breaks_is_told_to_all() -> None:
     """Rank 0's has broken in a wait: what the next exchanges of each say."""
     with polling_often():
