@@ -8,7 +8,7 @@ TORCH ?= auto
 # Some container images set it. Each process would compile all that it imports: seconds a rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of files in the order of tests/order.py, and not those of the most tests first.
+# Of files in the order of SECONDS in tests/tiers.py, and not those of the most tests first.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
