@@ -25,7 +25,7 @@ from fcdp.arguments import (
 from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
-from fcdp.cache.tiers.disk import check_directory
+from fcdp.cache.tiers import check_directory
 from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up

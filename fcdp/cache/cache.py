@@ -13,10 +13,7 @@ import torch
 from fcdp.cache.entry import Entry, Slice, Slices, TierName
 from fcdp.cache.memory import Usage, allocated_bytes, device_usage
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.cache.tiers.device import DeviceTier
-from fcdp.cache.tiers.disk import DiskTier
-from fcdp.cache.tiers.host import HostTier
-from fcdp.cache.tiers.tier import Tier, TierUnavailable
+from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailable
 from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
 from fcdp.exchange import any_rank

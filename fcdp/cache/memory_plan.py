@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fcdp import partial_gradients
-from fcdp.cache import memory
+from fcdp.cache import memory, tiers
 from fcdp.cache.entry import TierName
 from fcdp.cache.policy import CachePolicy, Placement
-from fcdp.cache.tiers import disk, host
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
@@ -53,8 +52,8 @@ class MemoryPlan:
         sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
         buffers = look_ahead + 2
         parts = {
-            "cache": host.planned_bytes(on_host, topology),
-            "disk buffers": disk.planned_bytes(on_disk, topology, buffers),
+            "cache": tiers.arena_bytes(on_host, topology),
+            "disk buffers": tiers.buffer_bytes(on_disk, topology, buffers),
             "partial gradients": partial_gradients.planned_bytes(partials_place, units, topology),
             "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }

@@ -178,7 +178,7 @@ def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
     with torch.no_grad():
         for _ in range(2):
             model(tokens)
-    sizes = [entry.numel() for entry in cache._device_tier._entries.values()]
+    sizes = [area.rows.numel() for area in cache._device_tier._areas.values()]
     for entry in cache._entries.values():
         cache._forget(entry)
     streams = cache._streams

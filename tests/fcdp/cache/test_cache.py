@@ -18,9 +18,7 @@ import fcdp
 from fcdp.arena import Arena
 from fcdp.cache.cache import GatherOrder
 from fcdp.cache.memory import Usage
-from fcdp.cache.tiers.device import DeviceTier
-from fcdp.cache.tiers.host import HostTier
-from fcdp.cache.tiers.tier import TierUnavailable
+from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
 from tests.fcdp.training import Run, Settings, make_model, said, topology_of
@@ -59,16 +57,16 @@ def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any],
 @on_ranks(2)
 def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None:
     """The device takes one entry and no more."""
-    allocate = DeviceTier._allocate
+    allocate = DeviceTier._take
 
     def once(tier: DeviceTier, unit: Any) -> torch.Tensor:
-        if tier._entries:
+        if tier._areas:
             with mock.patch("torch.empty", side_effect=torch.OutOfMemoryError):
                 return allocate(tier, unit)
         return allocate(tier, unit)
 
     run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
-    with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad(), said() as (_, warned):
+    with mock.patch.object(DeviceTier, "_take", once), torch.no_grad(), said() as (_, warned):
         run.loss()
     assert tiers(run) == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
     lines = [line for line in warned.getvalue().splitlines() if "device cache" in line]
@@ -108,7 +106,7 @@ def test_a_device_entry_is_overwritten_in_place() -> None:
     """Each is allocated once in three steps of full fine-tuning."""
     run = Run(Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache()))
     with mock.patch.object(
-        DeviceTier, "_allocate", autospec=True, side_effect=DeviceTier._allocate
+        DeviceTier, "_take", autospec=True, side_effect=DeviceTier._take
     ) as allocate:
         for _ in range(3):
             run.step()
@@ -169,7 +167,7 @@ def breaking(what: str, step: int) -> ExitStack:
     """Have this rank keep nothing in memory, or have its disk fail in mid-run."""
     stack = ExitStack()
     if what == "memory":  # neither device nor host takes an entry that was meant for the device
-        for tier, method in ((DeviceTier, "_allocate"), (HostTier, "_take_more")):
+        for tier, method in ((DeviceTier, "_take"), (HostTier, "_take")):
             refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
             stack.enter_context(refuse)
     elif what == "disk" and step in (1, 2):

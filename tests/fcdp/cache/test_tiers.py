@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from fcdp import direct_io
 from fcdp.cache.entry import Slice
-from fcdp.cache.tiers.device import DeviceTier
-from fcdp.cache.tiers.disk import DiskTier
-from fcdp.cache.tiers.host import HostTier
-from fcdp.cache.tiers.tier import TierUnavailable
+from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
 from fcdp.streams import Streams
 from tests.disks import full_disk
 from tests.fcdp.on_streams import OnStreams
