@@ -182,13 +182,13 @@ class CachedAllGather(AllGather):
         self._encode(own)
         self._cache.expect(coming)
         yield self._intra_node(output, held, own, phase)
-        self._cache.release(held)
+        self._cache.staging.release(held)
 
     def _across_nodes(
         self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self._ledger.misses += 1
-        self._cache.drain()
+        self._cache.staging.drain()
         received = self._slices.take_for(output, self._topology, self._copy_in, own=True)
         # The shard that differences lead from, while ranks tell any; alike on every rank.
         sent = self._sent

@@ -344,7 +344,7 @@ class Engine:
         reshard(self._kept)
         self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
-        self.cache.drain()
+        self.cache.staging.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
