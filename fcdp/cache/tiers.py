@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,14 +283,7 @@ class DiskTier(Tier):
         self.drop(unit)
         buffer = self._take_buffer()
         self._copy_in(given, self._rows(buffer.memory, unit), buffer.access)
-        buffer.unit, buffer.writing = unit, True
-        buffer.transfer = self._threads.submit(
-            write,
-            self._file,
-            self._offsets[unit],
-            self._memory(buffer, unit),
-            buffer.access.events(),
-        )
+        self._begin(write, buffer, unit)
 
     def load(self, unit: Unit, wanted: Slice) -> None:
         buffer = self._holding(unit)
@@ -305,7 +298,7 @@ class DiskTier(Tier):
             return
         buffer = min(self._buffers, key=_cost_of_taking)
         if _cost_of_taking(buffer) <= _FREE:
-            self._begin_to_read(self._take_buffer(), unit)
+            self._begin(read, self._take_buffer(), unit, self._sums[unit])
 
     def intact(self, unit: Unit) -> bool:
         """Have the entry in a buffer; ``False`` if the disk failed."""
@@ -316,7 +309,7 @@ class DiskTier(Tier):
             buffer = self._take_buffer()
             if unit in self._failed:  # its write was what the buffer waited for
                 return False
-            self._begin_to_read(buffer, unit)
+            self._begin(read, buffer, unit, self._sums[unit])
         if buffer.writing:
             return True  # what is being written can be loaded from where it is written from
         self._finish(buffer)
@@ -329,15 +322,12 @@ class DiskTier(Tier):
             buffer.unit = buffer.transfer = None
         self._failed.discard(unit)
 
-    def _begin_to_read(self, buffer: _Buffer, unit: Unit) -> None:
-        buffer.unit, buffer.writing = unit, False
+    def _begin(self, transfer: Callable[..., int], buffer: _Buffer, unit: Unit, *sums: int) -> None:
+        """Begin to ``write`` the buffer, or to ``read`` what has these checksums."""
+        buffer.unit, buffer.writing = unit, not sums
+        memory, after = buffer.memory[: aligned(self._size(unit))], buffer.access.events()
         buffer.transfer = self._threads.submit(
-            read,
-            self._file,
-            self._offsets[unit],
-            self._memory(buffer, unit),
-            buffer.access.events(),
-            self._sums[unit],
+            transfer, self._file, self._offsets[unit], memory, after, *sums
         )
 
     def _holding(self, unit: Unit) -> _Buffer | None:
@@ -370,9 +360,6 @@ class DiskTier(Tier):
         buffer.transfer = None  # not before it has ended: somebody may interrupt the wait
         if buffer.writing or unit in self._failed:
             buffer.unit, buffer.writing = None, False
-
-    def _memory(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
-        return buffer.memory[: aligned(self._size(unit))]
 
 
 def buffer_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> int:
