@@ -22,9 +22,17 @@ from fcdp.delta import message
 from fcdp.delta.packing import places
 from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
-from fcdp.publication.parts import Part, flattened, words
-from fcdp.publication.patch import COMPRESSED, library, pack
-from fcdp.publication.place import File, Kind, Place
+from fcdp.publication.files import (
+    COMPRESSED,
+    File,
+    Kind,
+    Part,
+    Place,
+    flattened,
+    library,
+    pack,
+    words,
+)
 
 #: Of the model: whatever else held a publisher, which knows the model, would never let go of it.
 _ATTRIBUTE = "_fcdp_publisher"

@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp import durable
-from fcdp.publication.parts import Part
-from fcdp.publication.patch import pack
-from fcdp.publication.place import File, Place
+from fcdp.publication.files import File, Part, Place, pack
 from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
 from tests.fcdp.checkpoints import kill_at
