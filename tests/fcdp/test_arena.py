@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import platform
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,61 +32,48 @@ CUDA = torch.device("cuda", 0)
 LARGE = 16 * 2**20
 PLACE: Any = Place(2, 0)
 UNIT: Any = StandInUnit("unit", 8)
+SHARDED: Any = mock.Mock(trainable=True, params=[torch.zeros(2)], shard_numel=2)
 
 
 def test_parts_are_aligned_and_do_not_overlap() -> None:
-    arena = Arena(ALIGNMENT + 100, CPU)
+    with torch.device("meta"):  # on the host whatever the default device
+        arena = Arena(ALIGNMENT + 100, CPU, poison=True)
     first, second = arena.take(1), arena.take(100)
     assert arena.memory.data_ptr() % ALIGNMENT == 0
     assert second.data_ptr() - first.data_ptr() == ALIGNMENT
+    assert second.device == CPU
+    assert second.tolist() == [POISON] * 100
     with pytest.raises(AssertionError, match="planned too small"):
         arena.take(1)
+    assert Arena(0, CPU).take(0).numel() == 0
 
 
-@pytest.fixture
-def made() -> Iterator[list[weakref.ref[Arena]]]:
-    """All arenas that are made; one that has gone is page-locked no more."""
+HOLDERS: dict[str, Callable[[Path], Any]] = {
+    "host": lambda _: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
+    "disk": lambda folder: DiskTier([UNIT], PLACE, CPU, STREAMS, folder, buffers=2),
+    "partial gradients": lambda _: Partials("host", [SHARDED], PLACE, CPU, Ledger()),
+}
+
+
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
+def test_an_arena_lives_as_long_as_what_uses_its_memory(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """One that has gone is page-locked no more."""
     arenas: list[weakref.ref[Arena]] = []
-    make = Arena.__init__
+    begin = Arena.__init__
 
     def note(self: Arena, *args: Any, **kwargs: Any) -> None:
         arenas.append(weakref.ref(self))
-        make(self, *args, **kwargs)
+        begin(self, *args, **kwargs)
 
     with mock.patch.object(Arena, "__init__", note):
-        yield arenas
-
-
-def holders(directory: Any) -> dict[str, Any]:
-    sharded: Any = mock.Mock(trainable=True, params=[torch.zeros(2)], shard_numel=2)
-    return {
-        "host": lambda: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
-        "disk": lambda: DiskTier([UNIT], PLACE, CPU, STREAMS, directory, buffers=2),
-        "partial gradients": lambda: Partials("host", [sharded], PLACE, CPU, Ledger()),
-    }
-
-
-@pytest.mark.parametrize("name", ["host", "disk", "partial gradients"])
-def test_an_arena_lives_as_long_as_what_uses_its_memory(
-    name: str, made: list[weakref.ref[Arena]], tmp_path: Any
-) -> None:
-    holder = holders(tmp_path)[name]()
+        holder = make(tmp_path)
     gc.collect()
-    assert [arena() is not None for arena in made] == [True]
+    assert [arena() is not None for arena in arenas] == [True]
     del holder
     gc.collect()
-    assert made[0]() is None
-
-
-def mapping_at(address: int) -> dict[str, str]:
-    """What the kernel says of the mapping that holds ``address``; empty where none does."""
-    text = Path("/proc/self/smaps").read_text(encoding="utf-8")
-    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
-        header, *lines = block.splitlines()
-        first, end = (int(bound, 16) for bound in header.split()[0].split("-"))
-        if first <= address < end:
-            return dict(line.split(":", 1) for line in lines)
-    return {}
+    assert arenas[0]() is None
 
 
 def resident_pages(address: int, nbytes: int) -> int | None:
@@ -97,23 +83,6 @@ def resident_pages(address: int, nbytes: int) -> int | None:
     return None if failed else sum(flag & 1 for flag in flags)
 
 
-def test_pages_are_exempt_from_fork_and_may_be_huge() -> None:
-    arena = Arena(LARGE, CPU)
-    flags = mapping_at(arena.memory.data_ptr())["VmFlags"]
-    assert {"dc", "hg"} <= set(flags.split())  # don't copy, huge pages
-
-
-def test_the_arena_is_on_the_host_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        arena = Arena(100, CPU, poison=True)
-    assert arena.memory.device == CPU
-    assert arena.take(100).tolist() == [POISON] * 100
-
-
-def test_an_arena_may_be_empty() -> None:
-    assert Arena(0, CPU).take(0).numel() == 0
-
-
 def test_what_views_the_memory_keeps_it_mapped() -> None:
     arena = Arena(LARGE, CPU)
     part = arena.take(10)
@@ -121,7 +90,7 @@ def test_what_views_the_memory_keeps_it_mapped() -> None:
     del arena
     assert part.fill_(7).tolist() == [7] * 10
     del part
-    assert mapping_at(address) == {}
+    assert resident_pages(address, ALIGNMENT) is None
 
 
 class Host:
@@ -195,7 +164,7 @@ def test_memory_is_placed_and_advised_before_its_first_page_and_locked_in_whole_
         # Given back while it is still mapped.
         assert recorder.calls[4:] == [("unregister", address, 0)]
         assert recorder.resident[4] == 1
-        assert mapping_at(address) == {}
+        assert resident_pages(address, ALIGNMENT) is None
 
 
 def test_advice_that_is_refused_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,17 +186,6 @@ def test_memory_that_cannot_be_locked_is_an_error_that_no_later_kernel_raises() 
     assert recorder.calls[-1][0] == "register"  # and was not given back
 
 
-def in_a_fork(child: Callable[[], bool]) -> bool:
-    process = os.fork()
-    if process == 0:
-        answer = False
-        try:
-            answer = child()
-        finally:
-            os._exit(0 if answer else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-
-
 @pytest.mark.ranks
 def test_an_arena_that_ends_in_a_forked_child_takes_nothing_from_it() -> None:
     """The child may have something else at the address by then, and must not call CUDA."""
@@ -240,9 +198,16 @@ def test_an_arena_that_ends_in_a_forked_child_takes_nothing_from_it() -> None:
             own = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LARGE), 3, fixed, -1, 0)
             holder.clear()
             gc.collect()
-            called = [name for name, _, _ in recorder.calls]
-            return own == address and mapping_at(address) != {} and "unregister" not in called
+            mapped = resident_pages(address, ALIGNMENT) is not None
+            return own == address and mapped and recorder.calls[-1][0] == "register"
 
-        assert in_a_fork(child)
+        process = os.fork()
+        if process == 0:
+            answer = False
+            try:
+                answer = child()
+            finally:
+                os._exit(0 if answer else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
         holder.clear()
         assert recorder.calls[-1][0] == "unregister"
