@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from fcdp import direct_io
 from fcdp.cache.entry import Slice
 from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
+from fcdp.streams import Streams
 from tests.disks import full_disk
+from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 
@@ -82,6 +84,30 @@ def test_a_full_device_is_asked_once_per_unit() -> None:
     assert asked.call_count == 1
     tier.store(units[1], slice_of(torch.zeros(2, 2)))
     assert tier.nbytes == 8
+
+
+def keeps_an_entry_on_a_device() -> None:
+    """Streams are behind with memory that the allocator has back already."""
+    device = torch.get_default_device()
+    streams = Streams(device)
+    tier = DeviceTier(Place(2, 0), device, streams)  # type: ignore[arg-type]
+    unit: Any = StandInUnit("unit", 8)
+    for step in range(2):
+        shards = Slice(torch.full((2, 2), step + 1.0), 0, streams.current())
+        with shards.access.writing(streams.current()):
+            pass
+        for stream in (streams.current(), streams.copies_in, streams.inter_node):
+            with streams.on(stream):
+                torch.empty(8, dtype=torch.uint8).fill_(7)
+        tier.store(unit, shards)
+        loaded = Slice(torch.zeros(2, 2), 0, streams.current())
+        tier.load(unit, loaded)
+        assert loaded.memory.tolist() == [[0.0, 0.0], [step + 1.0] * 2]
+        tier.drop(unit)
+
+
+def test_an_entry_of_the_device_has_memory_that_no_other_stream_uses(streams: OnStreams) -> None:
+    streams.run(1, keeps_an_entry_on_a_device)
 
 
 PLACE: Any = Place(2, 0)
