@@ -160,13 +160,13 @@ class CachedAllGather(AllGather):
         self._encode(own)
         self.cache.expect(coming)
         yield self._intra_node(output, held, own, phase)
-        self.cache.release(held)
+        self.cache.staging.release(held)
 
     def _across_nodes(
         self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self.ledger.misses += 1
-        self.cache.drain()
+        self.cache.staging.drain()
         received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
         # The shard that differences lead from, while ranks tell any; alike on every rank.
         sent = self.sent

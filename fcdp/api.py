@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from fcdp.agreement import on_all_ranks
 from fcdp.arguments import (
     Setup,
     blocks_of,
@@ -22,10 +23,10 @@ from fcdp.arguments import (
 from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
-from fcdp.cache.tiers.disk import check_directory
+from fcdp.cache.tiers import check_directory
 from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
-from fcdp.engine import Engine, engine_of, has_engine, is_set_up, on_all_ranks
+from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off

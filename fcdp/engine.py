@@ -6,15 +6,16 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
+from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache
@@ -27,7 +28,6 @@ from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Kept, Sent
 from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
-from fcdp.exchange import any_rank, on_every_rank
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
@@ -40,10 +40,6 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
-#: Bytes of an error that the other ranks show.
-TEXT_BYTES = 512
-
-_T = TypeVar("_T")
 
 
 class Engine:
@@ -342,7 +338,7 @@ class Engine:
         reshard(self._kept)
         self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
-        self.cache.drain()
+        self.cache.staging.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
@@ -405,30 +401,3 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
-
-
-def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
-    """Build on all ranks or on none. Collective.
-
-    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
-    that tells the first of them and its error.
-    """
-    built: list[_T] = []
-    error = None
-    try:
-        built.append(build())
-    except Exception as caught:
-        error = caught
-    (failed,) = any_rank([error is not None], topology)
-    if not failed:
-        return built[0]
-    text = "" if error is None else str(error) or repr(error)
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
-    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
-    if error is not None:
-        raise error
-    rank, text = next(
-        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
-    )
-    raise RuntimeError(f"{what}: rank {rank}: {text}")

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
-from fcdp.engine import engine_of, on_all_ranks
-from fcdp.publication.patch import library
+from fcdp.engine import engine_of
+from fcdp.publication.files import library
 
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
 #: Whole tensors by name, in host memory.

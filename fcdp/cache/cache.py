@@ -13,10 +13,7 @@ import torch
 from fcdp.cache.entry import Entry, Slice, Slices, TierName
 from fcdp.cache.memory import Usage, allocated_bytes, device_usage
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.cache.tiers.device import DeviceTier
-from fcdp.cache.tiers.disk import DiskTier
-from fcdp.cache.tiers.host import HostTier
-from fcdp.cache.tiers.tier import Tier, TierUnavailable
+from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailable
 from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
 from fcdp.exchange import any_rank
@@ -105,8 +102,9 @@ class Cache:
         self._seen: tuple[Usage, int | None, int] | None = None
         #: How many entries are staged.
         self._staged = 0
-        # None is kept: while one is filled ahead, the one before it is being read.
-        self._staging = Slices(streams, streams.copies_in, kept=0)
+        #: What loads fill, released once all that reads it is queued. None is kept: while one is
+        #: filled ahead, the one before it is being read.
+        self.staging = Slices(streams, streams.copies_in, kept=0)
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
         self._host_tier = self._tiers["host"] = HostTier(
@@ -175,7 +173,7 @@ class Cache:
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
         wanted = self._take_staged(entry)
         if wanted is None:
-            wanted = self._staging.take_for(output, self._topology, home, own=False)
+            wanted = self.staging.take_for(output, self._topology, home, own=False)
             self._tiers[entry.tier].load(entry.unit, wanted)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
@@ -205,14 +203,6 @@ class Cache:
         (lost,) = any_rank([not held], self._topology)
         return not lost
 
-    def release(self, done: Slice) -> None:
-        """Take a slice of :meth:`load` back, once all that reads it is queued."""
-        self._staging.release(done)
-
-    def drain(self) -> None:
-        """Let go of the device memory that loads have used."""
-        self._staging.drain()
-
     def note(self, entry: Entry) -> Sequence[Entry]:
         """Note the gather of a unit; return the entries that are expected to be read next."""
         return self._order.follow(entry, self._look_ahead)
@@ -228,7 +218,7 @@ class Cache:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.
                 rows, size = self._topology.nodes - 1, entry.unit.shard_bytes
-                entry.staged = self._staging.take(rows, size, torch.uint8, self._device, own=None)
+                entry.staged = self.staging.take(rows, size, torch.uint8, self._device, own=None)
                 self._staged += 1
                 self._host_tier.load(entry.unit, entry.staged)
 
@@ -274,7 +264,7 @@ class Cache:
 
     def _unstage(self, entry: Entry) -> None:
         if (staged := self._take_staged(entry)) is not None:
-            self._staging.release(staged)
+            self.staging.release(staged)
 
     def _wanted(self, unit: Unit, *, stored: bool) -> tuple[TierName, ...]:
         """The unit's tiers in order of preference, as memory is now or, of a load, in this pass."""

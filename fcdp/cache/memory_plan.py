@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fcdp.arena import aligned
-from fcdp.cache import memory
+from fcdp.cache import memory, tiers
 from fcdp.cache.entry import TierName
 from fcdp.cache.policy import CachePolicy, Placement
-from fcdp.cache.tiers import disk, host
 from fcdp.partial_gradients import PartialsPlace, planned_sizes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
@@ -56,8 +55,8 @@ class MemoryPlan:
         buffers = look_ahead + 2
         partials = planned_sizes(partials_place, units, topology)
         parts = {
-            "cache": host.planned_bytes(on_host, topology),
-            "disk buffers": disk.planned_bytes(on_disk, topology, buffers),
+            "cache": tiers.arena_bytes(on_host, topology),
+            "disk buffers": tiers.buffer_bytes(on_disk, topology, buffers),
             "partial gradients": sum(map(aligned, partials.values())),
             "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.engine import engine_of, on_all_ranks
+from fcdp.engine import engine_of
 from fcdp.topology import Topology
 
 _SHARDS = "shards-"
@@ -97,14 +97,7 @@ def save(
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    options = StagingOptions(
-        use_pinned_memory=False,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=False,
-    )
-    staged = DefaultStager(options).stage(tensors)
-    assert isinstance(staged, dict)  # not a future: staging itself is not asynchronous
+    staged = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
     return background.thread.submit(_write, staged, writer, background.group)
 
 
@@ -121,14 +114,12 @@ class _Writer(FileSystemWriter):
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's shards. Their checksums travel to rank 0 among the results."""
-        results = super().write_data(plan, planner).wait()
+        written = super().write_data(plan, planner)
         sums = [
             WriteResult(MetadataIndex(name), checksum.size, checksum)
             for name, checksum in self.fs.sums.items()
         ]
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result([*results, *sums])
-        return future
+        return written.then(lambda results: [*results.value(), *sums])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on rank 0, and only once all shards are on disk."""

@@ -252,8 +252,4 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
 
 def _check(holds: bool) -> None:
     if not holds:
-        raise _damaged()
-
-
-def _damaged() -> ValueError:
-    return ValueError("a difference between versions of a shard: damaged on its way")
+        raise ValueError("a difference between versions of a shard: damaged on its way")

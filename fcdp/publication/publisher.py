@@ -15,15 +15,24 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
 from fcdp.delta.packing import places
-from fcdp.engine import Engine, engine_of, on_all_ranks
+from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
-from fcdp.publication.parts import Part, flattened, words
-from fcdp.publication.patch import COMPRESSED, library, pack
-from fcdp.publication.place import File, Kind, Place
+from fcdp.publication.files import (
+    COMPRESSED,
+    File,
+    Kind,
+    Part,
+    Place,
+    flattened,
+    library,
+    pack,
+    words,
+)
 
 #: Of the model: whatever else held a publisher, which knows the model, would never let go of it.
 _ATTRIBUTE = "_fcdp_publisher"

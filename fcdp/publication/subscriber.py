@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 import torch
 
 from fcdp.delta import message
-from fcdp.publication.parts import Part, flattened, words
-from fcdp.publication.patch import COMPRESSED, library, unpack
-from fcdp.publication.place import File, Place
+from fcdp.publication.files import COMPRESSED, File, Part, Place, flattened, library, unpack, words
 
 #: A tensor of the state, which of its flat elements change (``None``: a block of it), and to what.
 _Write = tuple[str, torch.Tensor | Part, torch.Tensor]

@@ -20,7 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("test_checkpoint.py",),
     "codec": ("test_codec.py", "test_api.py", "test_encoded_reduce.py"),
     "delta": ("delta", "test_streams.py"),
-    "direct_io": ("cache/tiers", "test_streams.py"),
+    "direct_io": ("cache/test_tiers.py", "test_streams.py"),
     "encoded_reduce": ("test_encoded_reduce.py",),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),

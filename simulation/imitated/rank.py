@@ -115,7 +115,7 @@ def _with_contents(make_mesh: Callable[..., Any]) -> Callable[..., Any]:
 def imitated_host() -> Iterator[None]:
     """Host memory without contents, as much as is asked for."""
     with (
-        mock.patch("fcdp.cache.tiers.host.Arena", _FakeArena),
+        mock.patch("fcdp.cache.tiers.Arena", _FakeArena),
         mock.patch("fcdp.partial_gradients.Arena", _FakeArena),
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=None),
         mock.patch("fcdp.cache.memory_plan.MemoryPlan.announce"),

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from fcdp.arena import ALIGNMENT, POISON, Arena
-from fcdp.cache.tiers.disk import DiskTier
-from fcdp.cache.tiers.host import HostTier
+from fcdp.cache.tiers import DiskTier, HostTier
 from fcdp.counts import Ledger
 from fcdp.partial_gradients import Partials
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit

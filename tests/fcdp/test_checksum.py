@@ -31,12 +31,6 @@ def test_a_changed_byte_changes_the_checksum(
     assert summed(shard.clone()) == summed(shard)
 
 
-@SUMS
-def test_words_in_another_order_are_other_bytes(summed: Sum) -> None:
-    words = torch.arange(4.0, dtype=torch.float64)
-    assert summed(words) != summed(words.flip(0))
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "signs": lambda t: t.neg_(),
     "halves": lambda t: t.mul_(0.5),
@@ -82,16 +76,9 @@ def test_what_changes_in_some_blocks_alone_or_between_them_is_seen(
 
 @SUMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("first", range(4))
-def test_a_shard_inside_of_a_buffer_may_begin_and_end_anywhere(
-    summed: Sum, dtype: torch.dtype, first: int
-) -> None:
+def test_where_the_bytes_lie_does_not_count(summed: Sum, dtype: torch.dtype) -> None:
+    """Anywhere in a buffer, with gaps between them, or nowhere."""
     buffer = torch.arange(16).to(dtype)
-    assert summed(buffer[first : first + 5]) == summed(buffer[first : first + 5].clone())
-
-
-@SUMS
-def test_nothing_and_a_view_with_gaps_have_checksums(summed: Sum) -> None:
-    table = torch.arange(12.0).view(3, 4)
-    assert summed(table[:, 1]) == summed(table[:, 1].contiguous())
-    assert summed(torch.empty(0)) == summed(torch.empty(0))
+    inside = [buffer[first : first + 5] for first in range(4)]
+    for part in (*inside, buffer.view(4, 4)[:, 1], buffer[:0]):
+        assert summed(part) == summed(part.clone())

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -92,61 +93,51 @@ def test_transformers_and_peft_load_what_was_written(
         assert_equal(loaded.state_dict(), expected)
 
 
-def save_plain(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
+@on_ranks(4)
+def test_a_model_of_ones_own_is_written_by_its_names(tmp_path: Path) -> None:
     model = Run(ADAPTERS).model
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.5 if param.requires_grad else 1.0)
-    fcdp.save_adapters(model, directory)
-    fcdp.export(model, directory)
+    fcdp.save_adapters(model, tmp_path)
+    fcdp.export(model, tmp_path)
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    return state, loss_of(model, next(batches(ADAPTERS, 0))).item()
-
-
-def load_adapters(directory: Path) -> float:
-    """Into a new model, before it is sharded."""
-    model = make_model(ADAPTERS)
-    keys = model.load_state_dict(load_file(directory / "adapter_model.safetensors"), strict=False)
-    assert not keys.unexpected_keys
-    model = shard_with_fcdp(model, topology_of(2, 2), ADAPTERS)
-    return loss_of(model, next(batches(ADAPTERS, 0))).item()
-
-
-def test_a_model_of_ones_own_is_written_by_its_names(ranks: Pools, tmp_path: Path) -> None:
-    state, loss = ranks.run(4, save_plain, tmp_path)[0]
     adapters = load_file(tmp_path / "adapter_model.safetensors")
     trainable = [key for key in state if "first" in key or "second" in key]
     assert_equal(adapters, {key: state[key] for key in trainable})
-    assert ranks.run(4, load_adapters, tmp_path)[0] == loss
+    other = make_model(ADAPTERS)
+    assert not other.load_state_dict(adapters, strict=False).unexpected_keys
+    other = shard_with_fcdp(other, topology_of(2, 2), ADAPTERS)
+    expected, loss = (loss_of(each, next(batches(ADAPTERS, 0))) for each in (model, other))
+    assert torch.equal(loss, expected)
     del state["head.weight"]  # tied to the embedding
     assert_equal(load_file(tmp_path / "model.safetensors"), state)
 
 
-def save_again_on_a_full_disk(directory: Path) -> list[str]:
-    """What both functions raise when the disk fills up in the middle of a file."""
-    model, messages = Run(Settings(2, 1, adapter_rank=3)).model, []
+@on_ranks(2)
+def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
+    """As on a disk that fills up in the middle of a file."""
+    run = Run(Settings(2, 1, adapter_rank=3))
+    first, writes = run.topology.rank == 0, (fcdp.export, fcdp.save_adapters)
+    for write in writes:
+        write(run.model, tmp_path)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def half(tensors: dict[str, torch.Tensor], path: Path, **others: Any) -> None:
         path.write_bytes(b"half a file")
         raise OSError("no space left")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", half)
-        for save in (fcdp.export, fcdp.save_adapters):
-            with pytest.raises((OSError, RuntimeError)) as error:
-                save(model, directory)
-            messages.append(str(error.value))
-    return messages
-
-
-def test_a_write_that_fails_midway_leaves_the_old_files(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(4, save_plain, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {"adapter_model.safetensors", "model.safetensors"}
-    first, second = ranks.run(2, save_again_on_a_full_disk, tmp_path)
-    assert first == ["no space left"] * 2
-    assert all("rank 0: " in message for message in second)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    before = files() if first else {}
+    with mock.patch("safetensors.torch.save_file", half):
+        for write in writes:
+            told = "^no space left" if first else "rank 0: no space left"
+            with pytest.raises((OSError, RuntimeError), match=told):
+                write(run.model, tmp_path)
+    if first:
+        assert {*before} == {"adapter_model.safetensors", "model.safetensors"}
+        assert files() == before
 
 
 class SavesItself(TinyLM):

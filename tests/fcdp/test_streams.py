@@ -86,7 +86,7 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
             if found != pytest.approx(expected, rel=tolerance, abs=tolerance):
                 wrong.append(f"rank {rank}: {what} {found}, not {expected}")
     # On another stream they would compute the same, and wait for copies the other way.
-    if name in TIERS and (copies := copies_of(name, tape)) != COPIES:
+    if name in TIERS and (copies := copies_of(tape)) != COPIES:
         wrong.append(f"copies are {copies}, not {COPIES}")
     found = accelerator.check(tape, seeds)
     return [*wrong, *([found] if found else [])]
@@ -96,12 +96,12 @@ TIERS = ("device", "host", "disk")
 COPIES = {("store", "copies_out"), ("load", "copies_in")}
 
 
-def copies_of(tier: str, tape: Any) -> set[tuple[str, str]]:
+def copies_of(tape: Any) -> set[tuple[str, str]]:
     """List what copies in a tier, by the base of all that it calls, and on which stream."""
     found = set()
     for operation in tape.operations:
         copies, _, caller = operation.where.partition(" < ")
-        if copies.startswith("tier.py") and caller.startswith(f"{tier}.py:"):
+        if copies.startswith("tiers.py:") and caller.startswith("tiers.py:"):
             way = caller.split(" < ")[0].split()[1]
             found.add((way, operation.timeline.name.split("'")[1]))
     return found
@@ -178,7 +178,7 @@ def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
     with torch.no_grad():
         for _ in range(2):
             model(tokens)
-    sizes = [entry.numel() for entry in cache._device_tier._entries.values()]
+    sizes = [area.rows.numel() for area in cache._device_tier._areas.values()]
     for entry in cache._entries.values():
         cache._forget(entry)
     streams = cache._streams

@@ -113,7 +113,7 @@ def _one_process() -> Iterator[None]:
         mock.patch("fcdp.checksum.bytes_of", _bytes_of),
         mock.patch("fcdp.checksum._BLOCK", 1024),  # as many keys would be most of the memory
         mock.patch("fcdp.topology.Failures", return_value=NoFailures()),
-        mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
+        mock.patch("fcdp.cache.tiers.ThreadPoolExecutor", Threads),
         mock.patch("fcdp.checkpoint.saving.ThreadPoolExecutor", Threads),
         mock.patch("torch.distributed.new_group", _new_group),
         _noted("write_all", writes=False),

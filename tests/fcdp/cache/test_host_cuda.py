@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fcdp.cache.entry import Slice
-from fcdp.cache.tiers.host import HostTier
+from fcdp.cache.tiers import HostTier
 from fcdp.streams import Streams
 from tests.fcdp.stand_ins import Place, StandInUnit
 

@@ -1,0 +1,43 @@
+"""Steps that all ranks take or none: one that fails must not leave others waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from fcdp.exchange import any_rank, on_every_rank
+from fcdp.topology import Topology
+
+#: Bytes of an error that the other ranks show.
+TEXT_BYTES = 512
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
+    """Build on all ranks or on none. Collective.
+
+    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
+    that tells the first of them and its error.
+    """
+    built: list[_T] = []
+    error = None
+    try:
+        built.append(build())
+    except Exception as caught:
+        error = caught
+    (failed,) = any_rank([error is not None], topology)
+    if not failed:
+        return built[0]
+    text = "" if error is None else str(error) or repr(error)
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
+    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
+    if error is not None:
+        raise error
+    rank, text = next(
+        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
+    )
+    raise RuntimeError(f"{what}: rank {rank}: {text}")

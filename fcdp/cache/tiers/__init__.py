@@ -1,1 +1,0 @@
-"""Where entries lie: device memory, host memory, disk. One file each."""
