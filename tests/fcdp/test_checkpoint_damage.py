@@ -7,9 +7,9 @@ import os
 import pickle
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,36 @@ def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator
 
 
 def refusal_of(run: Run, directory: Path) -> str:
+    """What a load says, which is a ``ValueError`` within a minute."""
+    start = time.monotonic()
     with pytest.raises(ValueError, match=".") as error:
         run.load(directory)
+    assert time.monotonic() - start < 60
     return str(error.value)
 
 
-def flip(path: Path, place: int, mask: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= mask
-    path.write_bytes(data)
+def flipped(place: int, mask: int) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= mask
+        path.write_bytes(data)
+
+    return change
+
+
+def cut(place: int) -> Callable[[Path], object]:
+    return lambda path: os.truncate(path, place)
+
+
+def random_damage(size: int, number: int) -> dict[str, Callable[[Path], object]]:
+    """Flips and cuts at ``number`` random places each, and at the ends."""
+    draw = random.Random(number)
+    places = [0, size - 1, *(draw.randrange(size) for _ in range(number))]
+    masks = [1, 0x80, *(draw.randrange(1, 256) for _ in range(number))]
+    flips = {
+        f"flip {place}": flipped(place, mask) for place, mask in zip(places, masks, strict=True)
+    }
+    return {**flips, **{f"cut {place}": cut(place) for place in places}}
 
 
 def fill_padding(path: Path) -> None:
@@ -88,25 +109,20 @@ DAMAGE: Mapping[str, Damage] = {
     "missing": (Path.unlink, "missing"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "bytes"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), ""),
+    "text": (lambda path: path.write_text("{}" * (path.stat().st_size // 2)), ""),
     "directory": (lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
     "pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 }
 
 
 def damage_of(path: Path, number: int) -> dict[str, Damage]:
-    """Damage that may befall a file, and what is said of it besides its name.
-
-    Flips and cuts at ``number`` random places each, and at the ends.
-    """
-    found: dict[str, Damage] = dict(DAMAGE)
-    size, draw = path.stat().st_size, random.Random(number)
-    flipped, short = "are not as saved", "bytes; must have"
-    if path.name == "state.pt":  # has one checksum of all its bytes
-        flipped = short = ""
-    for place in (0, size - 1, *(draw.randrange(size) for _ in range(number))):
-        mask = 1 << draw.randrange(8)
-        found[f"flip {place}"] = partial(flip, place=place, mask=mask), flipped
-        found[f"cut {place}"] = partial(os.truncate, length=place), short
+    """Damage that may befall a file, and what is said of it besides its name."""
+    found: dict[str, Damage] = {}
+    for what, change in random_damage(path.stat().st_size, number).items():
+        words = "are not as saved" if "flip" in what else "bytes; must have"
+        found[what] = change, "" if path.name == "state.pt" else words
+    found |= DAMAGE
     if path.name != ".metadata":
         found["padding"] = fill_padding, ""
     if path.name == "__1_0.distcp":
@@ -162,15 +178,11 @@ def forge(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object
     def write(path: Path) -> None:
         state = torch.load(path, weights_only=True)
         change(state)
-        seal(path, state)
+        with open(path, "wb") as file:
+            torch.save(state, file)
+        path.write_bytes(commit._sealed(path.read_bytes()))
 
     return write
-
-
-def seal(path: Path, state: dict[str, Any]) -> None:
-    with open(path, "wb") as file:
-        torch.save(state, file)
-    path.write_bytes(commit._sealed(path.read_bytes()))
 
 
 class Bomb:
@@ -229,7 +241,12 @@ def test_no_pickle_from_disk_is_run(tmp_path: Path) -> None:
     where, exploded = tmp_path / "checkpoint", tmp_path / "exploded"
     state, metadata = path_of(where, "state.pt"), path_of(where, ".metadata")
 
-    with changed(state, run.topology.rank, partial(seal, state={"shards": Bomb(exploded)})):
+    def seal_bomb(path: Path) -> None:
+        with open(path, "wb") as file:
+            torch.save({"shards": Bomb(exploded)}, file)
+        path.write_bytes(commit._sealed(path.read_bytes()))
+
+    with changed(state, run.topology.rank, seal_bomb):
         message = refusal_of(run, where)
     assert "state.pt: is not what fcdp.save writes: UnpicklingError" in message, message
 

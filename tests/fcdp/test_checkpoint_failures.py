@@ -3,10 +3,11 @@
 Ranks are killed at three places of a save, with ``pytest --exhaustive`` at twenty.
 """
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
 from fcdp.checkpoint import saving
@@ -33,30 +35,53 @@ from tests.fcdp.training import WIDTH, Settings, make_model, make_optimizer, sha
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("rank", "file"), [(1, "__1_0.distcp"), (0, "state.pt")])
+def _no_space(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+#: Causes of failure, and what the error says: a step of the save, on rank 1 or, of the commit,
+#: where it runs; or a disk that is full, in the middle of rank 1's shards or of ``state.pt``.
+FAILURES: dict[str, tuple[tuple[str, ...], bool]] = {
+    "prepare_local_plan": (("rank 1: ", "No space left"), False),
+    "write_data": (("rank 1: ", "No space left"), True),
+    "replace": (("rank 0: ", "No space left"), True),
+    "full, shards": (("rank 1: ", "File too large", "__1_0.distcp"), False),
+    "full, state.pt": (("rank 0: ", "File too large", "state.pt"), False),
+}
+
+
+@contextmanager
+def failing(what: str, rank: int, biggest: int) -> Iterator[None]:
+    """Have a save fail, whose largest file has so many bytes."""
+    if what == "full, state.pt":  # there is room for all but what the user adds to it
+        with full_disk(biggest):
+            yield
+    elif what == "full, shards":
+        with full_disk(biggest // 2) if rank == 1 else nullcontext():
+            yield
+    else:
+        owner = os if what == "replace" else FileSystemWriter
+        fails = what == "replace" or rank == 1
+        with mock.patch.object(owner, what, _no_space) if fails else nullcontext():
+            yield
+
+
+@pytest.mark.parametrize("what", FAILURES)
 @on_ranks(2)
-def test_a_failed_save_leaves_the_checkpoint_before_it(
-    tmp_path: Path, rank: int, file: str, asynchronous: bool
-) -> None:
-    """The disk is full in the middle of rank 1's shards, or of the commit."""
+def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path: Path, what: str) -> None:
     run, notes = Run(), tmp_path / "notes"
     notes.write_text("the user's")
     run.train(1)
     run.save(tmp_path)
     expected = run.train(2)
-    room = max(path.stat().st_size for path in tmp_path.glob("shards-*/*"))
-    extra = None
-    if file == "state.pt":  # there is room for all but what the user adds to it
-        extra = {"more": torch.zeros(room)}
-    else:
-        room //= 2
-    full = full_disk(room) if run.topology.rank == rank else nullcontext()
-    with full, pytest.raises(RuntimeError) as error:
+    biggest = max(path.stat().st_size for path in tmp_path.glob("shards-*/*"))
+    extra = {"more": torch.zeros(biggest)} if what == "full, state.pt" else None
+    words, asynchronous = FAILURES[what]
+    with failing(what, run.topology.rank, biggest), pytest.raises(RuntimeError) as error:
         fcdp.save(
             run.model, run.optimizer, tmp_path, extra=extra, asynchronous=asynchronous
         ).result()
-    for each in (f"{tmp_path}: cannot be written: rank {rank}: ", "File too large", file):
+    for each in (f"{tmp_path}: cannot be written: ", *words):
         assert each in str(error.value)
     resumed = Run(seed=1)
     resumed.load(tmp_path)
