@@ -4,11 +4,14 @@ Which files are a version, what they may tell, and which state they may be writt
 """
 
 import gc
+import http.server
 import json
 import shutil
 import weakref
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import fcdp
 from fcdp import durable
 from fcdp.publication.files import File, Part, Place, pack
+from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
 from tests.fcdp.checkpoints import kill_at
 from tests.fcdp.training import Settings, TinyLM, whole
@@ -97,14 +101,18 @@ def test_each_version_is_read_bit_for_bit(
     assert len(files) == 6 * settings.world_size
 
 
-@on_ranks(2)
-def test_a_model_that_was_cast_is_published_as_it_is_gathered(tmp_path: Path) -> None:
-    run = Run(Settings(2, 1), tmp_path, {})
-    run.model.to(torch.bfloat16)
+def cast_and_read(place: Path, dtype: torch.dtype) -> set[torch.dtype]:
+    """Dtypes of what is published of a model that was cast after FCDP was set up."""
+    run = Run(Settings(2, 1), place, {})
+    run.model.to(dtype)
     run.publish()
-    reader = fcdp.Subscriber(tmp_path)
+    reader = fcdp.Subscriber(place)
     reader.update()
-    assert {tensor.dtype for tensor in reader.state.values()} == {torch.bfloat16}
+    return {tensor.dtype for tensor in reader.state.values()}
+
+
+def test_a_model_that_was_cast_is_published_as_it_is_gathered(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks.run(2, cast_and_read, tmp_path, torch.bfloat16) == [{torch.bfloat16}] * 2
 
 
 def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
@@ -230,12 +238,18 @@ def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: P
     run = Run(BF16, tmp_path, {})
     run.publish()
     run.step()
-    full = mock.patch.object(durable, "replace", side_effect=OSError(28, "No space left on device"))
-    with (
-        full if run.topology.rank == 2 else nullcontext(),
-        pytest.raises((OSError, RuntimeError), match="No space left on device"),
-    ):
-        run.publish()
+    replace = durable.replace
+    if run.topology.rank == 2:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+        durable.replace = full
+    try:
+        with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+            run.publish()
+    finally:
+        durable.replace = replace
     reader = fcdp.Subscriber(tmp_path)
     assert reader.update() == 1
     run.step()
@@ -263,7 +277,16 @@ def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
 
 
 #: At the draft, its renaming and the flush after it.
-@pytest.mark.parametrize(("rank", "killed_at"), [(0, 1), in_ci(1, 2), in_ci(0, 3)])
+KILLS = [(0, 1), (1, 2), (0, 3), (1, 1), (0, 2), (1, 3)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "killed_at" in metafunc.fixturenames:
+        number = len(KILLS) if metafunc.config.getoption("--exhaustive") else 3
+        kills = [KILLS[0], *(in_ci(*each) for each in KILLS[1:number])]
+        metafunc.parametrize(("rank", "killed_at"), kills)
+
+
 def test_writers_that_are_killed_leave_versions_whole(
     ranks: Pools, tmp_path: Path, rank: int, killed_at: int
 ) -> None:
@@ -284,8 +307,7 @@ def test_writers_that_are_killed_leave_versions_whole(
 def test_any_file_system_of_fsspec() -> None:
     run = Run(Settings(1, 1, param_dtype=torch.bfloat16), "memory://rollouts/run", {})
     reader = fcdp.Subscriber(run.place)
-    for zero in (0.0, 0.0, -0.0):  # a sign is a change
-        run.model.norm.bias.detach().fill_(zero)
+    for _ in range(3):
         run.publish()
         reader.update()
         equal(reader.state, held(run.model, BF16))
@@ -363,22 +385,79 @@ def test_two_that_publish_to_one_place_are_never_mixed(tmp_path: Path) -> None:
         reader.update()
 
 
-def test_places_of_a_part_of_many_are_those_of_the_whole_flat_tensor() -> None:
-    part = Part("weight", (2**16, 2**16, 1), (2**16 - 2, 2**16 - 1, 0), (2, 1, 1))
-    found = part.flat(torch.arange(2))
-    assert found.dtype == torch.int64
-    assert found.tolist() == [2**32 - 2**16 - 1, 2**32 - 1]
+class Cutting(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder; of differences, while ``cut``, the first half of what it says it sends."""
+
+    cut = True
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        data = source.read()
+        half = self.cut and "deltas/step" in self.path
+        outputfile.write(data[: len(data) // 2] if half else data)
+
+    def log_message(self, *_: object) -> None: ...
 
 
-def test_files_of_other_runs_or_versions_are_no_version(tmp_path: Path) -> None:
+def test_a_transfer_that_breaks_off_is_not_applied(ranks: Pools, tmp_path: Path) -> None:
+    """Over a link, as a rollout follows: what it holds stays whole, and the next try heals it."""
+    settings = Settings(2, 1, param_dtype=torch.bfloat16)
+    options = {"anchor_every": 99, "compressed": True}
+    _, last = ranks.run(2, train_and_read, settings, tmp_path / "all", options, 3)[0]
+    served = tmp_path / "served"
+    for kind in ("anchors", "frozen"):
+        shutil.copytree(tmp_path / "all" / kind, served / kind)
+    handler = partial(Cutting, directory=str(served))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        reader = fcdp.Subscriber(f"http://127.0.0.1:{server.server_port}")
+        assert reader.update() == 1
+        held = {name: value.clone() for name, value in reader.state.items()}
+        shutil.copytree(tmp_path / "all" / "deltas", served / "deltas")
+        with pytest.raises(Exception, match=r"payload|damaged"):
+            reader.update()
+        assert reader.version == 1
+        equal(reader.state, held)
+        with mock.patch.object(Cutting, "cut", False):
+            assert reader.update() == 3
+        equal(reader.state, last)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 4, 5), torch.int32), ((2**16, 2**16, 1), torch.int64)]
+)
+def test_places_of_a_part_are_those_of_the_whole_flat_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    part = Part("weight", shape, (shape[0] - 2, shape[1] - 1, 0), (2, 1, 1))
+    found = part.flat(torch.arange(part.numel))
+    last = shape[0] * shape[1] * shape[2] - shape[2]
+    assert found.dtype == dtype
+    assert found.tolist() == [last - shape[1] * shape[2], last]
+
+
+def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) -> None:
     place = Place(tmp_path)
     for part, parts in ((0, 2), (0, 4), (3, 4)):
         place.write(File("deltas", 1, part, parts), b"")
     assert place.whole("deltas") == {}
     place.write(File("deltas", 2, 0, 1), b"")
     assert place.whole("deltas") == {2: [File("deltas", 2, 0, 1)]}
+
+
+def test_a_zero_that_has_changed_its_sign_is_told() -> None:
+    part, dtype = Part("weight", (2,), (0,), (2,)), torch.bfloat16
+    before, now = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([-0.0, 1.0], dtype=dtype)
+    publisher: Any = SimpleNamespace(
+        _sent={dtype: before}, options=SimpleNamespace(compressed=False)
+    )
+    tensors, names, changed = _Publisher._difference(publisher, {dtype: [part]}, {dtype: now})
+    assert (names, changed, tensors["weight.indices"].tolist()) == (["weight"], 1, [0])
+
+
+def test_a_file_of_another_version_than_its_name_says_is_refused(tmp_path: Path) -> None:
     data = pack({"weight": torch.ones(1)}, {"model_version": "2", "parts": "{}", "frozen": "0"})
-    place.write(File("anchors", 3, 0, 1), data)
+    Place(tmp_path).write(File("anchors", 1, 0, 1), data)
     with pytest.raises(ValueError, match="is of version 2: was it renamed"):
         fcdp.Subscriber(tmp_path).update()
 
