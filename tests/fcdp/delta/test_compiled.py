@@ -60,8 +60,12 @@ with event.install_recorder("numba:compile") as compilations:
     assert _printed(program, NUMBA_CACHE_DIR=str(tmp_path)) == "True True\n"
 
 
+def test_a_loop_is_that_of_python() -> None:
+    loop = compiled(_sum)
+    assert [loop(np.arange(count)) for count in (0, 5)] == [0, 10]
+
+
 def test_it_runs_where_no_folder_can_keep_it() -> None:
-    assert compiled(_sum)(np.arange(5)) == 10
     compiler, kept = numba.njit, []
 
     def njit(*, nogil: bool, cache: bool = False) -> Any:

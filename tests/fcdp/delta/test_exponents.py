@@ -28,6 +28,16 @@ def test_words_arrive(count: int) -> None:
         arrives(words, None)
 
 
+def test_every_word_arrives_beside_every_mean() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for mean in (0, 1, 126, 254, 255):
+        words = torch.full((2**15 // 64, 256), mean << 7, dtype=torch.int32).to(torch.int16)
+        words[:, -128:] = every.view(-1, 128)  # behind those that the mean is of
+        out = torch.empty(words.numel(), dtype=torch.int16)
+        assert exponents.read(*exponents.write(words.view(-1)), out)
+        assert torch.equal(out, words.view(-1))
+
+
 def test_what_is_told_stays_readable() -> None:
     """Part by part, of two blocks: later versions read what this one has written."""
     words = gradients(300)
@@ -72,6 +82,11 @@ def test_counts_that_do_not_fit_are_refused() -> None:
             damaged[place : place + 4].view(torch.int32).add_(change)
             with pytest.raises(ValueError, match="damaged"):
                 apply(torch.cat([damaged, damaged.new_zeros(9000)]), words.clone())
+
+
+def test_where_nothing_is_to_be_gained_words_go_as_they_are() -> None:
+    words = torch.randint(-(2**15), 2**15, (CHUNK + 3,)).to(torch.int16)
+    assert arrives(words, None) == words.nbytes + 2 * 16
 
 
 @pytest.mark.parametrize("coding", ["packed", "entropy"])

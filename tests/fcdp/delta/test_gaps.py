@@ -4,6 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fcdp.delta import difference, gaps, huffman
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
@@ -31,6 +33,16 @@ def test_numbers_arrive(share: float, coding: Coding) -> None:
     for count in (0, 1, 127, 5000, CHUNK + 3):
         base = torch.randn(count).bfloat16().view(torch.int16)
         arrives(base + _drawn(count, share), base, coding)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(-(2**15), 2**15 - 1)), max_size=30),
+    st.sampled_from(CODINGS),
+)
+def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
+    numbers = [number for zeros, last in runs for number in (*[0] * zeros, last)]
+    base = torch.arange(len(numbers), dtype=torch.int32).to(torch.int16)
+    arrives(base + torch.tensor(numbers, dtype=torch.int16), base, coding)
 
 
 def test_what_a_byte_holds_takes_one() -> None:

@@ -61,6 +61,15 @@ def test_shards_of_each_dtype_arrive(numel: int, dtype: torch.dtype) -> None:
         assert forms == {1, 2, 4, 8, 16}
 
 
+def test_counts_are_those_of_the_numbers() -> None:
+    base = torch.zeros(2000, dtype=torch.int16)
+    new = base.clone()
+    new[:16] = torch.tensor([1, -1, 2, -2, 7, -7, 8, -8, 127, -127, 128, -128, 129, -129, 300, 0])
+    new[1003] = -(2**15)
+    found = Counts(*count(new.view(torch.bfloat16), base.view(torch.bfloat16)).tolist())
+    assert found == Counts(some=3, two=14, four=10, eight=6, wide=5)
+
+
 @pytest.mark.parametrize(
     ("form", "parts"),
     [
@@ -73,6 +82,28 @@ def test_shards_of_each_dtype_arrive(numel: int, dtype: torch.dtype) -> None:
 )
 def test_sizes_follow_from_counts(form: int, parts: list[int]) -> None:
     assert Counts(some=3, two=14, four=10, eight=6, wide=5).parts(form, 200) == parts
+
+
+def test_the_longest_message_chooses_the_form() -> None:
+    base = torch.randn(5000).bfloat16()
+    near, far = (Counts(*count(_moved(base, change), base).tolist()) for change in (0.3, 1e5))
+    assert Told.smallest(1, [near, near], 5000).form == 1
+    assert Told.smallest(1, [near, far], 5000).form == 16
+
+
+@pytest.mark.parametrize("change", CHANGES.values())
+def test_damage_and_another_version_are_told(change: float) -> None:
+    base = torch.randn(5000).bfloat16()
+    new = _moved(base, change)
+    told = _told([new], [base])
+    written = told.write(new, base, 0)
+    for place in range(0, written.numel() - 7, 97):
+        damaged = written.clone()
+        damaged[place] ^= 16
+        row = base.clone()
+        assert told.read(damaged, row, 0) or torch.equal(row, new)
+    if told.form != 16:
+        assert told.read(written, _moved(base, 1.0), 0)
 
 
 @pytest.mark.parametrize("change", CHANGES.values())

@@ -35,8 +35,6 @@ def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
     entry, economy = Entry(unit), told()
     sent = Sent(entry, economy, nodes)
     assert not sent.usable
-    sent.keep(torch.ones(4))
-    assert sent._memory is None  # as the entry is not kept
     for generation in (1, 4):
         entry.tier, entry.held, entry.offered = "host", generation, generation
         assert not sent.usable  # nothing was given to keep
@@ -119,6 +117,13 @@ def test_coding_takes_seconds_per_byte_of_the_shard(
     assert economy.told.value == 0.5 / nbytes
     assert economy.applied.value == 0.25 / nbytes
     sent.read(message.whole(own), own)
+
+
+def test_a_unit_that_was_not_kept_keeps_nothing_sent() -> None:
+    unit: Any = StandInUnit("unit", 8)
+    sent = Sent(Entry(unit), told(), 2)
+    sent.keep(torch.ones(4))
+    assert sent._memory is None
 
 
 def test_what_does_not_pay_is_told_whole_and_measured_again_at_times() -> None:
