@@ -5,8 +5,6 @@ GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of 
 no link leaves it and all of them are checked.
 """
 
-from __future__ import annotations
-
 import ast
 import posixpath
 import re

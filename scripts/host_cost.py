@@ -9,8 +9,6 @@ the binding and the dispatcher and moves nothing. Other work on the machine slow
 too: what is compared is the multiple of these, turn by turn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Tables of the README and docs over committed records, as Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

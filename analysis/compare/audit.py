@@ -4,8 +4,6 @@ A baseline that sends less than its schedule must has kept parameters alive; one
 uses a wasteful backend, which is a finding only if it is known why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Rows: one cell as claims ask about it, whichever kind of record it stands in."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The committed runs: a folder of results for each matrix, and the studies beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

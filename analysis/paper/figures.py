@@ -1,7 +1,5 @@
 """Figures of the papers' tables: their points on our curves and bars; ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """REPRODUCTION.md and the pages beside it: the papers' results next to what the records say."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

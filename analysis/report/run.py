@@ -1,7 +1,5 @@
 """One self-contained HTML file, and beside it the figures, the table and the data it is made of."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ repetitions of one count as one. A pair are two whose times differ by more than 
 beyond their interval: of others the records do not say which is faster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

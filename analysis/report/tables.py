@@ -1,7 +1,5 @@
 """The comparison as a reader sees it: strings with units, for Markdown and for the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Which files have mutants of which kind, and which tests are to catch them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One fault in one file, named so that edits elsewhere leave its name as it is."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ runs in, and starts a Python for each mutant, whose import of torch takes longer
 ``contextmanager``.)
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import re

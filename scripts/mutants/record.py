@@ -1,7 +1,5 @@
 """Outcome of each mutant: remembered between runs, committed, and shown in docs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict
