@@ -3,7 +3,7 @@
 import pandas as pd
 
 from analysis.compare.baseline import compare, over_seeds, seeds_in_words
-from analysis.report import run, tables
+from analysis.report import run
 from tests.analysis import made_up
 
 #: Accuracy by strategy and seed: the differences are 0.02 and 0.04.
@@ -28,16 +28,16 @@ def test_the_table_of_seeds() -> None:
     assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"
     assert rows["FCDP"]["loss difference"] == "-0.0300 ± 0.0141"
     assert rows["FSDP2"]["accuracy difference"] == "–"
-    assert tables.OVER_SEEDS in run.markdown(compared(ACCURACIES))
+    assert run.OVER_SEEDS in run.markdown(compared(ACCURACIES))
     page = run.render(compared(ACCURACIES), [], {})
-    assert tables.OVER_SEEDS in page
+    assert run.OVER_SEEDS in page
     assert "+3.00 ± 1.41 points" in page
 
 
 def test_one_seed_has_no_spread() -> None:
     once = compared({name: seeds[:1] for name, seeds in ACCURACIES.items()})
     assert over_seeds(once).empty
-    assert tables.OVER_SEEDS not in run.markdown(once)
+    assert run.OVER_SEEDS not in run.markdown(once)
     # Nor has its difference, of one beside several.
     shown = seeds_in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
     (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")

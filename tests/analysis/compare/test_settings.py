@@ -10,7 +10,7 @@ from analysis.figures import matrix
 from analysis.figures.drawings import panels_of
 from analysis.load.provenance import provenance
 from analysis.load.rows import row
-from analysis.report import tables
+from analysis.report import run
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import CacheSettings
@@ -155,7 +155,7 @@ def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> 
 def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -> None:
     cells = [usual(item), changed(item)]
     table = compare([record(of) for of in cells])
-    shown = tables.presentable(table)
+    shown = run.presentable(table)
     parted = list(matrix.parted(table))
     panels = [title for part, _ in parted for title, _ in panels_of(part)]
     # The model's name stands for all that it is: see its own label.
@@ -187,7 +187,7 @@ def test_cells_that_recompute_another_share_are_not_compared() -> None:
     slow = record(cell("fsdp2", recomputed=1.0), step_seconds=twice)
     compared = compare([usual, slow], "fsdp2")
     assert list(compared["speed_up"]) == [1.0, 1.0]
-    assert list(tables.presentable(compared)["Recomputed"]) == ["0", "1"]
+    assert list(run.presentable(compared)["Recomputed"]) == ["0", "1"]
 
 
 class Longer(Cell):
