@@ -60,7 +60,12 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
     steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
     found = []
     for constant in intervals(steps):
-        words, unit, scale = _named(constant.name)
+        if constant.name in _SHARED:
+            words, unit, scale = _SHARED[constant.name]
+        else:
+            engine, part = constant.name.split()
+            per = "block and micro-batch" if part == "block" else "block and step"
+            words, unit, scale = f"{engine}: calls per {per}", "ms", 1e3
         numbers = (constant.value, constant.low, constant.high)
         shown = ["no limit" if math.isinf(n) else text.number(scale * n) for n in numbers]
         row = dict(zip(("value", "low", "high"), shown, strict=True))
@@ -68,16 +73,8 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
     return found
 
 
-def _named(constant: str) -> tuple[str, str, float]:
-    """A constant in words, the unit that it is shown in, and how many of these its own unit is."""
-    if constant in _SHARED:
-        return _SHARED[constant]
-    engine, part = constant.split()
-    what = "calls per block and micro-batch" if part == "block" else "calls per block and step"
-    return f"{engine}: {what}", "ms", 1e3
-
-
-#: Constants that all engines have in common.
+#: Constants that all engines have in common: in words, the unit that each is shown in, and how many
+#: of these its own unit is.
 _SHARED = {
     "flops": ("matrix products", "GFLOP/s", 1e-9),
     "message_seconds": ("messages", "µs", 1e6),
