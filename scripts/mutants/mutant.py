@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -111,6 +111,7 @@ class Source:
     def mutants(self, part: str, edits: Iterable[Edit]) -> list[Mutant]:
         """The mutants of a part that ``edits`` make, in the file's order, each once."""
         found: dict[str, Mutant] = {}
+        places: Counter[tuple[str, ...]] = Counter()
         for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end)):
             if any(begin <= edit.begin and edit.end <= end for begin, end in self.ignored):
                 continue
@@ -121,17 +122,10 @@ class Source:
             first, last = self.starts[line], self.text.find("\n", max(edit.begin, edit.end - 1))
             before = " ".join(self.text[first:last].split())
             after = " ".join(source[first : last + len(source) - len(self.text)].split())
-            function = self.functions.get(line + 1, "")
-            found[source] = Mutant(
-                part, self.file, function, edit.kind, before, after, 0, line + 1, source
-            )
-        places: Counter[tuple[str, ...]] = Counter()
-        mutants = []
-        for mutant in found.values():
-            name = mutant.name[:5]
-            mutants.append(replace(mutant, place=places[name]))
+            name = self.file, self.functions.get(line + 1, ""), edit.kind, before, after
+            found[source] = Mutant(part, *name, places[name], line + 1, source)
             places[name] += 1
-        return mutants
+        return [*found.values()]
 
 
 def _compiles(source: str) -> bool:
