@@ -64,7 +64,10 @@ def report(
         for name, path in pages.items():
             typer.echo(f"{name:8}{path}")
         return
-    found = _by_file(records)
+    from analysis.load.table import by_file
+
+    with _failing():
+        found = by_file(records)
     _check_baseline(baseline, [record for of in found.values() for record in of])
     from analysis.report.run import write
 
@@ -215,14 +218,10 @@ def time_to_quality(
 
 
 def _load(path: Path) -> list[Record]:
-    return [record for records in _by_file(path).values() for record in records]
-
-
-def _by_file(path: Path) -> dict[Path, list[Record]]:
-    from analysis.load.table import by_file
+    from analysis.load.table import load
 
     with _failing():
-        return by_file(path)
+        return load(path)
 
 
 def _check_baseline(name: str, records: Sequence[Record]) -> None:

@@ -53,6 +53,10 @@ COLUMNS = {
 }
 
 
+def load(path: Path) -> list[Record]:
+    return [record for records in by_file(path).values() for record in records]
+
+
 def by_file(path: Path) -> dict[Path, list[Record]]:
     """Records of a file, or of each ``records.jsonl`` below a directory of runs.
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analysis.load import matrices
-from analysis.load.table import COLUMNS, by_file, frame, latest, write_parquet
+from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
 from experiments.matrix import files
 from experiments.matrix import reader as expanded
 from experiments.records.record import Record
@@ -60,13 +60,13 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
     tmp_path: Path, records: list[Record]
 ) -> None:
     with pytest.raises(ValueError, match="no records"):
-        by_file(tmp_path)
+        load(tmp_path)
     run = tmp_path / "run"
     for part in ("cells/a", "earlier/2026", "wandb"):
         (run / part).mkdir(parents=True)
         (run / part / "progress.jsonl").write_text("not a record\n")
     write_records(records[:2], run / "records.jsonl")
-    assert by_file(tmp_path) == {run / "records.jsonl": records[:2]}
+    assert load(tmp_path) == records[:2]
 
 
 @pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
