@@ -83,3 +83,11 @@ def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -
     assert list(matrices.named()) == files.available()
     (strategies,) = matrices.names("memory").values()
     assert all(of["strategy"] <= strategies for of in matrices.named().values())
+
+
+@pytest.mark.parametrize("column", ["bytes_by_slot", "activation_bytes_by_slot"])
+def test_lists_stay_lists(column: str) -> None:
+    assert COLUMNS[column] == "object"
+    (row,) = frame([made_up.record(made_up.cell("cyclic-ring"), **{column: [1.0, 2.0]})])[column]
+    assert row == [1.0, 2.0]
+    assert pd.isna(frame([made_up.record(made_up.cell("ddp"))])[column][0])
