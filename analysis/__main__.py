@@ -1,7 +1,5 @@
 """``python -m analysis``: tables, figures and a report of records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -217,14 +215,14 @@ def time_to_quality(
     typer.echo(f"{table}\n\nfigure  {figure}\nplans   {said}")
 
 
-def _load(path: Path) -> list[Record]:
+def _load(path: Path) -> "list[Record]":
     from analysis.load.table import load
 
     with _failing():
         return load(path)
 
 
-def _check_baseline(name: str, records: Sequence[Record]) -> None:
+def _check_baseline(name: str, records: "Sequence[Record]") -> None:
     """One message and exit status 2 for a strategy without records, unless it is the default."""
     there = strategies.ordered(record.cell.strategy for record in records)
     if name not in (*there, strategies.BASELINE):

@@ -6,8 +6,6 @@ The paper's system (flat exchanges) is simulated; what the paper does not say is
 ``unknowns.yaml``. What is found is in ``region.json``.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class Unknown(Strict):
     words: str
 
     @model_validator(mode="after")
-    def _has_a_range(self) -> Unknown:
+    def _has_a_range(self) -> "Unknown":
         if bool(self.values) == bool(self.between):
             raise ValueError("has values, or is between two; one of them")
         return self

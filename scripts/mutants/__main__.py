@@ -8,8 +8,6 @@ Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not 
 together write ``results/mutants/mutants.jsonl`` and results/mutants/README.md anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib
@@ -127,7 +125,7 @@ def _try(
 class _Worker:
     """One of the processes that try mutants, and its tree."""
 
-    _one: _Worker
+    _one: "_Worker"
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class _Worker:
                 return outcome.by
         return ""
 
-    def _run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Outcome:
+    def _run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> "Outcome":
         self._tree.put(mutant)
         try:
             return run(self._tree, tests, limit_s)

@@ -3,8 +3,6 @@
 Each node has an engine of its own, and an image that needs no registry.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
@@ -129,7 +127,7 @@ def engines(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def run(network: Network, engines: list[Engine], tmp_path: Path) -> Iterator[Containers]:
+def run(network: Network, engines: list[Engine], tmp_path: Path) -> "Iterator[Containers]":
     keys, hidden = tmp_path / "keys", tmp_path / "hidden"
     keys.mkdir()
     hidden.mkdir()
