@@ -70,7 +70,7 @@ def report(
     from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
-    with _failing("cannot write the report: "):
+    with _failing("cannot write the report: ", (OSError,)):
         written = write(found, directory, baseline)
     for png, svg in written.figures:
         typer.echo(f"figure  {png}\n        {svg}")
@@ -192,7 +192,8 @@ def draw_plan(
     """Draw a plan's throughput and cost over nodes and links, with their ranges."""
     from analysis.figures.plan import draw
 
-    with _failing(f"{file.name}: no plan with curves, or cannot be drawn: ", LookupError):
+    said = f"{file.name}: no plan with curves, or cannot be drawn: "
+    with _failing(said, (OSError, ValueError, LookupError)):
         draw(json.load(file)).savefig(output, dpi=200)
     typer.echo(f"figure  {output}")
 
@@ -230,11 +231,13 @@ def _check_baseline(name: str, records: "Sequence[Record]") -> None:
 
 
 @contextmanager
-def _failing(said: str = "", *more: type[Exception]) -> Iterator[None]:
+def _failing(
+    said: str = "", errors: tuple[type[Exception], ...] = (OSError, ValueError)
+) -> Iterator[None]:
     """One message and exit status 2 for what a reader's files or arguments are to blame for."""
     try:
         yield
-    except (OSError, ValueError, *more) as error:
+    except errors as error:
         _fail(f"{said}{error}")
 
 
