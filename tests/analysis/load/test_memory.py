@@ -1,16 +1,11 @@
 """The study of memory as rows, as a run and as a figure; its records are made up."""
 
 from itertools import product
-from pathlib import Path
 
 from matplotlib.text import Annotation
 
-from analysis.claims import papers
-from analysis.load import runs
 from analysis.load.runs import Study, of_memory
 from analysis.paper import figures
-from analysis.report import reproduction
-from simulation import files
 from simulation.imitated.records import MemoryRecord
 from simulation.transformer import ModelSpec
 from tests.simulation.imitated.small import case, settled
@@ -42,19 +37,6 @@ def study() -> Study:
         for tuning, again in product(("full", "lora"), (False, True))
     ]
     return of_memory("memory/memory.jsonl", records)
-
-
-def test_claims_are_compared_with_it(tmp_path: Path) -> None:
-    files.write(study().records, tmp_path / "memory" / "memory.jsonl")
-    of = runs.load(tmp_path)
-    pages = reproduction.document(papers.load(), of).markdown
-    document = pages["results/paper/claims.md"]
-    assert [run.matrix for run in of] == ["memory"]
-    (row,) = [line for line in document.splitlines() if line.startswith("| ZeRO++ runs out of mem")
-              and "experiments memory" in line]  # fmt: skip
-    assert "| 100 % | at least 100 % | simulated | agrees |" in row
-    assert "32 cases, 32 min" in row
-    assert "[records](../memory/memory.jsonl)" in pages["results/paper/runs.md"]
 
 
 def test_of_a_case_that_was_settled_again_the_last_record_counts() -> None:
