@@ -30,7 +30,7 @@ import numpy as np
 
 from scripts.mutants import record
 from scripts.mutants.files import mutants, part_of, tests_of
-from scripts.mutants.mutant import Mutant
+from scripts.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
 #: In seconds, for tests of which is not known how long they take: a mutant may run for ever.

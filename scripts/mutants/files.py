@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.mutants.mutant import Mutant, Source
-from scripts.mutants.operators import arithmetic, omissions, order
+from scripts.mutants.operators import Mutant, Source, arithmetic, omissions, order
 
 #: Where arithmetic is mutated too, and statements and conditions are left out.
 ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from scripts.mutants.files import tests_of
-from scripts.mutants.mutant import Mutant
+from scripts.mutants.operators import Mutant
 from simulation import files
 
 _FOLDER = "results/mutants"
