@@ -181,15 +181,6 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
         assert (len(parted), len(panels)) == apart[item.setting.place]
 
 
-def test_cells_that_recompute_another_share_are_not_compared() -> None:
-    usual = record(cell("fsdp2"))
-    twice = [2 * seconds for seconds in usual.measurement.step_seconds]
-    slow = record(cell("fsdp2", recomputed=1.0), step_seconds=twice)
-    compared = compare([usual, slow], "fsdp2")
-    assert list(compared["speed_up"]) == [1.0, 1.0]
-    assert list(run.presentable(compared)["Recomputed"]) == ["0", "1"]
-
-
 class Longer(Cell):
     momentum: Annotated[float, Setting("Momentum", in_id="later")] = 0.0
 
