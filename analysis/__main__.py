@@ -1,9 +1,8 @@
 """``python -m analysis``: tables, figures and a report of records."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -56,17 +55,23 @@ def report(
     if records is None:
         if output is not None or baseline != strategies.BASELINE:
             _fail("--output and --baseline need RECORDS")
-        _reproduce()
+        from analysis.report import reproduction
+
+        with _failing():
+            pages = reproduction.write(RESULTS)
+        for name, path in pages.items():
+            typer.echo(f"{name:8}{path}")
         return
-    found = _by_file(records)
+    from analysis.load.table import by_file
+
+    with _failing():
+        found = by_file(records)
     _check_baseline(baseline, [record for of in found.values() for record in of])
     from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
-    try:
+    with _failing("cannot write the report: ", (OSError,)):
         written = write(found, directory, baseline)
-    except OSError as error:
-        _fail(f"cannot write the report: {error}")
     for png, svg in written.figures:
         typer.echo(f"figure  {png}\n        {svg}")
     typer.echo(f"table   {written.table}\ndata    {written.data}\nreport  {written.report}")
@@ -85,18 +90,17 @@ def table(
     _check_baseline(baseline, found)
     from analysis.compare.baseline import compare, seeds_in_words
     from analysis.load.table import latest
-    from analysis.report import tables
-    from analysis.report.run import markdown as as_markdown
+    from analysis.report import run
 
     compared = compare(latest(found), baseline)
     if markdown:
-        typer.echo(as_markdown(compared), nl=False)
+        typer.echo(run.markdown(compared), nl=False)
         return
-    typer.echo(tables.presentable(compared).to_string(index=False))
-    typer.echo("\n" + "\n".join(tables.notes(compared)))
+    typer.echo(run.presentable(compared).to_string(index=False))
+    typer.echo("\n" + "\n".join(run.notes(compared)))
     seeds = seeds_in_words(compared)
     if not seeds.empty:
-        typer.echo(f"\n{tables.OVER_SEEDS}:\n{seeds.to_string(index=False)}")
+        typer.echo(f"\n{run.OVER_SEEDS}:\n{seeds.to_string(index=False)}")
 
 
 @app.command()
@@ -110,10 +114,8 @@ def audit(records: Records) -> None:
     from analysis.compare.audit import audit, markdown
     from analysis.load.table import latest
 
-    try:
+    with _failing(f"{records}: "):
         findings = audit(latest(found))
-    except ValueError as error:
-        _fail(f"{records}: {error}")
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
         raise typer.Exit(1)
@@ -127,10 +129,8 @@ def check(records: Records) -> None:
     """
     from analysis.check import check
 
-    try:
+    with _failing():
         checked = check(records, RESULTS)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
     failed = 0
     for of in checked:
         typer.echo(f"{of.matrix}: `{of.command}`; the committed run took {of.resources}")
@@ -176,11 +176,9 @@ def timeline(
     """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
     from analysis import timeline
 
-    try:
+    with _failing():
         drawing = timeline.draw([timeline.load(file) for file in traces])
         timeline.save(drawing, output)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
     typer.echo(f"figure  {output}")
 
 
@@ -194,10 +192,9 @@ def draw_plan(
     """Draw a plan's throughput and cost over nodes and links, with their ranges."""
     from analysis.figures.plan import draw
 
-    try:
+    said = f"{file.name}: no plan with curves, or cannot be drawn: "
+    with _failing(said, (OSError, ValueError, LookupError)):
         draw(json.load(file)).savefig(output, dpi=200)
-    except (OSError, ValueError, LookupError) as error:
-        _fail(f"{file.name}: no plan with curves, or cannot be drawn: {error}")
     typer.echo(f"figure  {output}")
 
 
@@ -214,43 +211,34 @@ def time_to_quality(
     """
     from analysis.quality import write
 
-    try:
+    with _failing():
         table, figure, said = write(results)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
     typer.echo(f"{table}\n\nfigure  {figure}\nplans   {said}")
 
 
-def _reproduce() -> None:
-    from analysis.report import reproduction
+def _load(path: Path) -> "list[Record]":
+    from analysis.load.table import load
 
-    try:
-        written = reproduction.write(RESULTS)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
-    for name, path in written.items():
-        typer.echo(f"{name:8}{path}")
+    with _failing():
+        return load(path)
 
 
-def _load(path: Path) -> list[Record]:
-    """The records, or one message and exit status 2."""
-    return [record for records in _by_file(path).values() for record in records]
-
-
-def _by_file(path: Path) -> dict[Path, list[Record]]:
-    from analysis.load.table import by_file
-
-    try:
-        return by_file(path)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
-
-
-def _check_baseline(name: str, records: Sequence[Record]) -> None:
+def _check_baseline(name: str, records: "Sequence[Record]") -> None:
     """One message and exit status 2 for a strategy without records, unless it is the default."""
     there = strategies.ordered(record.cell.strategy for record in records)
     if name not in (*there, strategies.BASELINE):
         _fail(f"--baseline {name}: has no records here; allowed are {', '.join(there)}")
+
+
+@contextmanager
+def _failing(
+    said: str = "", errors: tuple[type[Exception], ...] = (OSError, ValueError)
+) -> Iterator[None]:
+    """One message and exit status 2 for what a reader's files or arguments are to blame for."""
+    try:
+        yield
+    except errors as error:
+        _fail(f"{said}{error}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -1,7 +1,5 @@
 """A reader's own run, judged by the claims that its matrix tests, beside the committed run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Losses by step are those of each strategy's best trial in a search that gave all
 per step are measured apart, as what is trained does not depend on the link.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How each strategy is called, coloured and ordered, the same in every table and figure."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from colorsys import hls_to_rgb

@@ -1,7 +1,5 @@
 """Numbers and settings as a reader sees them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -35,7 +33,7 @@ def table(
     return "\n".join([top, rule, *others])
 
 
-def markdown(frame: pd.DataFrame, words: Collection[str] | None = None) -> str:
+def markdown(frame: "pd.DataFrame", words: Collection[str] | None = None) -> str:
     """The same of a frame of text, whatever stands in its cells."""
     rows = ([*map(escaped, row)] for row in frame.itertuples(index=False))
     return table([*map(str, frame.columns)], rows, words)

@@ -4,8 +4,6 @@ Traces are the simulator's, or a rank's under torch's profiler. Both are files i
 Format; what each calls its spans differs.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -8,8 +8,6 @@ python -m docs.draw bound --into FOLDER
 Tests draw into a folder of their own, and compare.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draws docs/figures/ablation.svg: tokens per second of each variant of the committed ablation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Draws docs/figures/bound.svg: the closed form of memory and bandwidth beside the simulator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from matplotlib.figure import Figure

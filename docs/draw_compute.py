@@ -1,7 +1,5 @@
 """Draws docs/figures/compute.svg: predicted over measured tokens per second of published runs."""
 
-from __future__ import annotations
-
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import canvas

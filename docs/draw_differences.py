@@ -1,7 +1,5 @@
 """Draws docs/figures/differences.svg: bits per parameter of gathers by learning rate."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from operator import itemgetter

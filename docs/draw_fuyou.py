@@ -1,7 +1,5 @@
 """Draws docs/figures/fuyou-published.svg and fuyou-measured.svg: Fuyou modelled, and here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Both are drawn from docs/figures/map.json, which ``compute`` writes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

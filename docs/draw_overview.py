@@ -4,8 +4,6 @@ The bytes are those of docs/memory.md's equations, for the model and the cluster
 One file per palette, light and dark, since a page may be read in either.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

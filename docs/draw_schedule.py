@@ -5,8 +5,6 @@ calls and what waits for what are the library's. tests/docs/test_schedule.py com
 with a profile of a real step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """The equations of docs/memory.md, as functions; tests compare them with what fcdp allocates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ Fails where a count has grown past its budget. A budget that is above its aim on
 brings a count down writes it here, lines rounded up to the next ten.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

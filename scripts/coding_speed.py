@@ -6,8 +6,6 @@ Weights are drawn from N(0, 0.02²) and moved as by AdamW at a learning rate; gr
 magnitude from row to row. What counts is a core's own seconds, without those of other work.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

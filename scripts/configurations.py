@@ -3,8 +3,6 @@
 Thresholds follow the model, so the code makes them; these files show what it makes.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A contract for import-linter that it does not bring: of other people's packages, only these."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

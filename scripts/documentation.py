@@ -5,8 +5,6 @@ GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of 
 no link leaves it and all of them are checked.
 """
 
-from __future__ import annotations
-
 import ast
 import posixpath
 import re
@@ -130,16 +128,10 @@ def _path(target: str, page: str) -> Path | None:
     """The target of a relative link, from the repository's root; none elsewhere, or of mkdocs."""
     if "://" in target or page == "library.md":
         return None
-    at = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), target))
+    inside, _, rest = page.partition("/")
+    source = rest if inside == _FOLDER else f"docs/{page}"
+    at = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     return Path(at) if (ROOT / at).exists() else None
-
-
-def _source(uri: str) -> str:
-    """Where the file of a page lies in the repository."""
-    inside, _, rest = uri.partition("/")
-    if inside != _FOLDER:
-        return f"docs/{uri}"
-    return rest
 
 
 def _uri(path: Path) -> str:
@@ -179,19 +171,15 @@ def _content(path: Path) -> str:
 def reference() -> str:
     """Markdown: a heading per part, and mkdocstrings' directive for each public name."""
     named = [name for names in _PARTS.values() for name in names]
-    if sorted(named) != sorted(_public()):
-        raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(_public())}")
     of = _public()
-    parts = [
-        f"## {part}\n\n" + "\n\n".join(_directive(f"{of[name]}.{name}") for name in names)
-        for part, names in _PARTS.items()
-    ]
-    return "\n\n".join(["# The library", _OPENING, *parts]) + "\n"
-
-
-def _directive(name: str) -> str:
-    """A module and a function in it may have one name: its own module's is meant."""
-    return f"::: {name}\n    options: {{heading_level: 3}}"
+    if sorted(named) != sorted(of):
+        raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(of)}")
+    said = ["# The library", _OPENING]
+    for part, names in _PARTS.items():
+        # A module and a function in it may have one name: its own module's is meant.
+        of_part = (f"::: {of[name]}.{name}\n    options: {{heading_level: 3}}" for name in names)
+        said += [f"## {part}", *of_part]
+    return "\n\n".join(said) + "\n"
 
 
 def _public() -> dict[str, str]:

@@ -7,8 +7,6 @@ a reduction gives as many of this rank's part. Of 2, 4, 8 ... ranks that makes a
 equal to the one-level exchange of FSDP2 bit for bit, and any rank's decision this rank's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import defaultdict, deque

@@ -9,8 +9,6 @@ the binding and the dispatcher and moves nothing. Other work on the machine slow
 too: what is compared is the multiple of these, turn by turn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -21,6 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,11 +65,6 @@ class _Queued(Streams):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.on_host = False
-
-
-def _on_device(tensor: torch.Tensor) -> bool:
-    """Answer for ``fcdp.exchange``, faster than a mock: it is asked in what is measured."""
-    return False
 
 
 class Collectives:
@@ -120,31 +114,20 @@ class UnitCalls:
     def __init__(self, engine: Engine, place: int) -> None:
         unit = engine.units[place]
         topology = engine.topology
-        self._entry = engine.entries[unit]
-        self._gather, self._reduction = engine._collectives[unit]
-        self._group = topology.mesh.get_group()
-        self._whole = self._gather.allocate(
+        self.entry = engine.entries[unit]
+        gather, reduction = engine._collectives[unit]
+        group = topology.mesh.get_group()
+        whole = gather.allocate(
             (topology.world_size * ELEMENTS,), dtype=torch.float32, device=torch.device("cpu")
         ).zero_()
-        self._own = self._whole.view(topology.world_size, -1)[topology.rank]
-        self._gradients, self._gradient = self._whole.clone(), self._own.clone()
-        self._fsdp2 = DefaultAllGather(), DefaultReduceScatter()
-
-    def write(self) -> None:
-        """Make the entry stale, as the ranks' agreement does."""
-        self._entry.generation += 1
-
-    def gather(self) -> None:
-        self._gather(self._whole, self._own, self._group)
-
-    def reduce(self) -> None:
-        self._reduction(self._gradient, self._gradients, self._group, dist.ReduceOp.AVG)
-
-    def plain_gather(self) -> None:
-        self._fsdp2[0](self._whole, self._own, self._group)
-
-    def plain_reduce(self) -> None:
-        self._fsdp2[1](self._gradient, self._gradients, self._group, dist.ReduceOp.AVG)
+        own = whole.view(topology.world_size, -1)[topology.rank]
+        reduced = own.clone(), whole.clone(), group, dist.ReduceOp.AVG
+        self.calls: dict[str, Callable[[], object]] = {
+            "gather": partial(gather, whole, own, group),
+            "reduce": partial(reduction, *reduced),
+            "FSDP2 gather": partial(DefaultAllGather(), whole, own, group),
+            "FSDP2 reduce": partial(DefaultReduceScatter(), *reduced),
+        }
 
 
 class Rank:
@@ -162,30 +145,30 @@ class Rank:
         self._engine._begin_pass()
         self._engine._passes._in_forward = True
         self._units = [UnitCalls(self._engine, place) for place in range(UNITS)]
-        self._round(UnitCalls.gather)  # agrees
+        self._round("gather")  # agrees
 
     def measure(self, path: str, rounds: int) -> tuple[Counts, list[float]]:
         """Collectives of one call, and microseconds of each, of one path."""
-        name = path.partition(",")[0].replace("FSDP2 ", "plain_")
-        call, stale = getattr(UnitCalls, name), path == "gather, stale"
+        call, _, state = path.partition(", ")
         for _ in range(3):
-            self._round(call, stale)
+            self._round(call, state)
         self._collectives.named(self._topology)
-        taken = [micro for _ in range(rounds) for micro in self._round(call, stale)]
+        taken = [micro for _ in range(rounds) for micro in self._round(call, state)]
         counts = self._collectives.named(self._topology)
         assert not any(count % len(taken) for count in counts.values()), counts
         return {name: count // len(taken) for name, count in counts.items()}, taken
 
-    def _round(self, call: Callable[[UnitCalls], None], stale: bool = False) -> list[float]:
+    def _round(self, name: str, state: str = "") -> list[float]:
         """Microseconds of each unit's call, in the order of a forward."""
         self._engine.cache.begin_pass()
-        if stale:
+        if state == "stale":
             for unit in self._units:
-                unit.write()
+                unit.entry.generation += 1  # as the ranks' agreement does
         taken = []
         for unit in self._units:
+            call = unit.calls[name]
             begun = time.perf_counter()
-            call(unit)
+            call()
             taken.append((time.perf_counter() - begun) * 1e6)
         return taken
 
@@ -197,7 +180,6 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     with (
         fake_world.world(nodes, ranks_per_node, "cpu") as topology,
         mock.patch("fcdp.engine.Streams", _Queued),
-        mock.patch("fcdp.exchange._on_host", _on_device),
         collectives.in_place_of_torchs(),
         torch.no_grad(),
     ):
@@ -221,7 +203,8 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
     for _ in range(repeats):
         for nodes, ranks in shapes:
             for detects in (True, False):
-                with rank_of(nodes, ranks, detect_writes=detects) as rank, _without_collector():
+                with rank_of(nodes, ranks, detect_writes=detects) as rank:
+                    gc.disable()
                     for _ in range(TURNS):
                         medians = {}
                         for path in PATHS:
@@ -232,6 +215,7 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
                         for path in PATHS:
                             multiple = medians[path] / medians[PLAIN[path]]
                             multiples[nodes, ranks, detects, path].append(multiple)
+                    gc.enable()
     return {
         "command": "python -m scripts.host_cost --write",
         "date": date.today().isoformat(),
@@ -299,15 +283,6 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 def _issued(row: dict[str, Any]) -> str:
     return ", ".join(f"{count} {group}" for group, count in row["collectives"].items())
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ python -m scripts.readme           rewrite the pages
 python -m scripts.readme --check   fail if that would change one
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import inspect

@@ -5,8 +5,6 @@
 What has run is kept: the same command goes on. Records are copied into results as matrices end.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

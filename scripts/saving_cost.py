@@ -6,8 +6,6 @@ Each round trains 25 steps that a save in the background begins, which they wait
 25 without, in turns that change places: what a save takes of later steps' time counts as well.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Tables of the README and docs over committed records, as Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -14,7 +12,7 @@ from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, interval, paired
-from experiments.records.record import METRICS, Machine, Record
+from experiments.records.record import METRICS, Record
 from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
@@ -106,9 +104,20 @@ def by_rollout(records: Sequence[Record]) -> str:
 
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
-    found = _by_strategy(records)
-    speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
-    return text.table(_HEAD, map(_row, found), _WORDS) + noted(speeds)
+    rows, speeds = [], list[Comparison]()
+    for by in _by_strategy(records):
+        fcdp, three = by["fcdp"], [by.get(name) for name in _THREE]
+        own = [Comparison(fcdp, other) for other in three[:2]]
+        columns = (
+            *map(str, _setting(fcdp.cell)),
+            *(text.number(_seconds(record)) for record in three),
+            *map(text.compared, own),
+            *(text.megabytes(_sent(record)) for record in three),
+            text.megabytes(_least(fcdp)),
+        )
+        rows.append(columns)
+        speeds += own
+    return text.table(_HEAD, rows, _WORDS) + noted(speeds)
 
 
 def kept(records: Sequence[Record]) -> str:
@@ -134,7 +143,11 @@ def kept(records: Sequence[Record]) -> str:
         rows.append(columns)
     head = ("Strategy", "unshaped tokens/s", f"{slow_link} tokens/s", "keeps")
     shown = text.table((*head, f"over {first.cell.strategy}", "MB/step"), rows)
-    return f"{shown}{noted(speeds)}\n\n{_trained_share(records)}"
+    ((trained, total),) = {
+        (m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)
+    }
+    share = f"{trained:,} of {total:,} parameters, {trained / total:.2%}"
+    return f"{shown}{noted(speeds)}\n\nTrained: {share}."
 
 
 def bound_by_the_link(records: Sequence[Record]) -> str:
@@ -182,23 +195,15 @@ def ablated(records: Sequence[Record]) -> str:
         head = [title.replace("\n", " ") for title in titles]
         shown = text.table(head, ([row[title] for title in titles] for row in rows))
         parts += [f"{count} micro-batch{'es' * (count > 1)} per step:\n", shown, ""]
-    machines = [record.machine for record in records if record.machine]
-    busy = [machine for machine in machines if machine.why_busy]
-    worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
-    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
-
-
-def _busy(worst: Machine) -> str:
-    return (
-        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, "
-        "hits and entries are not."
-    )
-
-
-def _trained_share(records: Sequence[Record]) -> str:
-    counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
-    ((trained, total),) = counts
-    return f"Trained: {trained:,} of {total:,} parameters, {trained / total:.2%}."
+    busy = [r.machine for r in records if r.machine and r.machine.why_busy]
+    said = "The machine was quiet."
+    if busy:
+        worst = max(busy, key=lambda machine: (machine.steal_share, machine.load))
+        said = (
+            f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; "
+            "bytes, hits and entries are not."
+        )
+    return "\n".join([*parts, said])
 
 
 def speeds(records: Sequence[Record]) -> str:
@@ -256,18 +261,6 @@ def audited(findings: Sequence[Finding]) -> str:
 def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
     return cell.model.name, cell.tuning, of, cell.accumulation
-
-
-def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
-    *others, _ = three = [by_strategy.get(name) for name in _THREE]
-    fcdp = by_strategy["fcdp"]
-    return (
-        *map(str, _setting(fcdp.cell)),
-        *(text.number(_seconds(record)) for record in three),
-        *(text.compared(Comparison(fcdp, other)) for other in others),
-        *(text.megabytes(_sent(record)) for record in three),
-        text.megabytes(_least(fcdp)),
-    )
 
 
 def noted(speeds: Iterable[Comparison]) -> str:

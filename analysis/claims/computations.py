@@ -1,7 +1,5 @@
 """How a claim is compared with records: ways to get one number from rows, and what alters it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +88,7 @@ class Selection(Strict):
         return value
 
     @model_validator(mode="after")
-    def _selects(self) -> Selection:
+    def _selects(self) -> "Selection":
         if not self.settings:
             raise ValueError(f"is empty; allowed are {', '.join(Selection.model_fields)}")
         return self

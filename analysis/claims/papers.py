@@ -4,8 +4,6 @@
 ``ValueError`` naming the file, the line, the claim, the key and what is allowed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
@@ -61,7 +59,7 @@ class Tolerance(Strict):
     at_most: float | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> Tolerance:
+    def _is_one(self) -> "Tolerance":
         if len(self.model_dump(exclude_none=True)) != 1:
             raise ValueError("must have exactly one of relative, at_least, at_most")
         return self
@@ -128,7 +126,7 @@ class Claim(Strict):
     needs: str | None = None
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Claim:
+    def _is_consistent(self) -> "Claim":
         if self.number is not None and self.unit is None:
             raise ValueError(f"unit is missing; allowed are {', '.join(SCALES)} and others")
         for check in self.checks:

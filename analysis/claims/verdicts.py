@@ -1,7 +1,5 @@
 """Verdicts: each claim beside the committed records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isinf

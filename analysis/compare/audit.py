@@ -4,8 +4,6 @@ A baseline that sends less than its schedule must has kept parameters alive; one
 uses a wasteful backend, which is a finding only if it is known why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +11,7 @@ from analysis import text
 from experiments.records import modelled, parity
 from experiments.records.cell import Cell
 from experiments.records.modelled import why_not_simulated
-from experiments.records.parity import REFERENCE, Parity
+from experiments.records.parity import REFERENCE
 from experiments.records.record import Measurement, Record
 from simulation import framing
 from simulation.framing import MESSAGE_BYTES
@@ -85,7 +83,17 @@ def audit(records: Sequence[Record]) -> list[Finding]:
 
     Raises ``ValueError`` where all records are simulated.
     """
-    return [_find(of) for of in parity.compare(records)]
+    found = []
+    for of in parity.compare(records):
+        cell, measured = of.record.cell, of.record.measurement
+        if measured is None:
+            found.append(Finding(cell, None, None, None, of.problems, ()))
+            continue
+        problems, explanations = _judge_bytes(cell, measured)
+        sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
+        every = (*problems, *of.problems)
+        found.append(Finding(cell, sent, least, of.difference, every, explanations))
+    return found
 
 
 def markdown(findings: Sequence[Finding]) -> str:
@@ -110,21 +118,6 @@ def markdown(findings: Sequence[Finding]) -> str:
     shown = text.table((*words[:2], *numbers, words[2]), rows, words)
     below = [f"[{index}] {reason}." for reason, index in reasons.items()]
     return "\n".join([shown, "", *below]) + "\n"
-
-
-def _find(of: Parity) -> Finding:
-    cell, measured = of.record.cell, of.record.measurement
-    if measured is None:
-        return Finding(cell, None, None, None, of.problems, ())
-    problems, explanations = _judge_bytes(cell, measured)
-    return Finding(
-        cell,
-        measured.inter_node_bytes_per_step,
-        measured.inter_node_bytes_closed_form,
-        of.difference,
-        (*problems, *of.problems),
-        explanations,
-    )
 
 
 def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,7 +1,5 @@
 """Each cell next to the baseline that ran under the same settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Lines, bars and labels in one pair of axes of a figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

@@ -4,8 +4,6 @@ Figures are made without pyplot, so that nothing depends on, or changes, the cal
 style.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -3,8 +3,6 @@
 Every number drawn is a value of the comparison table.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

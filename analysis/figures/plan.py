@@ -1,7 +1,5 @@
 """The picture of a plan: throughput and cost over nodes and links, each with its range."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

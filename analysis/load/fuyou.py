@@ -5,8 +5,6 @@ What is published: teraflops per second of the whole machine, by model, batch, S
 one that is fitted: the parameters that AdamW on the CPU steps per second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median

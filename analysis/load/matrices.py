@@ -1,7 +1,5 @@
 """The matrices that come with the repository, as their files say: nothing is run to know it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import as_file, files

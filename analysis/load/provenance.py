@@ -1,7 +1,5 @@
 """Where cells come from, in words."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

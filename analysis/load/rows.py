@@ -1,7 +1,5 @@
 """Rows: one cell as claims ask about it, whichever kind of record it stands in."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -114,11 +112,6 @@ def _over(value: float | None, whole: float | None) -> float | None:
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
-def _largest_slot_share(columns: _Columns) -> float | None:
-    slots = columns["bytes_by_slot"]
-    return max(slots) / (4 * columns["trainable_parameters"]) if slots else None
-
-
 def _kept(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
     """The least, or the most, that graphs keep in a slot, in bytes."""
     slots = columns["activation_bytes_by_slot"]
@@ -151,7 +144,9 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "host_cache_share": lambda c: _over(
         _times(c["host_cache_bytes"], c["ranks_per_node"]), c["parameters"] * _WIDTH[c["dtype"]]
     ),
-    "largest_slot_share": _largest_slot_share,
+    "largest_slot_share": lambda c: _over(
+        max(c["bytes_by_slot"] or (), default=None), 4 * c["trainable_parameters"]
+    ),
     "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),
     "activation_spread": lambda c: _over(_kept(c, max), _kept(c, min)),
     "held_out_perplexity": lambda c: None if (e := c["held_out_loss"]) is None else math.exp(e),

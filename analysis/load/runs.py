@@ -1,7 +1,5 @@
 """The committed runs: a folder of results for each matrix, and the studies beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,9 +36,7 @@ class Run:
     file: str
     #: One a cell.
     records: list[Record]
-    #: Predictions of the same cells, and the file of it if there is one; see
-    #: ``python -m experiments validate``.
-    predicted: str | None
+    #: Of the same cells; see ``python -m experiments validate``.
     predictions: list[Record]
 
     @cached_property
@@ -167,7 +163,7 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
         if file := _file(results, f"{name}/{FILE}"):
             predicted = _file(results, f"{name}/{PREDICTIONS}")
             known = read(results / predicted) if predicted else []
-            found.append(Run(name, file, latest(read(results / file)), predicted, known))
+            found.append(Run(name, file, latest(read(results / file)), known))
     if only is None:
         if (file := _file(results, MEMORY)) and (cases := imitated.read(results / file)):
             found.append(of_memory(file, cases))

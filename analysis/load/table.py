@@ -1,7 +1,5 @@
 """Records to a table of one row a cell, with the names of the record schema, flattened."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The chapter on a paper: a row per result first, then a section per table or figure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ settings; the papers' numbers stand in ``analysis/claims.yaml``. A mistake raise
 with the file and the key.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -85,7 +83,7 @@ class Section(Strict):
     seeds: tuple[Seeds, ...] = ()
 
     @model_validator(mode="after")
-    def _opens_with_its_own(self) -> Section:
+    def _opens_with_its_own(self) -> "Section":
         if others := [name for name in (*self.first, *self.because) if name not in self.claims]:
             raise ValueError(f"first, because: {others} are not among the section's claims")
         return self

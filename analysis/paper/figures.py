@@ -1,10 +1,7 @@
 """Figures of the papers' tables: their points on our curves and bars; ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -21,9 +18,7 @@ from analysis.load.runs import Run
 from analysis.paper.region import Region
 from experiments.records.comparison import grouped
 from simulation.bound import BoundRecord
-from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link, link
-from simulation.transformer import Tuning
 
 #: Colours that a colour-blind reader can tell (Okabe and Ito), and dashes beside them.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -262,60 +257,6 @@ def _gigabits(written: str) -> float:
 
 def _tau(policy: str) -> float:
     return float(policy.removeprefix("threshold(").removesuffix(")"))
-
-
-#: Width of a panel, and from one bar to the next, in inches.
-WIDTH, PITCH = 1.9, 0.19
-
-
-def memory_study(records: Sequence[MemoryRecord], summary: str) -> Drawing:
-    """The largest micro-batch of each strategy: rows by length and model, columns by tuning."""
-    models = sorted({_model(record) for record in records})
-    kinds = list(product(get_args(Tuning), (False, True)))
-    names = strategies.ordered(record.case.strategy for record in records)
-    labels = sorted(
-        {(names.index(r.case.strategy), r.case.label, r.case.strategy) for r in records}
-    )
-    size = WIDTH * len(kinds) + 1.4, len(models) * (PITCH * len(labels) + 0.7)
-    panels = len(models), len(kinds)
-    with canvas(*size, *panels, sharey=True, sharex=True) as (figure, grid):
-        for (at, (tuning, again)), ax in zip(product(models, kinds), grid.flat, strict=True):
-            found = {
-                record.case.label: record
-                for record in records
-                if (_model(record), record.case.tuning, record.case.checkpointing)
-                == (at, tuning, again)
-            }
-            how = ", checkpointing" if again else ""
-            length, model = at
-            ax.set_title(f"{model}, {length:,} tokens\n{text.TUNINGS[tuning]}{how}")
-            _memory_bars(ax, [(label, name, found.get(label)) for _, label, name in labels])
-        for ax in grid[-1]:
-            ax.set_xlabel("largest micro-batch")
-    caption = (
-        "Sequences a rank in the largest step that fits; 0: not one does. "
-        f"{summary} Forward, backward and optimizer step are the real code, on tensors "
-        "without contents."
-    )
-    return Drawing("memory-largest-micro-batch", "Largest micro-batch that fits", caption, figure)
-
-
-def _model(record: MemoryRecord) -> tuple[int, str]:
-    """Subject of a row of panels: tokens per sequence, and the model."""
-    return record.case.sequence_length, record.case.model.name
-
-
-def _memory_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) -> None:
-    """A bar a case, with its value or what became of it."""
-    looks = strategies.styles(name for _, name, _ in cases)
-    for at, (_, name, record) in enumerate(cases):
-        finding = None if record is None else record.finding
-        size = 0 if finding is None else finding.largest_micro_batch
-        ax.barh(at, size, axes.BAR, color=looks[name].colour)
-        said = f"{size}" if finding else "–" if record is None else record.state
-        axes.write_beside(ax, at, size, said, color=axes.INK if finding else axes.SOFT)
-    axes.name_bars(ax, [label for label, _, _ in cases])
-    ax.margins(x=0.2)
 
 
 #: Where the paper's numbers stand.

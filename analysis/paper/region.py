@@ -6,8 +6,6 @@ The paper's system (flat exchanges) is simulated; what the paper does not say is
 ``unknowns.yaml``. What is found is in ``region.json``.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class Unknown(Strict):
     words: str
 
     @model_validator(mode="after")
-    def _has_a_range(self) -> Unknown:
+    def _has_a_range(self) -> "Unknown":
         if bool(self.values) == bool(self.between):
             raise ValueError("has values, or is between two; one of them")
         return self
@@ -213,18 +211,17 @@ def search(holds: Unknowns, paper: Mapping[str, Asked]) -> dict[str, float]:
         by = [paper[name].away(ours[name]) for name in holds.numbers]
         return sum(value > 1 for value in by), sum(min(value, 10.0) for value in by)
 
-    point = {name: _middle(one) for name, one in holds.unknowns.items()}
+    point = {
+        name: one.values[len(one.values) // 2]
+        if one.between is None
+        else round(sum(one.between) / 2, 2)
+        for name, one in holds.unknowns.items()
+    }
     for turn in range(_ROUNDS):
         for name, one in order.sample(list(holds.unknowns.items()), len(holds.unknowns)):
             tried = [{**point, name: value} for value in one.near(point[name], 0.8 / 2**turn)]
             point = min([point, *tried], key=badness)
     return point
-
-
-def _middle(unknown: Unknown) -> float:
-    if unknown.between is None:
-        return unknown.values[len(unknown.values) // 2]
-    return round(sum(unknown.between) / 2, 2)
 
 
 class Simulated(Strict):
@@ -247,11 +244,6 @@ class Found(Strict):
 
     best: Simulated
     drawn: tuple[Simulated, ...]
-
-
-def found() -> Found:
-    """Read what is committed."""
-    return Found.model_validate_json(FOUND.read_text(encoding="utf-8"))
 
 
 def draw(holds: Unknowns) -> list[dict[str, float]]:
@@ -300,7 +292,8 @@ class Region:
 
 def region(claims: Claims) -> Region:
     """The region of these claims, by the committed points."""
-    holds, of, paper = load(), found(), asked(claims)
+    holds, paper = load(), asked(claims)
+    of = Found.model_validate_json(FOUND.read_text(encoding="utf-8"))
     return Region(holds, of, paper, ranges(holds, of, paper))
 
 

@@ -1,7 +1,5 @@
 """Tables of text, a matrix's own cells' among them; written as Markdown, CSV and LaTeX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A figure in it is SVG: text stays text, but for labels with a halo. Dark pages invert it.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """REPRODUCTION.md and the pages beside it: the papers' results next to what the records say."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,16 +13,15 @@ from analysis.claims.papers import LABELS, Claims
 from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
-from analysis.figures.drawings import Drawing, svg
+from analysis.figures.drawings import svg
 from analysis.load import runs
 from analysis.load.runs import AnyRun, Run
-from analysis.paper import contents, figures
+from analysis.paper import contents
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.paper.region import region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
-from simulation.imitated.records import MemoryRecord
 
 
 def write(results: Path) -> dict[str, Path]:
@@ -90,11 +87,14 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     """The self-contained HTML page, which has the figures of every run too."""
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
     first, *others = _once(values["chapters"])
-    predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
-    drawn = {run.matrix: [figure(drawing, [run.file]) for drawing in _drawn(run)] for run in of}
-    pairs = values["pairs"]
-    timed = [] if pairs.empty else [*pairs["matrix"].unique()]
-    beside = [there for by in (file, predicted) for name in timed if (there := by[name])]
+    drawn = {
+        run.matrix: [
+            figure(drawing, [run.file])
+            # A study's table is the claims'.
+            for drawing in (matrix.draw(compare(run.records)) if isinstance(run, Run) else ())
+        ]
+        for run in of
+    }
     return pages.render(
         "reproduction.html.j2",
         **values,
@@ -102,18 +102,9 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         others=others,
         noted={at for one in (first, *others) for part in one.parts for at in part.notes},
         figures=drawn,
-        validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
         files=lambda names: [file[name] for name in names if name in file],
     )
-
-
-def _drawn(run: AnyRun) -> list[Drawing]:
-    """A run's figures; none of the bound's, whose table is the claims'."""
-    if isinstance(run, Run):
-        return matrix.draw(compare(run.records))
-    cases = [record for record in run.records if isinstance(record, MemoryRecord)]
-    return [figures.memory_study(cases, run.summary)] if any(one.finding for one in cases) else []
 
 
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
@@ -160,7 +151,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
-        "pairs": pairs,
         "validation": simulator.agreements(pairs) if len(pairs) else [],
         "orders": simulator.choices(ordered) if ordered else [],
         "constants": simulator.constants({run.matrix: run.records for run in timed}),

@@ -5,8 +5,6 @@ repetitions of one count as one. A pair are two whose times differ by more than 
 beyond their interval: of others the records do not say which is faster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +12,10 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import seaborn as sns
 
-from analysis import strategies, text
+from analysis import text
 from analysis.claims.papers import Claims, MatrixUse
-from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
@@ -62,7 +57,12 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
     steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
     found = []
     for constant in intervals(steps):
-        words, unit, scale = _named(constant.name)
+        if constant.name in _SHARED:
+            words, unit, scale = _SHARED[constant.name]
+        else:
+            engine, part = constant.name.split()
+            per = "block and micro-batch" if part == "block" else "block and step"
+            words, unit, scale = f"{engine}: calls per {per}", "ms", 1e3
         numbers = (constant.value, constant.low, constant.high)
         shown = ["no limit" if math.isinf(n) else text.number(scale * n) for n in numbers]
         row = dict(zip(("value", "low", "high"), shown, strict=True))
@@ -70,16 +70,8 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
     return found
 
 
-def _named(constant: str) -> tuple[str, str, float]:
-    """A constant in words, the unit that it is shown in, and how many of these its own unit is."""
-    if constant in _SHARED:
-        return _SHARED[constant]
-    engine, part = constant.split()
-    what = "calls per block and micro-batch" if part == "block" else "calls per block and step"
-    return f"{engine}: {what}", "ms", 1e3
-
-
-#: Constants that all engines have in common.
+#: Constants that all engines have in common: in words, the unit that each is shown in, and how many
+#: of these its own unit is.
 _SHARED = {
     "flops": ("matrix products", "GFLOP/s", 1e-9),
     "message_seconds": ("messages", "µs", 1e6),
@@ -92,7 +84,7 @@ _SHARED = {
 def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
-    """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
+    """Each cell that ran and was predicted: its settings, and the comparison."""
     found: list[dict[str, object]] = []
     for record, prediction in paired(records, predictions, lambda record: record.cell_id):
         if (told := prediction.measurement) is None:
@@ -104,10 +96,7 @@ def joined(
             {
                 "matrix": matrix,
                 "tuning": record.cell.tuning,
-                "engine": strategies.engine(record.cell.strategy),
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
-                "timed": step.seconds,
-                "predicted": seconds,
                 "comparison": emulated.Comparison(step, seconds, sent),
             }
         )
@@ -232,54 +221,6 @@ def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
         "median_cost": f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
         "largest_cost": f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
     }
-
-
-#: How near the figure's band is, as a share.
-_BAND = 0.1
-#: One each for what is predicted, and what the constants of the simulator were fitted to.
-_MARKERS = {"limited": "o", "unshaped": "s"}
-
-
-def draw(pairs: pd.DataFrame) -> Drawing:
-    """Predicted against timed seconds a step, both on logarithmic axes."""
-    looks = {
-        "DeepSpeed": strategies.BASELINE,
-        "PyTorch": "fsdp2",
-        "This engine": strategies.SUBJECT,
-    }
-    styles = strategies.styles(looks.values())
-    ends = [pairs[["timed", "predicted"]].min().min() / 1.5]
-    ends.append(pairs[["timed", "predicted"]].max().max() * 1.5)
-    with canvas(4.6, 4.2) as (figure, ((ax,),)):
-        line = np.array(ends)
-        ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color="#E6E6E6", linewidth=0)
-        ax.plot(line, line, color="#888888", linewidth=0.8)
-        sns.scatterplot(
-            pairs,
-            x="timed",
-            y="predicted",
-            hue="engine",
-            palette={engine: styles[name].colour for engine, name in looks.items()},
-            hue_order=[engine for engine in looks if engine in set(pairs["engine"])],
-            style="link",
-            markers=_MARKERS,
-            alpha=0.8,
-            s=26,
-            ax=ax,
-        )
-        ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
-        ax.legend(frameon=False)
-    parts = [
-        f"{link} links: {text.percent(median_error(cells['comparison']))} median absolute error of "
-        f"{len(cells)} cells"
-        for link, cells in pairs.groupby("link")
-    ]
-    caption = (
-        f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
-        f"±{100 * _BAND:g} %. {FITTED}"
-    )
-    return Drawing("validation", "Simulated against emulated steps", caption, figure)
 
 
 def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:

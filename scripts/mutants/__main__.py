@@ -8,8 +8,6 @@ Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not 
 together write ``results/mutants/mutants.jsonl`` and results/mutants/README.md anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib
@@ -22,7 +20,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -33,13 +30,11 @@ import numpy as np
 
 from scripts.mutants import record
 from scripts.mutants.files import mutants, part_of, tests_of
-from scripts.mutants.mutant import Mutant
+from scripts.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
 #: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
 _LIMITS = {"unit": 60.0, "ranks": 400.0, "system": 400.0}
-#: How many tests that caught a mutant's neighbours are tried before all of its file.
-_NEIGHBOURS = 6
 #: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
@@ -130,7 +125,7 @@ def _try(
 class _Worker:
     """One of the processes that try mutants, and its tree."""
 
-    _one: _Worker
+    _one: "_Worker"
 
     def __init__(
         self,
@@ -145,8 +140,6 @@ class _Worker:
         self._ends = ends
         #: Seconds that unit tests may take; they pass without a mutant, others by `make ci`.
         self._limits: dict[tuple[str, ...], float] = {}
-        #: By file, and by file and function: the tests that caught something there, latest last.
-        self._recent: defaultdict[str | tuple[str, str], dict[str, None]] = defaultdict(dict)
 
     @classmethod
     def begin(cls, *settings: Any) -> None:
@@ -161,35 +154,21 @@ class _Worker:
         return worker._attempt(mutant)
 
     def _attempt(self, mutant: Mutant) -> str:
-        if first := self._likely(mutant):
-            outcome = self._run(mutant, first, _LIMITS["ranks"])
+        before = self._catchers.get(mutant.name, "")
+        if before.startswith("tests/"):
+            outcome = self._run(mutant, [before], _LIMITS["ranks"])
             if outcome.status not in (0, 4, 5):  # 4: no such test any more
-                return self._caught(mutant, outcome.by)
+                return outcome.by
         for tier in self._tiers:
             tests = (*tests_of(mutant.file), "-m", tier)
             if tier == "unit" and self._ends is None and tests not in self._limits:
                 self._limits[tests] = self._measured(tests)
             outcome = self._run(mutant, tests, self._limits.get(tests, _LIMITS[tier]))
             if not outcome.passed:
-                return self._caught(mutant, outcome.by)
+                return outcome.by
         return ""
 
-    def _likely(self, mutant: Mutant) -> list[str]:
-        """Tests to run before all others: what caught it last time, or its neighbours just now."""
-        if before := self._catchers.get(mutant.name):
-            return [before] if before.startswith("tests/") else []
-        latest = [*self._recent[mutant.file], *self._recent[mutant.file, mutant.function]]
-        return [*dict.fromkeys(reversed(latest))][:_NEIGHBOURS]
-
-    def _caught(self, mutant: Mutant, by: str) -> str:
-        if by.startswith("tests/"):
-            for neighbours in (mutant.file, (mutant.file, mutant.function)):
-                recent = self._recent[neighbours]
-                recent.pop(by, None)
-                recent[by] = None
-        return by
-
-    def _run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Outcome:
+    def _run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> "Outcome":
         self._tree.put(mutant)
         try:
             return run(self._tree, tests, limit_s)

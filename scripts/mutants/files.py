@@ -1,12 +1,9 @@
 """Which files have mutants of which kind, and which tests are to catch them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.mutants.mutant import Mutant, Source
-from scripts.mutants.operators import arithmetic, omissions, order
+from scripts.mutants.operators import Mutant, Source, arithmetic, omissions, order
 
 #: Where arithmetic is mutated too, and statements and conditions are left out.
 ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")

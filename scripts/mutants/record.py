@@ -1,7 +1,5 @@
 """Outcome of each mutant: remembered between runs, committed, and shown in docs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict
@@ -13,7 +11,7 @@ from typing import Any
 import yaml
 
 from scripts.mutants.files import tests_of
-from scripts.mutants.mutant import Mutant
+from scripts.mutants.operators import Mutant
 from simulation import files
 
 _FOLDER = "results/mutants"

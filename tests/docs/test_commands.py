@@ -272,26 +272,11 @@ def parse_training(words: list[str]) -> None:
         train.parse(words)
 
 
-def test_commands_in_sentences_name_what_there_is() -> None:
-    """Programs, commands and options; what is in capitals stands for something."""
-    found = 0
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
-        for match in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
-            program, words = match[0], " ".join(match[1].split()).split()
-            if words[0].isupper():
-                continue
-            _, command, _, _ = called(program, words)
-            options = {name for parameter in command.params for name in parameter.opts}
-            inner = getattr(command, "commands", {}).values()
-            options |= {name for each in inner for p in each.params for name in p.opts}
-            assert {word for word in words if word.startswith("--")} <= options, (page.name, words)
-            found += 1
-    assert found > 15
-
-
 def test_every_page_of_the_repository_names_what_there_is() -> None:
-    """Modules, their commands, matrices and targets of make, in blocks and in sentences."""
+    """Modules, their commands, matrices and targets of make, in blocks and in sentences.
+
+    Of the README and docs also options; what is in capitals stands for something.
+    """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
@@ -304,6 +289,14 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
             assert find_spec(module), (page, module)
         for program, name in re.findall(r"\bpython -m (experiments|analysis) ([a-z]+)", text):
             called(program, [name])
+        for program, said in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
+            words = said.split()
+            if page in PAGES and not words[0].isupper():
+                command = called(program, words)[1]
+                known = [command, *getattr(command, "commands", {}).values()]
+                options = {name for each in known for p in each.params for name in p.opts}
+                assert {w for w in words if w.startswith("--")} <= options, (page.name, words)
+                found["sentences"] += 1
         for matrix in re.findall(r"(?:\bexperiments run |EMULATED=)([\w./-]*\w)", text):
             assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
         for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
@@ -312,3 +305,4 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
         found["modules"] += text.count("python -m ")
     assert found["modules"] > 300
     assert found["make"] > 30
+    assert found["sentences"] > 15

@@ -7,8 +7,7 @@ import pytest
 
 from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
-from scripts.mutants.mutant import Source
-from scripts.mutants.operators import omissions, order
+from scripts.mutants.operators import Source, omissions, order
 from tests import programs
 from tests.programs import ROOT
 

@@ -10,7 +10,7 @@ from analysis.figures import matrix
 from analysis.figures.drawings import panels_of
 from analysis.load.provenance import provenance
 from analysis.load.rows import row
-from analysis.report import tables
+from analysis.report import run
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import CacheSettings
@@ -155,7 +155,7 @@ def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> 
 def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -> None:
     cells = [usual(item), changed(item)]
     table = compare([record(of) for of in cells])
-    shown = tables.presentable(table)
+    shown = run.presentable(table)
     parted = list(matrix.parted(table))
     panels = [title for part, _ in parted for title, _ in panels_of(part)]
     # The model's name stands for all that it is: see its own label.
@@ -179,15 +179,6 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
     if item.setting.role == "condition":
         apart = {"run": (2, 2), "training": (2, 2), "model": (1, 2), "axis": (1, 1)}
         assert (len(parted), len(panels)) == apart[item.setting.place]
-
-
-def test_cells_that_recompute_another_share_are_not_compared() -> None:
-    usual = record(cell("fsdp2"))
-    twice = [2 * seconds for seconds in usual.measurement.step_seconds]
-    slow = record(cell("fsdp2", recomputed=1.0), step_seconds=twice)
-    compared = compare([usual, slow], "fsdp2")
-    assert list(compared["speed_up"]) == [1.0, 1.0]
-    assert list(tables.presentable(compared)["Recomputed"]) == ["0", "1"]
 
 
 class Longer(Cell):

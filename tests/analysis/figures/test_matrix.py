@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from colorsys import rgb_to_hls
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -17,6 +18,7 @@ from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.axes import SEEN
 from analysis.figures.drawings import Drawing, save
+from analysis.load.table import frame
 from baselines.registry import STRATEGY_NAMES
 from experiments.records.record import Record
 from tests.analysis import made_up
@@ -74,11 +76,9 @@ def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[D
     for (title, strategy), wanted in expected.items():
         look = strategies.styles([strategy])[strategy]
         assert points(axes[title], look.colour) == wanted
-
-
-def test_an_unshaped_link_has_a_name_and_no_number(drawings: list[Drawing]) -> None:
-    ax = drawings[0].figure.axes[0]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["10", "100", "unshaped"]
+    # An unshaped link has a name, and no number.
+    labels = drawings[0].figure.axes[0].get_xticklabels()
+    assert [label.get_text() for label in labels] == ["10", "100", "unshaped"]
 
 
 def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
@@ -253,3 +253,83 @@ def test_looks_differ() -> None:
         own = [look for name, look in looks.items() if strategies.engine(name) == engine]
         assert len({look.marker for look in own}) == len(own)
         assert len({look.dashes for look in own}) == 1
+
+
+def finished(strategy: str, **told: Any) -> Record:
+    return made_up.record(made_up.cell(strategy), **told)
+
+
+def slots_of(records: list[Record]) -> list[Drawing]:
+    drawn = matrix.draw(compare(records))
+    return [drawing for drawing in drawn if drawing.name.endswith("slots")]
+
+
+def test_bytes_and_activations_of_slots_are_the_records() -> None:
+    ring = finished("cyclic-ring", bytes_by_slot=[1e6, 2e6])
+    kept = finished(
+        "cyclic-interleaved", activation_bytes_by_slot=[3e6, 3e6], activation_bytes_together=4e6
+    )
+    ddp = finished("ddp", inter_node_bytes_per_step=5e6)
+    (drawing,) = slots_of([ddp, ring, kept])
+    sent, activations = drawing.figure.axes
+    values: list[list[list[float]]] = [
+        [[*map(float, line.get_ydata())] for line in ax.lines]  # type: ignore[arg-type, union-attr]
+        for ax in (sent, activations)
+    ]
+    assert values == [[[1, 2], [5, 5]], [[3, 3], [4, 4]]]
+    labels = [str(text.get_text()) for text in drawing.figure.legends[0].get_texts()]
+    assert labels == ["cyclic-ring", "cyclic-interleaved", "all at once"]
+    assert slots_of([finished("ddp"), finished("cyclic")]) == []
+
+
+SEEDS, INTERVALS = (0, 1, 2), (3, 12, 48)
+
+
+def at_interval(strategy: str, seed: int, interval: int, loss: float, **settings: Any) -> Record:
+    own = {"interval": interval, **settings} if strategy == "co2" else {}
+    of = made_up.cell(strategy, link=10**8, seed=seed, **own)
+    return made_up.record(of, held_out_loss=loss, steps_per_round=interval)
+
+
+def loss_of(interval: int, seed: int) -> float:
+    return 3 + interval / 100 + seed / 10
+
+
+def over_intervals() -> list[Record]:
+    return [
+        *(at_interval("fsdp2", seed, 1, 2.5 + seed / 10) for seed in SEEDS),
+        *(at_interval("co2", seed, tau, loss_of(tau, seed)) for seed in SEEDS for tau in INTERVALS),
+        *(
+            at_interval("co2", seed, tau, loss_of(tau, seed) - 1, penalty="none")
+            for seed in SEEDS
+            for tau in INTERVALS
+        ),
+    ]
+
+
+def lines(ax: Axes, strategy: str, among: list[str]) -> list[Any]:
+    colour = strategies.styles(among)[strategy].colour
+    return [drawn for drawn in ax.lines if drawn.get_color() == colour]
+
+
+def test_points_over_intervals_are_the_records_and_lines_their_medians() -> None:
+    records = over_intervals()
+    found = [drawn for drawn in matrix.draw(compare(records)) if drawn.name.endswith("intervals")]
+    assert len(found) == 1
+    (ax,) = found[0].figure.axes
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["3", "12", "48"]
+    among = ["fsdp2", "co2", "co2 penalty none"]
+    for name, less in (("co2", 0), ("co2 penalty none", 1)):
+        joined, points = lines(ax, name, among)
+        medians = [median(loss_of(tau, seed) for seed in SEEDS) - less for tau in INTERVALS]
+        assert list(joined.get_xdata()) == list(INTERVALS)
+        assert list(joined.get_ydata()) == pytest.approx(medians)
+        assert sorted(points.get_ydata()) == pytest.approx(
+            sorted(loss_of(tau, seed) - less for tau in INTERVALS for seed in SEEDS)
+        )
+    (level,) = lines(ax, "fsdp2", among)
+    assert list(level.get_ydata()) == pytest.approx([2.6, 2.6])
+    assert "A point per seed, of 3" in found[0].caption
+    # One interval is no curve.
+    alike = [item for item in records if item.measurement and item.measurement.steps_per_round < 4]
+    assert not matrix.has_intervals(frame(alike))

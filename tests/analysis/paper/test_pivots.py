@@ -1,13 +1,10 @@
-"""A pivot shows every system's cells and how they ended; the study of memory is drawn."""
+"""A pivot shows every system's cells and how they ended."""
 
 from typing import Any
 
-from matplotlib.text import Annotation
-
 from analysis.load.rows import Row
-from analysis.paper import figures, tables
+from analysis.paper import tables
 from analysis.paper.contents import Pivot
-from tests.analysis.memory_study import study
 
 
 def row(strategy: str, link: str, speed: float | None, state: Any = "ok") -> Row:
@@ -33,20 +30,3 @@ def test_every_system_has_its_cells_and_how_they_ended() -> None:
     table = tables.pivoted(pivot(), ROWS)
     lines = table.frame.itertuples(index=False)
     assert [line[1:] for line in lines] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
-
-
-def test_values_drawn_are_the_records() -> None:
-    made_up = study()
-    figure = figures.memory_study(made_up.records, made_up.summary).figure
-    assert len(figure.axes) == 2 * 4
-    first, again, *_ = figure.axes[4:]
-    assert first.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning"
-    assert again.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning, checkpointing"
-    said = [item.get_text() for item in first.texts if isinstance(item, Annotation)]
-    assert said == ["skipped", "8", "0", "7"]
-    assert [label.get_text() for label in first.get_yticklabels()] == [
-        "ddp",
-        "zero3",
-        "zeropp",
-        "fcdp host",
-    ]

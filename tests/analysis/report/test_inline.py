@@ -29,9 +29,14 @@ def parsed(svg: str) -> ElementTree.Element:
 
 def test_text_is_text_and_the_drawing_stays_as_it_was(drawing: Drawing) -> None:
     before = drawings.svg(drawing)
-    svg = parsed(inline(drawing, "f1"))
-    assert "50 % of <all>, 0.12345" in ["".join(item.itertext()) for item in svg.iter("text")]
+    written = inline(drawing, "f1")
+    texts = ["".join(item.itertext()) for item in parsed(written).iter("text")]
+    assert "50 % of <all>, 0.12345" in texts
     assert drawings.svg(drawing) == before
+    # It has no style or ground of its own, and is less than half the file.
+    assert "<style" not in written
+    assert "fill: #ffffff" not in written
+    assert len(written) < len(before) / 2
 
 
 def test_two_figures_of_one_page_share_no_id_and_refer_to_their_own(drawing: Drawing) -> None:
@@ -48,12 +53,3 @@ def test_two_figures_of_one_page_share_no_id_and_refer_to_their_own(drawing: Dra
         assert len(ids) >= 2  # a clip and a marker
         assert not found & ids
         found |= ids
-
-
-def test_it_has_no_style_or_ground_of_its_own_and_is_less_than_half_the_file(
-    drawing: Drawing,
-) -> None:
-    svg = inline(drawing, "f1")
-    assert "<style" not in svg
-    assert "fill: #ffffff" not in svg
-    assert len(svg) < len(drawings.svg(drawing)) / 2
