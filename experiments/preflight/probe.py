@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -90,56 +89,30 @@ class _Probe:
 
     def _links(self) -> dict[str, Any]:
         topology, ranks = self._topology, self._topology.ranks_per_node
-        across, inside = topology.nodes > 1, ranks > 1
-        between, within = topology.inter, topology.intra
-        return {
-            "inter_node_point_to_point": self._point_to_point(ranks) if across else None,
-            "inter_node_all_gather": self._all_gather(between, senders=ranks) if across else None,
-            "intra_node_point_to_point": self._point_to_point(1) if inside else None,
-            "intra_node_all_gather": self._all_gather(within, senders=1) if inside else None,
-        }
-
-    def _point_to_point(self, other: int) -> dict[str, Any]:
-        """The link between ranks 0 and ``other``: there and back, halved."""
-        group = self._topology.mesh.get_group()
-        peer = {0: other, other: 0}.get(self._topology.rank)
-
-        def there_and_back(buffer: torch.Tensor) -> None:
-            if peer is None:
-                return
-            for sending in (peer != 0, peer == 0):
-                part = [(peer, buffer)]
-                received, sent = ([], part) if sending else (part, [])
-                exchange.wait_all(exchange.swap(received, sent, group))
-                self._synchronise()
-
-        return line(2, [(size, s / 2) for size, s in self._samples(there_and_back)])
+        across = self._all_gather(topology.inter, senders=ranks) if topology.nodes > 1 else None
+        inside = self._all_gather(topology.intra, senders=1) if ranks > 1 else None
+        return {"inter_node_all_gather": across, "intra_node_all_gather": inside}
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
-        """The link under an all-gather of ``group``; ``senders`` ranks share it."""
-        others = group.size() - 1
+        """The link under an all-gather of ``group``, as far as it is quick enough.
 
-        def gather(gathered: torch.Tensor) -> None:
-            exchange.wait_all(exchange.all_gather([gathered], group))
-            self._synchronise()
-
-        samples = self._samples(gather, group.size())
-        return line(group.size(), [(size * others * senders, s) for size, s in samples])
-
-    def _samples(
-        self, exchanged: Callable[[torch.Tensor], None], parts: int = 1
-    ) -> list[tuple[int, float]]:
-        """Sizes and the seconds of each, of so many ranks, as far as the link is quick enough."""
+        ``senders`` ranks share it.
+        """
         samples: list[tuple[int, float]] = []
         for size in _SIZES:
-            buffer = torch.zeros(parts * size, dtype=torch.uint8, device=self._device)
-            call = partial(exchanged, buffer)
-            first = self._slowest(call)  # makes connections and buffers, too
+            gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
+
+            def gather(gathered: torch.Tensor = gathered) -> None:
+                exchange.wait_all(exchange.all_gather([gathered], group))
+                self._synchronise()
+
+            first = self._slowest(gather)  # makes connections and buffers, too
             repeats = _REPEATS_OF_SHORT if first < _SHORT_S else _REPEATS
-            samples.append((size, median(self._slowest(call) for _ in range(repeats))))
+            samples.append((size, median(self._slowest(gather) for _ in range(repeats))))
             if len(samples) > 1 and _GROWTH * samples[-1][1] > _LONGEST_S:
                 break
-        return samples
+        sent = (group.size() - 1) * senders
+        return line(group.size(), [(size * sent, seconds) for size, seconds in samples])
 
     def _slowest(self, call: Callable[[], None]) -> float:
         """Seconds of a call that all ranks begin together, the slowest rank's."""
@@ -166,7 +139,7 @@ class _Probe:
         }
 
     def _compute(self) -> dict[str, Any]:
-        together, alone = {}, {}
+        products = {}
         rows = _ROWS.get(self._device.type, _ROWS_ON_ACCELERATOR)
         for name in _DTYPES:
             matrix = torch.randn(rows, rows, device=self._device).to(getattr(torch, name))
@@ -175,14 +148,12 @@ class _Probe:
             def multiply(matrix: torch.Tensor = matrix, product: torch.Tensor = product) -> object:
                 return torch.mm(matrix, matrix, out=product)
 
-            together[name] = self._rate(multiply, 2 * rows**3)
-            alone[name] = self._rate(multiply, 2 * rows**3, alone=True)
+            products[name] = self._rate(multiply, 2 * rows**3)
         on_cpu = self._device.type == "cpu"
         properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
         return {
             "device": "cpu" if on_cpu else properties.name,
-            "matmul_flops_per_s": together,
-            "alone_matmul_flops_per_s": alone,
+            "matmul_flops_per_s": products,
             "memory_bytes": None if on_cpu else properties.total_memory,
             "memory_bytes_per_s": self._memory_bytes_per_s(),
             "block": self._block(),
@@ -210,23 +181,18 @@ class _Probe:
 
         return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
 
-    def _rate(self, call: Callable[[], object], amount: float, alone: bool = False) -> float:
-        """``amount`` of a call per second: of rank 0 ``alone``, or the slowest while all work."""
-        takes_part = not alone or self._topology.rank == 0
-        if takes_part:
-            call()
-            self._synchronise()
+    def _rate(self, call: Callable[[], object], amount: float) -> float:
+        """``amount`` of a call per second, of the slowest rank while all work."""
+        call()
+        self._synchronise()
         dist.barrier()
-        rate = float("inf")
-        if takes_part:
-            begin, calls = time.perf_counter(), 0
-            while (elapsed := time.perf_counter() - begin) < _RATE_S:
-                for _ in range(1 if self._device.type == "cpu" else _BURST):
-                    call()
-                    calls += 1
-                self._synchronise()
-            rate = calls * amount / elapsed
-        slowest: float = min(self._of_all(rate))
+        begin, calls = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < _RATE_S:
+            for _ in range(1 if self._device.type == "cpu" else _BURST):
+                call()
+                calls += 1
+            self._synchronise()
+        slowest: float = min(self._of_all(calls * amount / elapsed))
         return slowest
 
     def _of_all(self, value: Any) -> list[Any]:

@@ -37,15 +37,11 @@ class Link(Strict):
     bytes_per_s: float = Field(gt=0)
 
 
-class Links(Strict):
+class Links(Strict, extra="ignore"):  # older files have links of two ranks alone, too
     """The cluster's links; ``None`` where there is one node only, or one rank per node."""
 
-    #: Rank 0 and the first rank of another node, alone, there and back.
-    inter_node_point_to_point: Link | None
     #: All ranks at once gather from the ranks of equal local rank: the first hop of FCDP's gather.
     inter_node_all_gather: Link | None
-    #: Ranks 0 and 1, alone, there and back.
-    intra_node_point_to_point: Link | None
     #: All nodes at once gather inside the node: the second hop.
     intra_node_all_gather: Link | None
 
@@ -95,14 +91,13 @@ class TimedBlock(Strict):
         return (forward + backward) * workload.tokens
 
 
-class Compute(Strict):
-    """Rates of a rank's matrix products, in floating-point operations per second."""
+class Compute(Strict, extra="ignore"):  # older files have rates of one rank alone, too
+    """Rates of a rank's computation."""
 
     device: str
-    #: Rates of the slowest rank while all compute, and of rank 0 while the others wait: emulated
-    #: nodes share their cores.
+    #: Floating-point operations per second of matrix products, of the slowest rank while all
+    #: compute: emulated nodes share their cores.
     matmul_flops_per_s: dict[DType, float]
-    alone_matmul_flops_per_s: dict[DType, float]
     #: Device memory of a rank; ``None`` without an accelerator.
     memory_bytes: int | None
     #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
@@ -227,9 +222,7 @@ def _of_host(measured: Preflight) -> Hardware:
 
 
 def _with_links(found: Hardware, measured: Preflight) -> Hardware:
-    links = measured.links
-    inter: Link | None = links.inter_node_all_gather
-    intra: Link | None = links.intra_node_all_gather
+    inter, intra = measured.links.inter_node_all_gather, measured.links.intra_node_all_gather
     if inter is not None:
         latency = inter.latency_s / max(1, measured.nodes - 1)
         found = replace(found, inter_bytes_per_s=inter.bytes_per_s, inter_latency_seconds=latency)

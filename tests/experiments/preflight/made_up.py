@@ -25,9 +25,7 @@ def preflight(
     fields: dict[str, Any] = {
         "backend": "nccl",
         "links": Links(
-            inter_node_point_to_point=inter,
             inter_node_all_gather=inter,
-            intra_node_point_to_point=link(inside),
             intra_node_all_gather=link(inside),
         ),
         "host": Host(
@@ -39,7 +37,6 @@ def preflight(
         "compute": Compute(
             device="a GPU",
             matmul_flops_per_s=flops,
-            alone_matmul_flops_per_s=flops,
             memory_bytes=48 * 10**9,
         ),
         "evidence": "measured",
