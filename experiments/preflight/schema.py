@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.compute import by_block, rates_of
+from simulation.compute import by_block
 from simulation.emulated import emulated
 from simulation.files import Strict
 from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
@@ -95,13 +95,12 @@ class Compute(Strict, extra="ignore"):  # older files have rates of one rank alo
     """Rates of a rank's computation."""
 
     device: str
-    #: Floating-point operations per second of matrix products, of the slowest rank while all
-    #: compute: emulated nodes share their cores.
+    #: Of CPUs floating-point operations per second of matrix products, of the slowest rank while
+    #: all compute: emulated nodes share their cores.
     matmul_flops_per_s: dict[DType, float]
-    #: Device memory of a rank; ``None`` without an accelerator.
+    #: Of accelerators a rank's device memory, bytes per second that a kernel reads and writes which
+    #: computes next to nothing, and a block in bf16; ``None`` of CPUs.
     memory_bytes: int | None
-    #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
-    #: in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
     block: TimedBlock | None = None
 
@@ -116,13 +115,19 @@ class Probed(Strict):
 
     @model_validator(mode="after")
     def _has_what_plans_need(self) -> Probed:
-        accelerated = self.compute.memory_bytes is not None
-        dtype: DType = "bfloat16" if accelerated else "float32"
-        if dtype not in self.compute.matmul_flops_per_s:
-            raise ValueError(f"compute.matmul_flops_per_s: {dtype} is missing")
-        for name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
-            if accelerated and getattr(self.host, name) is None:
-                raise ValueError(f"host.{name}: is missing, and {self.compute.device} is no CPU")
+        compute, host = self.compute, self.host
+        needed: dict[str, Any] = {
+            "compute.block": compute.block,
+            "compute.memory_bytes_per_s": compute.memory_bytes_per_s,
+            "host.to_device_bytes_per_s": host.to_device_bytes_per_s,
+            "host.from_device_bytes_per_s": host.from_device_bytes_per_s,
+        }
+        if compute.memory_bytes is None:
+            rate = compute.matmul_flops_per_s.get("float32")
+            needed = {"compute.matmul_flops_per_s.float32": rate}
+        for name, value in needed.items():
+            if value is None:
+                raise ValueError(f"{name}: is missing, which plans for {compute.device} need")
         return self
 
 
@@ -164,16 +169,19 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
     were measured and ``gpu`` does not say by which data sheet.
     """
-    if measured.compute.memory_bytes is None:
+    compute, host = measured.compute, measured.host
+    if compute.memory_bytes is None:
         return _with_links(_of_host(measured), measured)
     if gpu is None:
         raise ValueError(
-            f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
+            f"gpu: is missing; {compute.device} was measured, say which data sheet it has"
         )
     device = hardware.gpu(gpu)
-    host = measured.host
-    assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
-    assert host.from_device_bytes_per_s is not None, "checked when the preflight was read"
+    # Checked when the preflight was read.
+    assert compute.block is not None
+    assert compute.memory_bytes_per_s is not None
+    assert host.to_device_bytes_per_s is not None
+    assert host.from_device_bytes_per_s is not None
     nominal = cluster(
         device.name,
         nodes=measured.nodes,
@@ -181,19 +189,15 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
     )
-    if (block := measured.compute.block) is not None:
-        rates = by_block(device, block.work(), block.seconds)
-    else:  # an older file
-        rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
         device=replace(
             device,
-            memory_bytes=float(measured.compute.memory_bytes),
-            memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
+            memory_bytes=float(compute.memory_bytes),
+            memory_bytes_per_s=compute.memory_bytes_per_s,
         ),
-        rates=rates,
+        rates=by_block(device, compute.block.work(), compute.block.seconds),
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
