@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 
-from experiments.clusters import lifetimes
+from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.causes import NodeResult, describe_exit
 
 #: Module that the fork server imports for every agent, beside those that the launch needs.
@@ -39,8 +39,6 @@ class Machine:
         if self.namespace is None:
             lifetimes.end_descendants(spare)
         else:
-            from experiments.clusters import namespaces  # its pyroute2, which real nodes do without
-
             namespaces.end_processes(self.namespace, spare)
 
 
