@@ -230,17 +230,12 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
 
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
-    """The function's arguments; files that this node does not see are written to ``folder``.
-
-    A file of this node's own at the same place may be an earlier run's: what it says decides.
-    """
+    """The function's arguments; files of the runner's are copied to ``folder``."""
     arguments = []
-    for i, argument in enumerate(order.launch.arguments):
-        sent = order.files.get(argument)
-        here = Path(argument)
-        if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):
-            copy = folder / f"argument{i}"
-            copy.write_text(sent, encoding="utf-8")
+    for argument in order.launch.arguments:
+        if argument in order.files:
+            copy = folder / f"argument{len(arguments)}"
+            copy.write_text(order.files[argument], encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
