@@ -16,7 +16,7 @@ from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.records.cell import ClusterSpec
-from tests.experiments.clusters.launches import ON_RANKS, numbers, pids_below, run
+from tests.experiments.clusters.on_ranks import ON_RANKS, numbers, pids_below, run
 from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.programs import ROOT

@@ -21,7 +21,7 @@ from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.launches import numbers, pids_below, run
+from tests.experiments.clusters.on_ranks import numbers, pids_below, run
 from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.programs import written
