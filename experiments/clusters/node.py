@@ -19,10 +19,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes
@@ -49,7 +49,6 @@ _APART = "the runner must be on the first node, or its directory (--output) one 
 class Inquiry(Strict):
     """A question: what the node is."""
 
-    kind: Literal["inquiry"] = "inquiry"
     #: An address of node 0 on the network between nodes.
     head: str
     #: The interface whose bytes are counted, if it is not the one that leads to ``head``.
@@ -69,7 +68,6 @@ class Description(Strict):
 class Order(Strict):
     """An order to start the ranks of one launch on the node."""
 
-    kind: Literal["order"] = "order"
     #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
     node: Node
     address: str
@@ -103,9 +101,7 @@ def main() -> None:
     answered = Event()
     beating = Thread(target=_beat, args=(answers, answered), daemon=True)
     beating.start()
-    question: TypeAdapter[Inquiry | Order] = TypeAdapter(
-        Annotated[Inquiry | Order, Field(discriminator="kind")]
-    )
+    question: TypeAdapter[Inquiry | Order] = TypeAdapter(Inquiry | Order)
     asked = question.validate_json(sys.stdin.buffer.readline())
     answer = describe(asked) if isinstance(asked, Inquiry) else run(asked)
     answered.set()
