@@ -227,7 +227,7 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
     """The function's arguments; files of the runner's are copied to ``folder``."""
-    arguments = []
+    arguments: list[str] = []
     for argument in order.launch.arguments:
         if argument in order.files:
             copy = folder / f"argument{len(arguments)}"
