@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from experiments import terminal
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import Cluster, ClusterError, Launch
 from experiments.commands import kinds
-from experiments.preflight.schema import Link, Preflight, Probed
+from experiments.preflight.schema import Link, Preflight
 from experiments.records import provenance
 from experiments.records.abilities import Kind
 from experiments.records.cell import ClusterSpec
@@ -126,9 +127,8 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         raise ClusterError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
-    probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
     return Preflight(
-        **dict(probed),
+        **json.loads((directory / "probed.json").read_bytes()),
         **vars(provenance.gather()),
         evidence=cluster.can.evidence,
         nodes=cluster.nodes,

@@ -1,4 +1,4 @@
-"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``."""
+"""Measures links, copies and compute on every rank, in the form of ``schema.Preflight``."""
 
 from __future__ import annotations
 

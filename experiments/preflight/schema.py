@@ -94,16 +94,29 @@ class Compute(Strict, extra="ignore"):  # older files have rates of one rank alo
     block: TimedBlock | None = None
 
 
-class Probed(Strict):
-    """The ranks' figures, which rank 0 writes."""
+class Preflight(Strict):
+    """A cluster's figures, with how and when they were measured."""
 
+    version: Literal[1] = 1
+    #: The ranks' figures, which rank 0 writes.
     backend: str
     links: Links
     host: Host
     compute: Compute
+    evidence: Evidence
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    #: The limit of the emulated link; ``None`` where there is none.
+    inter_bandwidth_bits_per_s: int | None
+    network: dict[str, Any]
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    commit: str | None
+    started_at: str
+    seconds: float
 
     @model_validator(mode="after")
-    def _has_what_plans_need(self) -> Probed:
+    def _has_what_plans_need(self) -> Preflight:
         compute, host = self.compute, self.host
         needed: dict[str, Any] = {
             "compute.block": compute.block,
@@ -118,23 +131,6 @@ class Probed(Strict):
             if value is None:
                 raise ValueError(f"{name}: is missing, which plans for {compute.device} need")
         return self
-
-
-class Preflight(Probed):
-    """A cluster's figures, with how and when they were measured."""
-
-    version: Literal[1] = 1
-    evidence: Evidence
-    nodes: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
-    #: The limit of the emulated link; ``None`` where there is none.
-    inter_bandwidth_bits_per_s: int | None
-    network: dict[str, Any]
-    versions: dict[str, str]
-    hardware: dict[str, Any]
-    commit: str | None
-    started_at: str
-    seconds: float
 
     @classmethod
     def read(cls, path: Path) -> Preflight:
