@@ -61,13 +61,10 @@ class Training:
         """
         last, begun = self.lines()[-1]["step"], time.monotonic()
         self.goes_on(ranks)
-        lost = last + 1 - self.resumed()[-1]
+        begins = re.findall(r"from step (\d+) of", self.log.read_text())
+        lost = last + 1 - int(begins[-1])
         print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
         assert lost <= (0 if kind == "notice" else 60)
-
-    def resumed(self) -> list[int]:
-        """The steps that the ranks began with, each time."""
-        return [*map(int, re.findall(r"from step (\d+) of", self.log.read_text()))]
 
 
 def programs() -> list[psutil.Process]:
@@ -77,9 +74,3 @@ def programs() -> list[psutil.Process]:
         for each in psutil.process_iter(["cmdline"])
         if PROGRAM in (each.info["cmdline"] or []) and each.status() != psutil.STATUS_ZOMBIE
     ]
-
-
-def ranks() -> list[psutil.Process]:
-    """The programs that an agent has started; ssh and shells have the same words."""
-    agents = {each.pid for each in programs() if "torch.distributed.run" in each.cmdline()}
-    return [each for each in programs() if each.ppid() in agents]

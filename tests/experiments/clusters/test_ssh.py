@@ -12,7 +12,7 @@ import pytest
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, sshd
-from tests.experiments.clusters.own_program import Training, programs, ranks
+from tests.experiments.clusters.own_program import Training, programs
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -90,7 +90,9 @@ def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Pa
         below = psutil.Process(started.pid).children(recursive=True)
         next(each for each in below if each.name() == "ssh").kill()
         training.check_that_it_goes_on("connection")
-        ranks()[0].kill()
+        agents = {each.pid for each in programs() if "torch.distributed.run" in each.cmdline()}
+        # ssh and shells have the same words.
+        next(each for each in programs() if each.ppid() in agents).kill()
         training.check_that_it_goes_on("rank")
         ends(started)
         started = start(client)
