@@ -28,11 +28,8 @@ from simulation.files import Strict, rows_of, validated
 
 Backend = Literal["nccl", "gloo"]
 #: Grounds of rates: a share of the data sheet's peak, measurements of this GPU, of one of a
-#: similar architecture, or matrix products, or a transformer block, that preflight measured on the
-#: very nodes.
-Basis = Literal[
-    "share of the peak", "fitted", "nearest architecture", "preflight", "preflight's block"
-]
+#: similar architecture, or a transformer block that preflight measured on the very nodes.
+Basis = Literal["share of the peak", "fitted", "nearest architecture", "preflight's block"]
 
 GB = 1e9
 _TERA = 1e12

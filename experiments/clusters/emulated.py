@@ -14,14 +14,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from pyroute2 import IPRoute
+from pyroute2 import IPRoute, netns
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
-from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
+from experiments.clusters import causes, lifetimes, namespaces, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
-from experiments.clusters.launch import AGENT, Machine, Node, Started
+from experiments.clusters.launch import AGENT, Machine, Node, Started, fork_server
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -69,7 +69,7 @@ class EmulatedCluster(Cluster):
     def __enter__(self) -> EmulatedCluster:
         privileges.require()
         namespaces.remove_stale()
-        self._context: ForkServerContext = preload.start(self._preload)
+        self._context: ForkServerContext = fork_server(self._preload)
         self._network = Network(self.nodes, self._groups).__enter__()
         return self
 
@@ -112,7 +112,6 @@ class EmulatedCluster(Cluster):
                 machine = Machine(
                     namespace=network.beside[each.name][0],
                     environment=variables,
-                    preload=self._preload,
                     scratch=str(folder / each.name),
                 )
                 log = logs / f"{each.name}.log"
@@ -130,7 +129,6 @@ class EmulatedCluster(Cluster):
                     port=self._port,
                     # Nodes are hosts to NCCL, which else takes shared memory for their link.
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
-                    preload=self._preload,
                 )
                 name = f"the agent of node {number}"
                 agents.append(Started(context, name, "serve", node, launch, board))
@@ -222,7 +220,7 @@ class Network:
 
     def __enter__(self) -> Network:
         try:
-            namespaces.create(self._switch)
+            netns.create(self._switch)
             with IPRoute(netns=self._switch) as switch:
                 for interface in self.interfaces:
                     # Without the delay a new port would drop the first seconds of traffic.
@@ -273,7 +271,7 @@ class Network:
 
     def _join(self, namespace: str, own: str, port: str) -> None:
         """Make a machine of this address, and join it to a port of each bridge."""
-        namespaces.create(namespace)
+        netns.create(namespace)
         with IPRoute(netns=self._switch) as switch:
             for interface in self.interfaces:
                 name = f"{interface}-{port}"

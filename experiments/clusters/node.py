@@ -19,10 +19,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes
@@ -49,7 +49,6 @@ _APART = "the runner must be on the first node, or its directory (--output) one 
 class Inquiry(Strict):
     """A question: what the node is."""
 
-    kind: Literal["inquiry"] = "inquiry"
     #: An address of node 0 on the network between nodes.
     head: str
     #: The interface whose bytes are counted, if it is not the one that leads to ``head``.
@@ -69,7 +68,6 @@ class Description(Strict):
 class Order(Strict):
     """An order to start the ranks of one launch on the node."""
 
-    kind: Literal["order"] = "order"
     #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
     node: Node
     address: str
@@ -103,9 +101,7 @@ def main() -> None:
     answered = Event()
     beating = Thread(target=_beat, args=(answers, answered), daemon=True)
     beating.start()
-    question: TypeAdapter[Inquiry | Order] = TypeAdapter(
-        Annotated[Inquiry | Order, Field(discriminator="kind")]
-    )
+    question: TypeAdapter[Inquiry | Order] = TypeAdapter(Inquiry | Order)
     asked = question.validate_json(sys.stdin.buffer.readline())
     answer = describe(asked) if isinstance(asked, Inquiry) else run(asked)
     answered.set()
@@ -230,17 +226,12 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
 
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
-    """The function's arguments; files that this node does not see are written to ``folder``.
-
-    A file of this node's own at the same place may be an earlier run's: what it says decides.
-    """
-    arguments = []
-    for i, argument in enumerate(order.launch.arguments):
-        sent = order.files.get(argument)
-        here = Path(argument)
-        if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):
-            copy = folder / f"argument{i}"
-            copy.write_text(sent, encoding="utf-8")
+    """The function's arguments; files of the runner's are copied to ``folder``."""
+    arguments: list[str] = []
+    for argument in order.launch.arguments:
+        if argument in order.files:
+            copy = folder / f"argument{len(arguments)}"
+            copy.write_text(order.files[argument], encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)

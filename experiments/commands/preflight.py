@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from experiments import terminal
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import Cluster, ClusterError, Launch
 from experiments.commands import kinds
-from experiments.preflight.schema import Link, Preflight, Probed
+from experiments.preflight.schema import Link, Preflight
 from experiments.records import provenance
 from experiments.records.abilities import Kind
 from experiments.records.cell import ClusterSpec
@@ -73,18 +74,14 @@ def _table(measured: Preflight) -> Table:
         f"{measured.backend}: {measured.evidence}"
     )
     links = measured.links
-    table.add_row("between nodes, two ranks", *_columns(links.inter_node_point_to_point))
     table.add_row("between nodes, gather, a node sends", *_columns(links.inter_node_all_gather))
-    table.add_row("inside a node, two ranks", *_columns(links.intra_node_point_to_point))
     table.add_row("inside a node, gather, a rank sends", *_columns(links.intra_node_all_gather))
     host = measured.host
     table.add_row("host memory, a rank copies", "", _bandwidth(host.copy_bytes_per_s), "")
     table.add_row("host → device", "", _bandwidth(host.to_device_bytes_per_s), "")
     table.add_row("device → host", "", _bandwidth(host.from_device_bytes_per_s), "")
     for dtype, flops in measured.compute.matmul_flops_per_s.items():
-        alone = measured.compute.alone_matmul_flops_per_s[dtype]
-        text = f"{flops / 1e9:,.1f} GFLOP/s"
-        table.add_row(f"matrix product, {dtype}", "", text, f"{alone / 1e9:,.1f} alone")
+        table.add_row(f"matrix product, {dtype}", "", f"{flops / 1e9:,.1f} GFLOP/s", "")
     if (rate := measured.compute.memory_bytes_per_s) is not None:
         table.add_row("device memory, a kernel reads and writes", "", _bandwidth(rate), "")
     if (block := measured.compute.block) is not None:
@@ -130,9 +127,8 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         raise ClusterError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
-    probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
     return Preflight(
-        **dict(probed),
+        **json.loads((directory / "probed.json").read_bytes()),
         **vars(provenance.gather()),
         evidence=cluster.can.evidence,
         nodes=cluster.nodes,

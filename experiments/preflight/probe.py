@@ -1,11 +1,10 @@
-"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``."""
+"""Measures links, copies and compute on every rank, in the form of ``schema.Preflight``."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -29,15 +28,12 @@ _REPEATS, _REPEATS_OF_SHORT, _SHORT_S = 3, 9, 0.02
 #: Bytes per copy, and seconds that a rate is measured for.
 _COPY_BYTES = 64 * 2**20
 _RATE_S = 0.3
-#: Rows of the square matrices that are multiplied: enough to keep the device busy.
-_ROWS = {"cpu": 512}
-_ROWS_ON_ACCELERATOR = 4096
-_DTYPES = ("float32", "bfloat16")
+#: Rows of the square matrices that are multiplied on CPUs: enough to keep them busy.
+_ROWS = 512
 #: Calls between two looks at the clock on an accelerator: it is not to wait for the host.
 _BURST = 8
-#: The block that is timed: of a model of 7 billion parameters, or as small as on emulated nodes.
-_BLOCK = {"cpu": {"width": 256, "heads": 4, "sequence_length": 128, "sequences": 2}}
-_BLOCK_ON_ACCELERATOR = {"width": 4096, "heads": 32, "sequence_length": 2048, "sequences": 2}
+#: The block that is timed on accelerators, of a model of 7 billion parameters.
+_BLOCK = {"width": 4096, "heads": 32, "sequence_length": 2048, "sequences": 2}
 
 
 def main(output_directory: str) -> None:
@@ -55,7 +51,7 @@ def main(output_directory: str) -> None:
         dist.destroy_process_group()
 
 
-def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
+def line(samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """The link of these (bytes, seconds): bandwidth of the largest, latency of the smallest.
 
     The slope is that of least squares through the largest three, as links that are limited by
@@ -66,7 +62,6 @@ def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
     if slope <= 0:  # noise: the largest message still says how fast it was
         slope = ordered[-1][1] / ordered[-1][0]
     return {
-        "ranks": ranks,
         "samples": [{"bytes": size, "seconds": seconds} for size, seconds in ordered],
         "latency_s": max(0.0, ordered[0][1] - ordered[0][0] * slope),
         "bytes_per_s": 1 / slope,
@@ -90,56 +85,30 @@ class _Probe:
 
     def _links(self) -> dict[str, Any]:
         topology, ranks = self._topology, self._topology.ranks_per_node
-        across, inside = topology.nodes > 1, ranks > 1
-        between, within = topology.inter, topology.intra
-        return {
-            "inter_node_point_to_point": self._point_to_point(ranks) if across else None,
-            "inter_node_all_gather": self._all_gather(between, senders=ranks) if across else None,
-            "intra_node_point_to_point": self._point_to_point(1) if inside else None,
-            "intra_node_all_gather": self._all_gather(within, senders=1) if inside else None,
-        }
-
-    def _point_to_point(self, other: int) -> dict[str, Any]:
-        """The link between ranks 0 and ``other``: there and back, halved."""
-        group = self._topology.mesh.get_group()
-        peer = {0: other, other: 0}.get(self._topology.rank)
-
-        def there_and_back(buffer: torch.Tensor) -> None:
-            if peer is None:
-                return
-            for sending in (peer != 0, peer == 0):
-                part = [(peer, buffer)]
-                received, sent = ([], part) if sending else (part, [])
-                exchange.wait_all(exchange.swap(received, sent, group))
-                self._synchronise()
-
-        return line(2, [(size, s / 2) for size, s in self._samples(there_and_back)])
+        across = self._all_gather(topology.inter, senders=ranks) if topology.nodes > 1 else None
+        inside = self._all_gather(topology.intra, senders=1) if ranks > 1 else None
+        return {"inter_node_all_gather": across, "intra_node_all_gather": inside}
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
-        """The link under an all-gather of ``group``; ``senders`` ranks share it."""
-        others = group.size() - 1
+        """The link under an all-gather of ``group``, as far as it is quick enough.
 
-        def gather(gathered: torch.Tensor) -> None:
-            exchange.wait_all(exchange.all_gather([gathered], group))
-            self._synchronise()
-
-        samples = self._samples(gather, group.size())
-        return line(group.size(), [(size * others * senders, s) for size, s in samples])
-
-    def _samples(
-        self, exchanged: Callable[[torch.Tensor], None], parts: int = 1
-    ) -> list[tuple[int, float]]:
-        """Sizes and the seconds of each, of so many ranks, as far as the link is quick enough."""
+        ``senders`` ranks share it.
+        """
         samples: list[tuple[int, float]] = []
         for size in _SIZES:
-            buffer = torch.zeros(parts * size, dtype=torch.uint8, device=self._device)
-            call = partial(exchanged, buffer)
-            first = self._slowest(call)  # makes connections and buffers, too
+            gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
+
+            def gather(gathered: torch.Tensor = gathered) -> None:
+                exchange.wait_all(exchange.all_gather([gathered], group))
+                self._synchronise()
+
+            first = self._slowest(gather)  # makes connections and buffers, too
             repeats = _REPEATS_OF_SHORT if first < _SHORT_S else _REPEATS
-            samples.append((size, median(self._slowest(call) for _ in range(repeats))))
+            samples.append((size, median(self._slowest(gather) for _ in range(repeats))))
             if len(samples) > 1 and _GROWTH * samples[-1][1] > _LONGEST_S:
                 break
-        return samples
+        sent = (group.size() - 1) * senders
+        return line([(size * sent, seconds) for size, seconds in samples])
 
     def _slowest(self, call: Callable[[], None]) -> float:
         """Seconds of a call that all ranks begin together, the slowest rank's."""
@@ -166,41 +135,28 @@ class _Probe:
         }
 
     def _compute(self) -> dict[str, Any]:
-        together, alone = {}, {}
-        rows = _ROWS.get(self._device.type, _ROWS_ON_ACCELERATOR)
-        for name in _DTYPES:
-            matrix = torch.randn(rows, rows, device=self._device).to(getattr(torch, name))
+        if self._device.type == "cpu":
+            matrix = torch.randn(_ROWS, _ROWS)
             product = torch.empty_like(matrix)
-
-            def multiply(matrix: torch.Tensor = matrix, product: torch.Tensor = product) -> object:
-                return torch.mm(matrix, matrix, out=product)
-
-            together[name] = self._rate(multiply, 2 * rows**3)
-            alone[name] = self._rate(multiply, 2 * rows**3, alone=True)
-        on_cpu = self._device.type == "cpu"
-        properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
+            rate = self._rate(lambda: torch.mm(matrix, matrix, out=product), 2 * _ROWS**3)
+            return {"device": "cpu", "matmul_flops_per_s": {"float32": rate}, "memory_bytes": None}
+        properties = torch.cuda.get_device_properties(self._device)
+        # An addition in place reads two vectors and writes one.
+        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        other = torch.ones_like(one)
         return {
-            "device": "cpu" if on_cpu else properties.name,
-            "matmul_flops_per_s": together,
-            "alone_matmul_flops_per_s": alone,
-            "memory_bytes": None if on_cpu else properties.total_memory,
-            "memory_bytes_per_s": self._memory_bytes_per_s(),
+            "device": properties.name,
+            "matmul_flops_per_s": {},
+            "memory_bytes": properties.total_memory,
+            "memory_bytes_per_s": self._rate(lambda: one.add_(other), 3 * _COPY_BYTES),
             "block": self._block(),
         }
 
-    def _memory_bytes_per_s(self) -> float:
-        """An addition in place reads two vectors and writes one."""
-        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
-        other = torch.ones_like(one)
-        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
-
     def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""
-        shape = _BLOCK.get(self._device.type, _BLOCK_ON_ACCELERATOR)
-        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        block = Block(shape["width"], shape["heads"]).to(self._device, dtype)
-        size = (shape["sequences"], shape["sequence_length"], shape["width"])
-        inputs = torch.randn(size, device=self._device, dtype=dtype, requires_grad=True)
+        block = Block(_BLOCK["width"], _BLOCK["heads"]).to(self._device, torch.bfloat16)
+        size = (_BLOCK["sequences"], _BLOCK["sequence_length"], _BLOCK["width"])
+        inputs = torch.randn(size, device=self._device, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn_like(inputs)
 
         def there_and_back() -> None:
@@ -208,25 +164,20 @@ class _Probe:
             inputs.grad = None
             block(inputs).backward(gradient)
 
-        return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
+        return {**_BLOCK, "seconds": 1 / self._rate(there_and_back, 1)}
 
-    def _rate(self, call: Callable[[], object], amount: float, alone: bool = False) -> float:
-        """``amount`` of a call per second: of rank 0 ``alone``, or the slowest while all work."""
-        takes_part = not alone or self._topology.rank == 0
-        if takes_part:
-            call()
-            self._synchronise()
+    def _rate(self, call: Callable[[], object], amount: float) -> float:
+        """``amount`` of a call per second, of the slowest rank while all work."""
+        call()
+        self._synchronise()
         dist.barrier()
-        rate = float("inf")
-        if takes_part:
-            begin, calls = time.perf_counter(), 0
-            while (elapsed := time.perf_counter() - begin) < _RATE_S:
-                for _ in range(1 if self._device.type == "cpu" else _BURST):
-                    call()
-                    calls += 1
-                self._synchronise()
-            rate = calls * amount / elapsed
-        slowest: float = min(self._of_all(rate))
+        begin, calls = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < _RATE_S:
+            for _ in range(1 if self._device.type == "cpu" else _BURST):
+                call()
+                calls += 1
+            self._synchronise()
+        slowest: float = min(self._of_all(calls * amount / elapsed))
         return slowest
 
     def _of_all(self, value: Any) -> list[Any]:

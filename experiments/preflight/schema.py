@@ -11,11 +11,11 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.compute import by_block, rates_of
+from simulation.compute import by_block
 from simulation.emulated import emulated
-from simulation.files import Strict
+from simulation.files import Strict, problem
 from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
-from simulation.transformer import Transformer
+from simulation.transformer import ModelSpec, Transformer
 from simulation.workload import Workload, block_work
 
 
@@ -28,24 +28,19 @@ class Sample(Strict):
     seconds: float = Field(gt=0)
 
 
-class Link(Strict):
+class Link(Strict, extra="ignore"):  # older files have how many ranks exchanged, too
     """An exchange at several sizes, and the line through them: latency + bytes / bandwidth."""
 
-    ranks: int = Field(ge=2)
     samples: list[Sample] = Field(min_length=2)
     latency_s: float = Field(ge=0)
     bytes_per_s: float = Field(gt=0)
 
 
-class Links(Strict):
+class Links(Strict, extra="ignore"):  # older files have links of two ranks alone, too
     """The cluster's links; ``None`` where there is one node only, or one rank per node."""
 
-    #: Rank 0 and the first rank of another node, alone, there and back.
-    inter_node_point_to_point: Link | None
     #: All ranks at once gather from the ranks of equal local rank: the first hop of FCDP's gather.
     inter_node_all_gather: Link | None
-    #: Ranks 0 and 1, alone, there and back.
-    intra_node_point_to_point: Link | None
     #: All nodes at once gather inside the node: the second hop.
     intra_node_all_gather: Link | None
 
@@ -73,20 +68,10 @@ class TimedBlock(Strict):
 
     def work(self) -> Work:
         """Forward and backward of all tokens in bf16, as the simulator counts them."""
-        model = Transformer(
-            name="block",
-            family="gpt2",
-            layers=1,
-            width=self.width,
-            heads=self.heads,
-            vocabulary=1,
-            mlp_width=4 * self.width,
-            key_value_heads=self.heads,
-            tied=True,
-        )
+        spec = ModelSpec(name="block", family="gpt2", layers=1, width=self.width, heads=self.heads)
         workload = Workload(
             strategy="ddp",
-            model=model,
+            model=Transformer.of(spec, self.sequence_length),
             sequence_length=self.sequence_length,
             micro_batch=self.sequences,
             kernels="fused",
@@ -95,46 +80,29 @@ class TimedBlock(Strict):
         return (forward + backward) * workload.tokens
 
 
-class Compute(Strict):
-    """Rates of a rank's matrix products, in floating-point operations per second."""
+class Compute(Strict, extra="ignore"):  # older files have rates of one rank alone, too
+    """Rates of a rank's computation."""
 
     device: str
-    #: Rates of the slowest rank while all compute, and of rank 0 while the others wait: emulated
-    #: nodes share their cores.
+    #: Of CPUs floating-point operations per second of matrix products, of the slowest rank while
+    #: all compute: emulated nodes share their cores.
     matmul_flops_per_s: dict[DType, float]
-    alone_matmul_flops_per_s: dict[DType, float]
-    #: Device memory of a rank; ``None`` without an accelerator.
+    #: Of accelerators a rank's device memory, bytes per second that a kernel reads and writes which
+    #: computes next to nothing, and a block in bf16; ``None`` of CPUs.
     memory_bytes: int | None
-    #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
-    #: in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
     block: TimedBlock | None = None
 
 
-class Probed(Strict):
-    """The ranks' figures, which rank 0 writes."""
+class Preflight(Strict):
+    """A cluster's figures, with how and when they were measured."""
 
+    version: Literal[1] = 1
+    #: The ranks' figures, which rank 0 writes.
     backend: str
     links: Links
     host: Host
     compute: Compute
-
-    @model_validator(mode="after")
-    def _has_what_plans_need(self) -> Probed:
-        accelerated = self.compute.memory_bytes is not None
-        dtype: DType = "bfloat16" if accelerated else "float32"
-        if dtype not in self.compute.matmul_flops_per_s:
-            raise ValueError(f"compute.matmul_flops_per_s: {dtype} is missing")
-        for name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
-            if accelerated and getattr(self.host, name) is None:
-                raise ValueError(f"host.{name}: is missing, and {self.compute.device} is no CPU")
-        return self
-
-
-class Preflight(Probed):
-    """A cluster's figures, with how and when they were measured."""
-
-    version: Literal[1] = 1
     evidence: Evidence
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
@@ -147,16 +115,30 @@ class Preflight(Probed):
     started_at: str
     seconds: float
 
+    @model_validator(mode="after")
+    def _has_what_plans_need(self) -> Preflight:
+        compute, host = self.compute, self.host
+        needed: dict[str, Any] = {
+            "compute.block": compute.block,
+            "compute.memory_bytes_per_s": compute.memory_bytes_per_s,
+            "host.to_device_bytes_per_s": host.to_device_bytes_per_s,
+            "host.from_device_bytes_per_s": host.from_device_bytes_per_s,
+        }
+        if compute.memory_bytes is None:
+            rate = compute.matmul_flops_per_s.get("float32")
+            needed = {"compute.matmul_flops_per_s.float32": rate}
+        for name, value in needed.items():
+            if value is None:
+                raise ValueError(f"{name}: is missing, which plans for {compute.device} need")
+        return self
+
     @classmethod
     def read(cls, path: Path) -> Preflight:
         """Read a file. Raises ``ValueError`` with its name if it is not of this form."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
-            problem = first["msg"].removeprefix("Value error, ")
-            where = ".".join(str(part) for part in first["loc"])
-            said = ": ".join(filter(None, (where, problem)))
+            said = problem(error)
             raise ValueError(f"{path}: not a preflight of this version: {said}") from error
 
 
@@ -169,16 +151,19 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
     were measured and ``gpu`` does not say by which data sheet.
     """
-    if measured.compute.memory_bytes is None:
+    compute, host = measured.compute, measured.host
+    if compute.memory_bytes is None:
         return _with_links(_of_host(measured), measured)
     if gpu is None:
         raise ValueError(
-            f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
+            f"gpu: is missing; {compute.device} was measured, say which data sheet it has"
         )
     device = hardware.gpu(gpu)
-    host = measured.host
-    assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
-    assert host.from_device_bytes_per_s is not None, "checked when the preflight was read"
+    # Checked when the preflight was read.
+    assert compute.block is not None
+    assert compute.memory_bytes_per_s is not None
+    assert host.to_device_bytes_per_s is not None
+    assert host.from_device_bytes_per_s is not None
     nominal = cluster(
         device.name,
         nodes=measured.nodes,
@@ -186,20 +171,15 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
     )
-    if (block := measured.compute.block) is not None:
-        rates = by_block(device, block.work(), block.seconds)
-    else:  # an older file
-        rates, products = rates_of(device), measured.compute.matmul_flops_per_s["bfloat16"]
-        rates = rates.faster(products / rates.products_per_s, 1.0, "preflight")
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
         device=replace(
             device,
-            memory_bytes=float(measured.compute.memory_bytes),
-            memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
+            memory_bytes=float(compute.memory_bytes),
+            memory_bytes_per_s=compute.memory_bytes_per_s,
         ),
-        rates=rates,
+        rates=by_block(device, compute.block.work(), compute.block.seconds),
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
@@ -228,9 +208,7 @@ def _of_host(measured: Preflight) -> Hardware:
 
 
 def _with_links(found: Hardware, measured: Preflight) -> Hardware:
-    links = measured.links
-    inter: Link | None = links.inter_node_all_gather
-    intra: Link | None = links.intra_node_all_gather
+    inter, intra = measured.links.inter_node_all_gather, measured.links.intra_node_all_gather
     if inter is not None:
         latency = inter.latency_s / max(1, measured.nodes - 1)
         found = replace(found, inter_bytes_per_s=inter.bytes_per_s, inter_latency_seconds=latency)

@@ -60,7 +60,10 @@ def small(channels: int, classes: int, *, layers: int, width: int) -> Network:
 
     Each channel of each image is normalised by itself: what else is in the batch does not matter.
     """
-    norm = _by_channel
+
+    def norm(channels: int) -> nn.Module:
+        return nn.GroupNorm(channels, channels)
+
     stem = nn.Sequential(_convolution(channels, width, 3), norm(width), nn.ReLU())
     blocks = [Residual(_basic(width, width, 1), norm) for _ in range(layers)]
     return Network(stem, blocks, nn.Linear(width, classes))
@@ -100,10 +103,6 @@ def average_statistics(model: nn.Module) -> None:
                 assert statistic is not None, "it is made with statistics"
                 dist.all_reduce(statistic)
                 statistic /= dist.get_world_size()
-
-
-def _by_channel(channels: int) -> nn.Module:
-    return nn.GroupNorm(channels, channels)
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:

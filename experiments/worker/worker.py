@@ -35,6 +35,8 @@ from fcdp.durable import COMMIT
 
 #: Variables that name a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")
+#: What each rank has counted so far, as checkpoints hold it.
+_SAVED = ("losses", "seconds", "counts", "held_out")
 
 
 def main(cell_file: str, output_directory: str) -> None:
@@ -168,13 +170,8 @@ class _Training:
 
     def _save(self) -> None:
         """Write a checkpoint: also what each rank has counted, and its random numbers' state."""
-        mine = {
-            "losses": self.losses,
-            "seconds": self.seconds,
-            "counts": self.counts,
-            "held_out": self.held_out,
-            "random": [source.get_rng_state() for source in self._random],
-        }
+        mine = {name: getattr(self, name) for name in _SAVED}
+        mine["random"] = [source.get_rng_state() for source in self._random]
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
         extra = {"ranks": ranks, "resumed_at": self.resumed_at}
@@ -188,9 +185,8 @@ class _Training:
             return
         saved = fcdp.load(self.model, self._optimizer, self.output / CHECKPOINT)
         mine = saved["ranks"][self.topology.rank]
-        self.losses, self.seconds = list(mine["losses"]), list(mine["seconds"])
-        self.held_out = dict(mine["held_out"])
-        self.counts = mine["counts"]
+        for name in _SAVED:
+            setattr(self, name, mine[name])
         self.resumed_at = [*saved["resumed_at"], len(self.losses)]
         for source, state in zip(self._random, mine["random"], strict=True):
             source.set_rng_state(state)

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+import psutil
 
 
 def wait_until(condition: Callable[[], bool], within_s: float = 60, every_s: float = 0.02) -> None:
@@ -16,10 +17,9 @@ def wait_until(condition: Callable[[], bool], within_s: float = 60, every_s: flo
 def is_running(pid: int) -> bool:
     """Whether there is such a process that is not a zombie."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_ended(pids: Sequence[int]) -> None:

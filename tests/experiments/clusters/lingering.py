@@ -9,7 +9,7 @@ from pathlib import Path
 if __name__ == "__main__":  # what it forks imports this module again, and needs nothing of it
     from experiments.clusters.emulated import EmulatedCluster
     from experiments.records.cell import ClusterSpec
-    from tests.experiments.clusters.launches import ON_RANKS, run
+    from tests.experiments.clusters.on_ranks import ON_RANKS, run
     from tests.experiments.clusters.test_rented import cluster_of
 
     kind, directory = sys.argv[1:]

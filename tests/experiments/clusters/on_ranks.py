@@ -1,4 +1,4 @@
-"""What the ranks of the tests' launches do; imported by name inside them.
+"""Launches on clusters of any kind, and what their ranks do, which import it by its name.
 
 Torch is imported where it is used: a rank of a rented node that only waits need not wait for it.
 """
@@ -11,13 +11,42 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from baselines.links import transmitted_bytes
+from experiments.clusters.interface import Cluster, Launch, Outcome
 
+ON_RANKS = __name__
 FOREVER_S = 600
+
+
+def run(
+    cluster: Cluster,
+    logs: Path,
+    function: str,
+    *arguments: str,
+    timeout_s: float = 100,
+    **given: str,
+) -> Outcome:
+    """Call a function of ``on_ranks`` on every rank, whose environment has what is ``given``."""
+    environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", ""), **given}
+    entry = f"{ON_RANKS}:{function}"
+    common = {"logs": logs, "environment": environment, "timeout_s": timeout_s}
+    return cluster.run(Launch(entry=entry, arguments=arguments, **common))
+
+
+def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:
+    """A rank's own, how many there are, both on its node, and the node's, as torchrun sets them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    return tuple(int(seen[name]) for name in names)
+
+
+def pids_below(directory: Path) -> list[int]:
+    """Ranks, what started them, and the ranks' own children, of those that linger."""
+    return [pid for path in directory.glob("*.pids") for pid in json.loads(path.read_text())]
 
 
 def add_up() -> None:

@@ -81,14 +81,6 @@ def test_where_user_namespaces_are_forbidden_it_says_what_to_do(
         assert said in done.stderr
 
 
-@pytest.mark.usefixtures("privileged")
-def test_with_privileges_nothing_happens() -> None:
-    pid = os.getpid()
-    enter_user_namespace_if_needed()
-    require()
-    assert os.getpid() == pid
-
-
 def test_without_privileges_and_unshare_it_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

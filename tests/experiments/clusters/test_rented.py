@@ -21,7 +21,7 @@ from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
-from tests.experiments.clusters.launches import numbers, pids_below, run
+from tests.experiments.clusters.on_ranks import numbers, pids_below, run
 from tests.experiments.planted import markers, plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.programs import written
@@ -213,17 +213,17 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
 ) -> None:
     run_folder = tmp_path / "hidden"
     run_folder.mkdir()
-    hide = f"mount -t tmpfs none {run_folder}"
+    cell = run_folder / "cell.json"
+    hide = f"mount -t tmpfs none {run_folder}; echo of an earlier run > {cell}"
     folder = tmp_path / "bin"
     folder.mkdir()
     written(folder / "ssh", f'for last; do :; done\nexec unshare --mount sh -c "{hide}; $last"')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    cell = run_folder / "cell.json"
-    cell.write_text("a cell")
+    cell.write_text("a cell, é", encoding="utf-8")
     with cluster_of("localhost", "localhost") as cluster:
         assert run(cluster, run_folder / "logs", "show_file", str(cell)) == Outcome("ok")
     texts = [(run_folder / "logs" / f"rank{rank}.log").read_text() for rank in range(4)]
-    assert texts == ["a cell\n"] * 4
+    assert texts == ["a cell, é\n"] * 4
 
 
 @pytest.mark.parametrize(

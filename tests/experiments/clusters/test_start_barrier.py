@@ -1,7 +1,10 @@
 """Ranks that have set up wait until the link between nodes is limited."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from multiprocessing import TimeoutError
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,11 @@ LIMITING_S = 0.2
 SHAPED = {"rate_bits_per_s": 10_000_000}
 
 
-def rank_at_the_gate(directory: Path) -> Future[None]:
-    """Rank 0, ready to train, on a thread of its own."""
-    passed: Future[None] = Future()
-
-    def arrive() -> None:
-        try:
-            start_barrier.wait(directory)
-        except BaseException as error:
-            passed.set_exception(error)
-        else:
-            passed.set_result(None)
-
-    threading.Thread(target=arrive, name="rank0", daemon=True).start()
-    return passed
+@pytest.fixture
+def rank() -> Iterator[ThreadPool]:
+    """Rank 0, a thread that calls what it is given."""
+    with ThreadPool(1) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
@@ -40,21 +34,21 @@ def no_thread_is_left() -> Any:
     assert "start-barrier" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
-    arrived: Future[Future[None]] = Future()
+def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path, rank: ThreadPool) -> None:
+    arrived: Future[AsyncResult[None]] = Future()
     waited: list[bool] = []
 
     def limit() -> dict[str, Any]:
         passed = arrived.result(ENDS_WITHIN_S)
         with pytest.raises(TimeoutError):
-            passed.result(LIMITING_S)
+            passed.get(LIMITING_S)
         waited.append(True)
         return SHAPED
 
     with limiting(tmp_path, limit) as network:
-        passed = rank_at_the_gate(tmp_path)
+        passed = rank.apply_async(start_barrier.wait, (tmp_path,))
         arrived.set_result(passed)
-        passed.result(ENDS_WITHIN_S)
+        passed.get(ENDS_WITHIN_S)
         assert waited == [True]
     assert network == SHAPED
 
@@ -69,15 +63,15 @@ def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
     ids=["lines", "much text", "no text"],
 )
 def test_what_the_limit_raises_reaches_the_rank(
-    tmp_path: Path, error: Exception, text: str
+    tmp_path: Path, rank: ThreadPool, error: Exception, text: str
 ) -> None:
     def limit() -> dict[str, Any]:
         raise error
 
     with limiting(tmp_path, limit) as network:
-        passed = rank_at_the_gate(tmp_path)
+        passed = rank.apply_async(start_barrier.wait, (tmp_path,))
         with pytest.raises(RuntimeError) as caught:
-            passed.result(ENDS_WITHIN_S)
+            passed.get(ENDS_WITHIN_S)
     assert str(caught.value).startswith("the link between nodes could not be limited: ")
     assert text in str(caught.value)
     assert network == {}
@@ -92,7 +86,7 @@ def test_a_launch_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> 
 
 
 def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
-    tmp_path: Path,
+    tmp_path: Path, rank: ThreadPool
 ) -> None:
     """Otherwise it would come over the next launch's set-up."""
     begun, finished = threading.Event(), threading.Event()
@@ -104,6 +98,6 @@ def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
         return SHAPED
 
     with limiting(tmp_path, limit):
-        rank_at_the_gate(tmp_path)
+        rank.apply_async(start_barrier.wait, (tmp_path,))
         assert begun.wait(ENDS_WITHIN_S)
     assert finished.is_set()

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
     from experiments.clusters.emulated import EmulatedCluster
     from experiments.records.cell import ClusterSpec
-    from tests.experiments.clusters.launches import ON_RANKS, run
+    from tests.experiments.clusters.on_ranks import ON_RANKS, run
 
     with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[ON_RANKS]) as cluster:
         settings = cluster.shape(100_000_000)

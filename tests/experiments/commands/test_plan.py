@@ -101,7 +101,6 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     cpu = Compute(
         device="cpu",
         matmul_flops_per_s={"float32": 1e10},
-        alone_matmul_flops_per_s={"float32": 2e10},
         memory_bytes=None,
     )
     measured, plan = tmp_path / "preflight.json", tmp_path / "plan.json"

@@ -2,13 +2,21 @@
 
 from typing import Any
 
-from experiments.preflight.schema import Compute, Host, Link, Links, Preflight, Sample
+from experiments.preflight.schema import (
+    Compute,
+    Host,
+    Link,
+    Links,
+    Preflight,
+    Sample,
+    TimedBlock,
+)
 
 
 def link(bytes_per_s: float) -> Link:
     """Without latency."""
     samples = [Sample(bytes=size, seconds=size / bytes_per_s) for size in (1000, 10**6)]
-    return Link(ranks=2, samples=samples, latency_s=0.0, bytes_per_s=bytes_per_s)
+    return Link(samples=samples, latency_s=0.0, bytes_per_s=bytes_per_s)
 
 
 def preflight(
@@ -21,13 +29,12 @@ def preflight(
 ) -> Preflight:
     """Nodes of 8 ranks with a GPU each; rates in bytes and operations a second."""
     inter = None if nodes == 1 else link(across)
-    copy, flops = 10e9, {"float32": 50e12, "bfloat16": 100e12}
+    copy = 10e9
+    block = TimedBlock(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=0.05)
     fields: dict[str, Any] = {
         "backend": "nccl",
         "links": Links(
-            inter_node_point_to_point=inter,
             inter_node_all_gather=inter,
-            intra_node_point_to_point=link(inside),
             intra_node_all_gather=link(inside),
         ),
         "host": Host(
@@ -38,9 +45,10 @@ def preflight(
         ),
         "compute": Compute(
             device="a GPU",
-            matmul_flops_per_s=flops,
-            alone_matmul_flops_per_s=flops,
+            matmul_flops_per_s={},
             memory_bytes=48 * 10**9,
+            memory_bytes_per_s=600e9,
+            block=block,
         ),
         "evidence": "measured",
         "nodes": nodes,

@@ -5,8 +5,9 @@ import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,55 +136,38 @@ def test_a_package_that_is_missing_is_named_with_its_group(
     assert str(raised.value).startswith("mine.yaml:7: workload.data.images: needs the packages")
 
 
-class Loaders:
-    """Stands in for torchvision: what its data sets are asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[tuple[str, list[str]]] = []
-        module: Any = ModuleType("torchvision")
-        names = ("ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip", "Resize")
-        module.transforms = SimpleNamespace(
-            Compose=list,
-            **{name: self._named(name) for name in (*names, "RandomResizedCrop", "CenterCrop")},
-        )
-        module.datasets = SimpleNamespace(CIFAR10=self.cifar, ImageFolder=self.folder)
-        monkeypatch.setitem(sys.modules, "torchvision", module)
-
-    @staticmethod
-    def _named(name: str) -> Any:
-        return lambda *_, **__: name
-
-    def cifar(self, root: str, *, train: bool, transform: list[str]) -> Any:
-        if not Path(root, "cifar-10-batches-py").is_dir():
-            raise RuntimeError("Dataset not found or corrupted.")
-        self.asked.append((f"{root} {train}", transform))
-        return [None] * 5
-
-    def folder(self, root: str, transform: list[str]) -> Any:
-        if not Path(root).is_dir():
-            raise FileNotFoundError(root)
-        self.asked.append((root, transform))
-        return [None] * 7
+@pytest.fixture
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """Stands in for the package; its transforms are their names."""
+    names = ("ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip", "Resize")
+    named = (*names, "RandomResizedCrop", "CenterCrop")
+    module = mock.MagicMock()
+    module.transforms = SimpleNamespace(
+        Compose=list, **{name: mock.Mock(return_value=name) for name in named}
+    )
+    monkeypatch.setitem(sys.modules, "torchvision", module)
+    return module
 
 
 def test_images_on_a_disk_come_from_torchvision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, torchvision: mock.MagicMock
 ) -> None:
-    loaders = Loaders(monkeypatch)
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    origin = beside(tmp_path)
+    found, sets = {}, torchvision.datasets
     for name in ("cifar-10", "imagenet"):
         given = Images(images=name, folder=tmp_path.name)
-        training, kept = images.SOURCES[name].read(given, origin)
-        assert len(training) == len(kept) == (5 if name == "cifar-10" else 7)
+        found[name] = images.SOURCES[name].read(given, beside(tmp_path))
+    assert found["cifar-10"] == (sets.CIFAR10.return_value,) * 2
+    assert found["imagenet"] == (sets.ImageFolder.return_value,) * 2
     normal = ["ToTensor", "Normalize"]
-    assert loaders.asked == [
-        (f"{tmp_path} True", ["RandomCrop", "RandomHorizontalFlip", *normal]),
-        (f"{tmp_path} False", normal),
-        (f"{tmp_path}/train", ["RandomResizedCrop", "RandomHorizontalFlip", *normal]),
-        (f"{tmp_path}/val", ["Resize", "CenterCrop", *normal]),
+    changed = ["RandomCrop", "RandomHorizontalFlip", *normal]
+    assert sets.CIFAR10.mock_calls == [
+        mock.call(f"{tmp_path}", train=True, transform=changed),
+        mock.call(f"{tmp_path}", train=False, transform=normal),
+    ]
+    changed = ["RandomResizedCrop", "RandomHorizontalFlip", *normal]
+    assert sets.ImageFolder.mock_calls == [
+        mock.call(f"{tmp_path}/train", changed),
+        mock.call(f"{tmp_path}/val", ["Resize", "CenterCrop", *normal]),
     ]
 
 
@@ -192,16 +176,20 @@ def beside(data: Path) -> Origin:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("cifar-10", "Dataset not found or corrupted"), ("imagenet", "/train")]
+    ("name", "error"),
+    [
+        ("cifar-10", RuntimeError("Dataset not found or corrupted.")),
+        ("imagenet", FileNotFoundError("no train")),
+    ],
 )
 def test_a_folder_without_them_names_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+    tmp_path: Path, torchvision: mock.MagicMock, name: str, error: Exception
 ) -> None:
-    Loaders(monkeypatch)
+    torchvision.datasets.CIFAR10.side_effect = torchvision.datasets.ImageFolder.side_effect = error
     (tmp_path / "empty").mkdir()
     read, origin = images.SOURCES[name].read, beside(tmp_path / "empty")
     where = "mine.yaml:7: workload.data.folder: "
-    with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*{what}"):
+    with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*: {error}"):
         read(Images(images=name, folder="empty"), origin)
     with pytest.raises(ValueError, match=f"{where}there is no {tmp_path}/gone on this node"):
         read(Images(images=name, folder="gone"), origin)

@@ -1,16 +1,169 @@
-"""The models of cells: equal weights, what LoRA trains, what is frozen."""
+"""The models of cells: by their configuration, with pretrained weights, and users' own.
 
-from typing import Any, Literal
+Their weights are equal; what LoRA trains, and what is frozen.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from experiments.records.workload import Origin, OwnModel
+from experiments.records.cell import Cell
+from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
+from tests.experiments import families
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
+
+WHERE = "mine.yaml:5: models[0]"
+
+
+def of(family: str, folder: Path | None = None, **settings: Any) -> Cell:
+    """A cell of a model of the family; of its pretrained weights where there is a folder."""
+    spec = ConfiguredModel(
+        name="theirs",
+        config="./saved",
+        weights="random" if folder is None else "pretrained",
+        configuration=families.configuration(family) | settings.pop("configuration", {}),
+    )
+    origin = Origin(folder=str(folder or ""), model=WHERE)
+    return cell("fcdp", model=spec, origin=origin, **{"sequence_length": 16, **settings})
+
+
+def own(function: str, **settings: Any) -> Cell:
+    spec = OwnModel(name="mine", function=f"tests.experiments.own_model:{function}")
+    return cell("fcdp", model=spec, origin=Origin(model=WHERE), **settings)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_family_has_its_blocks_and_nothing_random(family: str) -> None:
+    model, found = models.build(of(family))
+    assert model.training
+    assert len(found) == 3
+    names = [name for name, module in model.named_modules() if any(module is b for b in found)]
+    assert [re.findall(r"\d+$", name) for name in names] == [["0"], ["1"], ["2"]]
+    inside = sum(param.numel() for block in found for param in block.parameters())
+    assert inside > 0.5 * sum(param.numel() for param in model.parameters())
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert models.vocabulary(model) == 256
+    torch.testing.assert_close(logits(model), logits(model))
+    again, _ = models.build(of(family))
+    assert all(
+        torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_configuration_of_a_built_in_family_is_the_same_model(family: str) -> None:
+    built_in, _ = build(family, sequence_length=64)
+    theirs, _ = models.build(of(family, sequence_length=64))
+    assert logits(theirs).equal(logits(built_in))
+
+
+def test_lora_adapts_what_is_usual_of_the_family() -> None:
+    _, found = models.build(of("qwen2", tuning="lora"))
+    for block in found:
+        trained = {n.partition(".lora_")[0] for n, p in block.named_parameters() if p.requires_grad}
+        assert trained == {"self_attn.q_proj", "self_attn.v_proj"}
+
+
+def test_lora_adapts_all_linear_layers_of_the_blocks_of_an_unknown_family() -> None:
+    model, found = models.build(own("build", tuning="lora"))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert len(trained) == 4
+    assert all(".blocks." in name and ".lora_" in name for name in trained)
+    assert len(found) == 2
+    assert model(torch.arange(6).view(2, 3)).shape == (2, 3, 256)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "opt"])
+def test_pretrained_weights_are_those_of_the_folder(family: str, tmp_path: Path) -> None:
+    saved = families.save(family, tmp_path / "saved")
+    loaded, found = models.build(of(family, tmp_path))
+    assert len(found) == 3
+    expected = dict(saved.named_parameters())
+    assert expected.keys() == dict(loaded.named_parameters()).keys()
+    for name, param in loaded.named_parameters():
+        assert torch.equal(param, expected[name]), name
+    random, _ = models.build(of(family))
+    assert not logits(random).equal(logits(loaded))
+
+
+def problem(wanted: Cell) -> str:
+    with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
+        models.build(wanted)
+    return str(raised.value).removeprefix(f"{WHERE}.")
+
+
+def test_weights_that_are_not_there_name_the_key(tmp_path: Path) -> None:
+    """All, those of some layers, or all but pickled ones, which are not opened."""
+    folder = tmp_path / "saved"
+    assert problem(of("qwen2", tmp_path)) == (
+        f"weights: there is no {folder} on this node; each node needs it, at the same path"
+    )
+    saved = families.save("qwen2", folder)
+    said = problem(of("qwen2", tmp_path, configuration={"num_hidden_layers": 4}))
+    assert said.startswith("weights: ./saved has no weights for ")
+    assert "layers.3." in said
+    (folder / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), folder / "pytorch_model.bin")
+    said = problem(of("qwen2", tmp_path))
+    assert said.startswith("weights: no pretrained weights of ./saved on ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "nonesuch"}, "transformers does not know ./saved, of model_type 'none"),
+        ({"model_type": "vit"}, "transformers cannot build ./saved, of model_type 'vit', a"),
+        ({"model_type": "t5"}, "transformers cannot build ./saved, of model_type 't5'"),
+        ({"model_type": "bert"}, "./saved is of model_type 'bert', whose tokens see "),
+        ({"num_hidden_layers": 0}, "Qwen2ForCausalLM has no list of blocks (nn.ModuleList)"),
+        ({"num_key_value_heads": "two"}, "transformers "),
+        ({"max_position_embeddings": 15}, "./saved allows sequences of up to 15 tokens, and seque"),
+    ],
+)
+def test_configurations_that_cannot_be_trained_name_the_key(
+    changes: dict[str, Any], said: str
+) -> None:
+    error = problem(of("qwen2", configuration=changes))
+    assert error.startswith(f"config: {said}")
+    assert len(error.splitlines()) == 1
+    assert len(error) < 600
+    # A decoder of a masked family is causal.
+    assert models.build(of("qwen2", configuration={"model_type": "bert", "is_decoder": True}))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nonesuch", "tests.experiments.own_model has no function 'nonesuch'"),
+        ("without_blocks", "at least 1; it returned none"),
+        ("with_blocks_of_another", "at least 1; blocks[0]: Sequential is not a submodule of"),
+        ("model_alone", "a tuple of the model and its blocks, at least 1; it returned a Model"),
+        ("with_a_number", "at least 1; blocks = 3: must be a list of modules"),
+        ("with_a_block_twice", "at least 1; blocks[1]: is blocks[0] again; each counts once"),
+        ("exits", "at least 1; it has ended the program"),
+    ],
+)
+def test_functions_that_make_no_model_name_the_key(function: str, said: str) -> None:
+    error = problem(own(function))
+    assert error.startswith("function: tests.experiments.own_model")
+    assert said in error
+    assert len(error.splitlines()) == 1
+    with pytest.raises(ValueError, match=r"^mine.yaml:9: workload.loss: nowhere cannot be import"):
+        models.find_function("nowhere:loss", "mine.yaml:9: workload.loss")
+
 
 #: Per family and block: the projections that get adapters, with their inputs and outputs.
 PROJECTIONS = {
@@ -20,10 +173,9 @@ PROJECTIONS = {
 }
 
 
-def build(family: Literal["gpt2", "llama"], **settings: Any) -> tuple[nn.Module, list[nn.Module]]:
+def build(family: Any, **settings: Any) -> tuple[nn.Module, Sequence[nn.Module]]:
     spec = model_spec(family, layers=3, width=32)
-    model, blocks = models.build(cell("fcdp", model=spec, sequence_length=16, **settings))
-    return model, list(blocks)
+    return models.build(cell("fcdp", model=spec, **{"sequence_length": 16, **settings}))
 
 
 def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
@@ -40,9 +192,8 @@ def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_
     held: str,
 ) -> None:
     """Codes of a quantised base are whole numbers: no cast keeps them."""
-    own = OwnModel(name="mine", function="tests.experiments.own_model:partly_narrow")
-    of = {"model": own, "tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
-    model, _ = models.build(cell("fcdp", **of))
+    of = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
+    model, _ = models.build(own("partly_narrow", **of))
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     prefix = "base_model.model."
     assert dtypes.pop(f"{prefix}codes") == torch.int8
@@ -59,9 +210,7 @@ def test_a_frozen_type_needs_something_frozen_that_is_gathered_in_it(given: dict
 
 
 @pytest.mark.parametrize("family", PROJECTIONS)
-def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
-    family: Literal["gpt2", "llama"],
-) -> None:
+def test_lora_trains_low_rank_factors_of_query_key_value_and_output(family: str) -> None:
     model, blocks = build(family, tuning="lora", lora_rank=2)
     for block in blocks:
         trained = {

@@ -4,6 +4,7 @@ Bytes are the kernel's: what the busiest node's interface has sent, headers and 
 messages included.
 """
 
+import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -11,13 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from pyroute2 import netns
 
-from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.objective import GRPO
 from experiments.records.workload import OwnModel
+from experiments.worker.worker import FOLDER, SUMMARY
 from tests.experiments import cells, operators
 from tests.experiments.cells import (
     FAILING_WORKER,
@@ -48,15 +48,6 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     preload = [*PRELOADED, "deepspeed", "experiments.worker.worker"]
     with EmulatedCluster(cells.CLUSTER, preload) as built:
         yield built
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(cluster: EmulatedCluster) -> Iterator[None]:
-    """After every test, no process is left in any node."""
-    yield
-    own = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
-    assert len(own) == NODES + 1
-    assert [namespaces.processes(name) for name in own] == [[]] * len(own)
 
 
 def payload(run: CellResult, itemsize: int = 4) -> float:
@@ -281,6 +272,30 @@ def test_progress_is_reported_step_by_step(run: Runner) -> None:
     assert [line["seconds"] for line in lines if line["seconds"] <= 0] == []
     # Rank 0's own losses: near the mean over the ranks, and not it.
     assert [line["loss"] for line in lines] == pytest.approx(finished.measurement.losses, rel=0.2)
+
+
+def test_a_profiled_step_leaves_a_trace_of_each_rank_and_a_summary(run: Runner) -> None:
+    finished = run("fcdp", profile=True)
+    folder = finished.directory / FOLDER
+    traces = [f"rank{rank}.json.gz" for rank in range(NODES * RANKS_PER_NODE)]
+    assert sorted(os.listdir(folder)) == sorted([SUMMARY, *traces])
+    for trace in traces:
+        events = json.loads(gzip.decompress((folder / trace).read_bytes()))["traceEvents"]
+        names = {event["name"] for event in events}
+        units = {"fcdp::gather_inter transformer.h.0", "fcdp::reduce_inter transformer.h.1"}
+        assert units <= names
+    lines = (folder / SUMMARY).read_text().splitlines()
+    rows = {cells[1].strip(): cells[2:] for line in lines if len(cells := line.split("|")) > 4}
+    # Three units, each gathered across nodes once and inside the node in forward and backward,
+    # but for the root, which stays gathered.
+    assert float(rows["fcdp::gather_inter"][0]) == 3
+    assert float(rows["fcdp::gather_intra"][0]) == 5
+    assert float(rows["fcdp::reduce_inter"][0]) == 3
+    assert float(rows["fcdp::gather_inter"][1]) <= float(rows["fcdp::gather_inter"][2])
+    (sent,) = (line.split()[3] for line in lines if "to other nodes, by the kernel's" in line)
+    assert float(sent) * 1e6 == pytest.approx(finished.sent, rel=0.05)
+    crossed = finished.measurement.ledger_bytes_per_step["inter_node"]["forward"] / 1e6
+    assert f"| inter node | forward | {crossed:.3f} |" in lines
 
 
 def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -> None:
