@@ -33,11 +33,6 @@ def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
     assert len(FASTER.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
 
 
-def test_speed_per_gpu_is_over_all_ranks() -> None:
-    record = recorded("fcdp")
-    assert row(record).quantities["tokens_per_s_per_gpu"] == record.tokens_per_s / 4
-
-
 @pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
 def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
     difference = LossDifference(kind="loss_difference", of=FCDP, over=FSDP2)
