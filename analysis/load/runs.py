@@ -36,7 +36,9 @@ class Run:
     file: str
     #: One a cell.
     records: list[Record]
-    #: Of the same cells; see ``python -m experiments validate``.
+    #: Predictions of the same cells, and the file of it if there is one; see
+    #: ``python -m experiments validate``.
+    predicted: str | None
     predictions: list[Record]
 
     @cached_property
@@ -163,7 +165,7 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
         if file := _file(results, f"{name}/{FILE}"):
             predicted = _file(results, f"{name}/{PREDICTIONS}")
             known = read(results / predicted) if predicted else []
-            found.append(Run(name, file, latest(read(results / file)), known))
+            found.append(Run(name, file, latest(read(results / file)), predicted, known))
     if only is None:
         if (file := _file(results, MEMORY)) and (cases := imitated.read(results / file)):
             found.append(of_memory(file, cases))

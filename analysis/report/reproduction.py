@@ -87,6 +87,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     """The self-contained HTML page, which has the figures of every run too."""
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
     first, *others = _once(values["chapters"])
+    predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
     drawn = {
         run.matrix: [
             figure(drawing, [run.file])
@@ -95,6 +96,9 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         ]
         for run in of
     }
+    pairs = values["pairs"]
+    timed = [] if pairs.empty else [*pairs["matrix"].unique()]
+    beside = [there for by in (file, predicted) for name in timed if (there := by[name])]
     return pages.render(
         "reproduction.html.j2",
         **values,
@@ -102,6 +106,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         others=others,
         noted={at for one in (first, *others) for part in one.parts for at in part.notes},
         figures=drawn,
+        validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
         files=lambda names: [file[name] for name in names if name in file],
     )
@@ -151,6 +156,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
+        "pairs": pairs,
         "validation": simulator.agreements(pairs) if len(pairs) else [],
         "orders": simulator.choices(ordered) if ordered else [],
         "constants": simulator.constants({run.matrix: run.records for run in timed}),

@@ -12,10 +12,13 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import seaborn as sns
 
-from analysis import text
+from analysis import strategies, text
 from analysis.claims.papers import Claims, MatrixUse
+from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
@@ -84,7 +87,7 @@ _SHARED = {
 def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
-    """Each cell that ran and was predicted: its settings, and the comparison."""
+    """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
     found: list[dict[str, object]] = []
     for record, prediction in paired(records, predictions, lambda record: record.cell_id):
         if (told := prediction.measurement) is None:
@@ -96,7 +99,10 @@ def joined(
             {
                 "matrix": matrix,
                 "tuning": record.cell.tuning,
+                "engine": strategies.engine(record.cell.strategy),
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
+                "timed": step.seconds,
+                "predicted": seconds,
                 "comparison": emulated.Comparison(step, seconds, sent),
             }
         )
@@ -221,6 +227,54 @@ def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
         "median_cost": f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
         "largest_cost": f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
     }
+
+
+#: How near the figure's band is, as a share.
+_BAND = 0.1
+#: One each for what is predicted, and what the constants of the simulator were fitted to.
+_MARKERS = {"limited": "o", "unshaped": "s"}
+
+
+def draw(pairs: pd.DataFrame) -> Drawing:
+    """Predicted against timed seconds a step, both on logarithmic axes."""
+    looks = {
+        "DeepSpeed": strategies.BASELINE,
+        "PyTorch": "fsdp2",
+        "This engine": strategies.SUBJECT,
+    }
+    styles = strategies.styles(looks.values())
+    ends = [pairs[["timed", "predicted"]].min().min() / 1.5]
+    ends.append(pairs[["timed", "predicted"]].max().max() * 1.5)
+    with canvas(4.6, 4.2) as (figure, ((ax,),)):
+        line = np.array(ends)
+        ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color="#E6E6E6", linewidth=0)
+        ax.plot(line, line, color="#888888", linewidth=0.8)
+        sns.scatterplot(
+            pairs,
+            x="timed",
+            y="predicted",
+            hue="engine",
+            palette={engine: styles[name].colour for engine, name in looks.items()},
+            hue_order=[engine for engine in looks if engine in set(pairs["engine"])],
+            style="link",
+            markers=_MARKERS,
+            alpha=0.8,
+            s=26,
+            ax=ax,
+        )
+        ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
+        ax.legend(frameon=False)
+    parts = [
+        f"{link} links: {text.percent(median_error(cells['comparison']))} median absolute error of "
+        f"{len(cells)} cells"
+        for link, cells in pairs.groupby("link")
+    ]
+    caption = (
+        f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
+        f"±{100 * _BAND:g} %. {FITTED}"
+    )
+    return Drawing("validation", "Simulated against emulated steps", caption, figure)
 
 
 def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:

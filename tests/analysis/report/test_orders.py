@@ -2,6 +2,7 @@
 
 from operator import itemgetter
 
+import pandas as pd
 import pytest
 
 from analysis.report import simulator
@@ -72,7 +73,36 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     assert shown(every) == (6, "4 (66.7 %)", "50 %")
 
 
+RECORDS = made_up.records()
+
+
+def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
+    """What was timed, so many times as slow, with so many bytes more."""
+    return [
+        made_up.altered(
+            record.model_copy(update={"evidence": "simulated"}),
+            step_seconds=[factor * (record.step_seconds_median or 0.0)],
+            inter_node_bytes_per_step=record.measurement.inter_node_bytes_per_step + more_bytes,
+        )
+        for record in RECORDS
+        if record.measurement is not None
+    ]
+
+
+def pairs(factor: float, more_bytes: float = 0.0) -> pd.DataFrame:
+    return pd.DataFrame(simulator.joined("made-up", RECORDS, predicted(factor, more_bytes)))
+
+
 def test_only_cells_that_were_predicted_are_compared() -> None:
-    ran = [record for record in made_up.records() if record.measurement is not None]
-    told = [record.model_copy(update={"evidence": "simulated"}) for record in ran[:5]]
-    assert len(simulator.joined("made-up", ran, told)) == 5
+    assert len(simulator.joined("made-up", RECORDS, predicted(1.0)[:5])) == 5
+
+
+def test_the_figure_says_its_error() -> None:
+    drawing = simulator.draw(pairs(1.25))
+    assert "limited links: 25 % median absolute error of 23 cells" in drawing.caption
+    assert "how far DeepSpeed gathers ahead" in drawing.caption
+    (axes,) = drawing.figure.axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert axes.get_xlim() == axes.get_ylim()
+    points = axes.collections[-1].get_offsets()
+    assert len(points) == 34
