@@ -14,12 +14,14 @@ from analysis.claims import papers
 from analysis.quality import (
     SEARCH,
     TIMES,
+    Trial,
     best,
     cases,
     courses,
     markdown,
     quality,
     subject,
+    targets,
 )
 from experiments.matrix.reader import read
 from experiments.records.cell import Cell, ClusterSpec
@@ -90,6 +92,7 @@ def test_the_best_trial_is_that_of_the_lowest_mean_and_no_number_is_the_worst() 
     exact, apart = best(search())
     assert (exact.subject, exact.learning_rate, exact.momentum) == ("fcdp", 0.1, None)
     assert (apart.subject, apart.learning_rate, apart.momentum) == ("diloco τ = 4", 0.1, 0.9)
+    assert apart.ends == [2.2, 2.21]
 
 
 @pytest.mark.parametrize("lacks", [slice(2, None), slice(1, None), slice(None, -1)])
@@ -106,9 +109,31 @@ def test_a_trial_without_losses_and_a_link_without_times_are_named() -> None:
         courses(search(), times()[:3])
 
 
-def test_strategies_that_seeds_do_not_tell_apart_are_alike() -> None:
-    slow, _ = cases(courses(search(), times(slow=1.2)), 3.01)
-    assert slow.said("3.01") == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
+@pytest.mark.parametrize(("loss", "steps"), [(4.5, 4), (4.0, 4), (3.5, 6), (2.0, 16), (1.9, None)])
+def test_steps_to_a_loss_are_between_measurements(loss: float, steps: float | None) -> None:
+    curve = {4 * at: value for at, value in enumerate(EXACT, 1)}
+    found = Trial("fcdp", "fcdp", 0.1, None, (curve,)).steps_to(loss)
+    assert found == (None if steps is None else [steps])
+
+
+def said(timed: list[Record], loss: float) -> list[str]:
+    return [case.said(f"{loss:g}") for case in cases(courses(search(), timed), loss)]
+
+
+def test_who_is_first_depends_on_the_link() -> None:
+    """Exact takes 7.98 steps, and DiLoCo 9.56, which the link makes no longer."""
+    found = courses(search(), times())
+    assert [course.bits_per_s for course in found] == [SLOW, SLOW, FAST, FAST]
+    assert targets(found) == [3.01, 2.01]
+    assert said(times(), 3.01) == [
+        "DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; at the end it is 10.0 % above it",
+        "FCDP is the first to come to 3.01, and exact",
+    ]
+    # What is not exact never comes to what the exact one ends with.
+    assert said(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
+    # Strategies that seeds do not tell apart are alike.
+    slow, _ = said(times(slow=1.2), 3.01)
+    assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 
 
 def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +160,20 @@ def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPa
 
 def printed(made: Plan) -> str:
     return " ".join(" ".join(rendered(table(made), 80)).split())
+
+
+def test_the_link_takes_what_its_bytes_do_on_it() -> None:
+    """Bytes take 8 ms of a second on the fast link, and 1.6 s on the slow one."""
+    slow, fast = quality(courses(search(), times()), times()).cases
+    assert fast.share == pytest.approx(0.008 / 0.992)
+    assert slow.share == pytest.approx(1.6 / 0.992)
+
+
+def test_tables_say_what_is_not_reached() -> None:
+    lines = markdown(courses(search(), times())).splitlines()
+    assert "| DiLoCo τ = 4 | 0.1 | 0.9 | 2.205 ± 0.007 |" in lines
+    (row,) = [line for line in lines[8:] if line.startswith("| DiLoCo") and "(" not in line]
+    assert row == "| DiLoCo τ = 4 | – | – |"
 
 
 def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
