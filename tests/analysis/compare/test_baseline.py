@@ -1,16 +1,16 @@
-"""Cells beside their baseline, and held-out metrics over seeds."""
-
 import math
 
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from analysis.compare.baseline import compare, over_seeds, ratio, seeds_in_words
-from analysis.report import run
+from analysis.compare.baseline import compare, ratio
 from experiments.records.record import Record
 from tests.analysis import made_up
 
 SLOW = made_up.LINKS[0]
+POSITIVE = st.floats(min_value=1e-3, max_value=1e12)
 
 
 def row(compared: pd.DataFrame, strategy: str) -> pd.Series:
@@ -25,6 +25,29 @@ def pair(**fcdp: object) -> list[Record]:
     return [baseline, made_up.record(made_up.cell("fcdp", link=SLOW), **fcdp)]
 
 
+@settings(max_examples=15)
+@given(seconds=POSITIVE, sent=POSITIVE, closed_form=POSITIVE, ledger=POSITIVE)
+def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: float) -> None:
+    baseline, subject = pair(
+        step_seconds=[seconds],
+        inter_node_bytes_per_step=sent,
+        inter_node_bytes_closed_form=closed_form,
+        ledger_bytes_per_step={"inter_node": {"forward": ledger}},
+    )
+    of = baseline.measurement
+    found = row(compare([baseline, subject]), "fcdp")
+    assert found["baseline"] == "deepspeed-zero3"
+    assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
+    assert found["bytes_of_baseline"] == pytest.approx(sent / of.inter_node_bytes_per_step)
+    assert found["bytes_of_baseline_closed_form"] == pytest.approx(
+        sent / of.inter_node_bytes_closed_form
+    )
+    assert found["bytes_of_closed_form"] == pytest.approx(sent / closed_form)
+    assert found["ledger_disagreement_percent"] == pytest.approx(
+        100 * (ledger - sent) / sent, rel=1e-6, abs=1e-9
+    )
+
+
 def test_losses_are_compared_at_steps_that_both_have() -> None:
     baseline, subject = pair(losses=[5.6, 5.5 - 0.2, 5.38 + 0.01])
     reference = baseline.measurement.losses
@@ -36,16 +59,59 @@ def test_losses_are_compared_at_steps_that_both_have() -> None:
     assert math.isnan(diverged["loss_difference"])
 
 
-def test_a_ratio_to_nothing_is_no_number() -> None:
-    assert all(
-        math.isnan(ratio(value, of)) for value in (None, 1.0) for of in (None, 0.0, math.nan)
+@given(st.floats(allow_nan=True), st.sampled_from([0.0, math.nan]))
+def test_a_ratio_to_nothing_is_no_number(value: float, reference: float) -> None:
+    assert math.isnan(ratio(value, reference))
+
+
+def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
+    group = compared.query(
+        f"model == 'gpt2-4x128' and tuning == 'full' and inter_bandwidth_bits_per_s == {SLOW}"
     )
+    seconds = group.set_index("strategy")["step_seconds_median"]
+    found = row(group, "fcdp")
+    assert found["fastest_other"] == "fsdp2"
+    assert found["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
+    assert row(group, "fsdp2")["fastest_other"] == "fcdp"
+
+
+def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
+    compared: pd.DataFrame,
+) -> None:
+    lora = compared.query("model == 'llama-4x128' and tuning == 'lora'")
+    group = lora[lora["inter_bandwidth_bits_per_s"].isna()]
+    assert set(group["baseline"]) == {"fsdp2"}
+
+
+def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
+    asked = compare(records, "fsdp2")
+    failed = (asked["model"] == "llama-4x128") & (asked["tuning"] == "full")
+    failed &= asked["inter_bandwidth_bits_per_s"] == SLOW
+    assert set(asked.loc[~failed, "baseline"]) == {"fsdp2"}
+    assert set(asked.loc[failed, "baseline"]) == {"deepspeed-zero3"}
 
 
 def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
     assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
+
+
+def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
+    compared: pd.DataFrame,
+) -> None:
+    first = compared.query("model == 'gpt2-4x128' and tuning == 'full'")
+    links = first["inter_bandwidth_bits_per_s"].drop_duplicates().tolist()
+    assert links[:2] == [10e6, 100e6]
+    assert math.isnan(links[2])
+    assert first["strategy"].tolist() == ["deepspeed-zero3", "fsdp2", "fcdp"] * 3
+
+
+def test_policies_and_codecs_are_variants() -> None:
+    choices: list[dict[str, object]] = [{}, {"policy": "auto"}, {"gather_codec": "int8"}]
+    cells = [made_up.cell("fcdp", **choice) for choice in choices]
+    compared = compare([made_up.record(cell) for cell in cells])
+    assert list(compared["strategy"]) == ["fcdp", "fcdp auto", "fcdp gather int8"]
 
 
 def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
@@ -55,42 +121,3 @@ def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
     assert found["baseline"] == "deepspeed-zero3"
     sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
     assert found["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])
-
-
-#: Accuracy by strategy and seed: the differences are 0.02 and 0.04.
-ACCURACIES = {"fsdp2": (0.90, 0.94), "fcdp": (0.92, 0.98)}
-
-
-def of_accuracies(accuracies: dict[str, tuple[float, ...]]) -> pd.DataFrame:
-    records = [
-        made_up.record(
-            made_up.cell(strategy, seed=seed), held_out_loss=1 - share, held_out_accuracy=share
-        )
-        for strategy, seeds in accuracies.items()
-        for seed, share in enumerate(seeds)
-    ]
-    return compare(records, "fsdp2")
-
-
-def test_the_table_of_seeds() -> None:
-    shown = seeds_in_words(of_accuracies(ACCURACIES))
-    rows = {row["Strategy"]: row for _, row in shown.iterrows()}
-    assert rows["FCDP"]["held-out accuracy"] == "95.00 ± 4.24 %"
-    assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"
-    assert rows["FCDP"]["loss difference"] == "-0.0300 ± 0.0141"
-    assert rows["FSDP2"]["accuracy difference"] == "–"
-    assert run.OVER_SEEDS in run.markdown(of_accuracies(ACCURACIES))
-    page = run.render(of_accuracies(ACCURACIES), [], {})
-    assert run.OVER_SEEDS in page
-    assert "+3.00 ± 1.41 points" in page
-
-
-def test_one_seed_has_no_spread() -> None:
-    once = of_accuracies({name: seeds[:1] for name, seeds in ACCURACIES.items()})
-    assert over_seeds(once).empty
-    assert run.OVER_SEEDS not in run.markdown(once)
-    # Nor has its difference, of one beside several.
-    uneven = ACCURACIES | {"fsdp2": ACCURACIES["fsdp2"][:1]}
-    shown = seeds_in_words(of_accuracies(uneven))
-    (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")
-    assert row["accuracy difference"] == "+2.00 points"

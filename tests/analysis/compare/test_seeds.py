@@ -1,0 +1,44 @@
+"""Held-out metrics over seeds: means, and differences of cells with the same seed."""
+
+import pandas as pd
+
+from analysis.compare.baseline import compare, over_seeds, seeds_in_words
+from analysis.report import run
+from tests.analysis import made_up
+
+#: Accuracy by strategy and seed: the differences are 0.02 and 0.04.
+ACCURACIES = {"fsdp2": (0.90, 0.94), "fcdp": (0.92, 0.98)}
+
+
+def compared(accuracies: dict[str, tuple[float, ...]]) -> pd.DataFrame:
+    records = [
+        made_up.record(
+            made_up.cell(strategy, seed=seed), held_out_loss=1 - share, held_out_accuracy=share
+        )
+        for strategy, seeds in accuracies.items()
+        for seed, share in enumerate(seeds)
+    ]
+    return compare(records, "fsdp2")
+
+
+def test_the_table_of_seeds() -> None:
+    shown = seeds_in_words(compared(ACCURACIES))
+    rows = {row["Strategy"]: row for _, row in shown.iterrows()}
+    assert rows["FCDP"]["held-out accuracy"] == "95.00 ± 4.24 %"
+    assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"
+    assert rows["FCDP"]["loss difference"] == "-0.0300 ± 0.0141"
+    assert rows["FSDP2"]["accuracy difference"] == "–"
+    assert run.OVER_SEEDS in run.markdown(compared(ACCURACIES))
+    page = run.render(compared(ACCURACIES), [], {})
+    assert run.OVER_SEEDS in page
+    assert "+3.00 ± 1.41 points" in page
+
+
+def test_one_seed_has_no_spread() -> None:
+    once = compared({name: seeds[:1] for name, seeds in ACCURACIES.items()})
+    assert over_seeds(once).empty
+    assert run.OVER_SEEDS not in run.markdown(once)
+    # Nor has its difference, of one beside several.
+    shown = seeds_in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
+    (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")
+    assert row["accuracy difference"] == "+2.00 points"
