@@ -54,6 +54,13 @@ def test_a_setting_may_be_changed_in_one_of_two_cells() -> None:
     assert (found.before[0].value, found.after[0].value) == (0.25, 0.5)
 
 
+def test_another_comparator_stands_in_the_place_of_the_claims() -> None:
+    there = [row("fsdp2-reshard", 4, "there")]
+    cause = Cause(matrix="there", setting="strategy", to="fsdp2-reshard", side="over")
+    found = changed(cause, FASTER, HERE, there)
+    assert found.after[0].value == 5.0
+
+
 def test_a_setting_that_no_cell_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="'weather' is no setting of a cell; allowed: .*nodes"):
         setting_of(Cause(matrix="there", setting="weather", to=1))

@@ -4,15 +4,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from analysis.claims.computations import LossDifference, Sample
+from analysis.claims.computations import LossDifference, Selection
 from analysis.load.rows import Row, row
-from experiments.records.comparison import FEWEST, Comparison
 from experiments.records.record import Record
 from tests.analysis import made_up
 from tests.analysis.claims.made_up import FASTER, FCDP, FSDP2
+
+GAIN = FASTER.model_copy(update={"kind": "gain"})
 
 
 def recorded(strategy: str, **changes: Any) -> Record:
@@ -61,23 +61,27 @@ def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[flo
     assert sample.value == math.inf
 
 
-def timed(strategy: str, median: float, noise: float) -> Row:
-    seconds = [*np.linspace(median - noise, median + noise, 2 * FEWEST)]
-    return row(made_up.altered(recorded(strategy), step_seconds=seconds))
+def test_each_at_its_own_micro_batch() -> None:
+    rows = [made("fsdp2", micro_batch=7), made("fcdp", micro_batch=9)]
+    for micro_batch, partners in (("any", 1), (7, 1), (9, 0), (None, 0)):
+        over = Selection.model_validate({"strategy": "fsdp2", "micro_batch": micro_batch})
+        assert len(FASTER.model_copy(update={"over": over}).samples(rows)) == partners
 
 
-def test_the_interval_is_that_of_the_comparison_of_both_cells() -> None:
-    ours, theirs = timed("fcdp", 1, 0.2), timed("fsdp2", 2, 0.4)
-    found = FASTER.timing([Sample(2.0, ours, theirs)])
-    assert found.interval == Comparison(ours.record, theirs.record).interval
-    assert (found.rounds, found.enough) == (2 * FEWEST, True)
-    less = FASTER.model_copy(update={"kind": "reduction"}).timing([Sample(-1.0, ours, theirs)])
-    assert less.interval == (1 - found.interval[1], 1 - found.interval[0])
+def without_figures(of: Row, state: Any = "oom") -> Row:
+    return replace(of, state=state, quantities={})
 
 
-def test_bytes_and_what_was_simulated_have_no_timing() -> None:
-    ran = made("fcdp")
-    simulated = row(ran.record.model_copy(update={"evidence": "simulated"}))
-    by_bytes = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
-    assert by_bytes.timing([Sample(1.0, ran, ran)]) is None
-    assert FASTER.timing([Sample(1.0, simulated, simulated)]) is None
+def test_ours_without_figures_is_as_bad_as_can_be() -> None:
+    rows = [made("fsdp2"), without_figures(made("fcdp"))]
+    memory = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
+    assert [sample.value for sample in GAIN.samples(rows)] == [-1.0]
+    assert [sample.value for sample in memory.samples(rows)] == [math.inf]
+    assert GAIN.lacking(rows) == [rows[1]]
+
+
+def test_a_comparator_without_figures_is_named_and_cells_left_out_have_no_part() -> None:
+    rows = [without_figures(made("fsdp2"), "failed"), made("fcdp")]
+    assert (GAIN.samples(rows), GAIN.lacking(rows)) == ([], [rows[0]])
+    rows = [made("fsdp2"), without_figures(made("fcdp"), "skipped")]
+    assert (GAIN.samples(rows), GAIN.lacking(rows)) == ([], [])
