@@ -33,7 +33,7 @@ _PRELOAD = [
     "fcdp",
     "tests.ranks",
     "experiments.worker.worker",
-    "experiments.clusters.launch",  # so that clusters made later can use this fork server
+    "experiments.clusters.preload",  # so that clusters made later can use this fork server
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
 _GRACE_S = 10

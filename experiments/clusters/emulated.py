@@ -18,10 +18,10 @@ from pyroute2 import IPRoute, netns
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
-from experiments.clusters import causes, lifetimes, namespaces, privileges
+from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
-from experiments.clusters.launch import AGENT, Machine, Node, Started, fork_server
+from experiments.clusters.launch import AGENT, Machine, Node, Started
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -69,7 +69,7 @@ class EmulatedCluster(Cluster):
     def __enter__(self) -> EmulatedCluster:
         privileges.require()
         namespaces.remove_stale()
-        self._context: ForkServerContext = fork_server(self._preload)
+        self._context: ForkServerContext = preload.start(self._preload)
         self._network = Network(self.nodes, self._groups).__enter__()
         return self
 

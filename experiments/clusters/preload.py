@@ -1,0 +1,94 @@
+"""The fork server: one process that has imported everything, and forks the rest.
+
+It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
+with the calling process. It imports this module when it starts, which pays for the heavy imports
+once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+from experiments.clusters.interface import ClusterError
+from experiments.records.environment import named, passed_on
+
+#: The environment variable with the JSON list of modules.
+_MODULES_VARIABLE = "FCDP_PRELOAD"
+
+
+def start(modules: Sequence[str]) -> ForkServerContext:
+    """Start the fork server if there is none, and check that ``modules`` can be imported.
+
+    Modules that an earlier caller did not name are imported by every rank: a later cluster with
+    other modules works, but slower. Variables that libraries read while they are imported count as
+    they are now. Raises ``ClusterError`` with the traceback of a module that
+    cannot be imported.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    variables = {
+        _MODULES_VARIABLE: json.dumps(list(modules)),
+        # The fork server starts with an interpreter's default path, not with this process's.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        # OpenMP reads it once, when torch is imported.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Emulated nodes reach no hub, which transformers would ask for long.
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        # A library that asks for GPUs while it is imported must not start the CUDA runtime, which
+        # no forked process could use any more.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    before = dict(os.environ)
+    try:
+        # The kernel shows a forked process's environment as the fork server started with it.
+        os.environ.clear()
+        os.environ.update(passed_on(before, named(before)) | variables)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver:
+        process = context.Process(target=_send_failure, args=(list(modules), sender))
+        try:
+            process.start()
+            sender.close()
+            failure = receiver.recv()
+        except (EOFError, OSError) as error:
+            raise ClusterError(
+                f"the fork server ended while importing {', '.join(modules)}: {error!r}; "
+                "its standard error says why"
+            ) from error
+        process.join()
+    if failure is not None:
+        raise ClusterError(failure)
+    return context
+
+
+def _send_failure(modules: Sequence[str], sender: Connection) -> None:
+    sender.send(_import(modules))
+
+
+def _import(modules: Sequence[str]) -> str | None:
+    """Import modules; returns what is to be said of the last one that cannot be imported."""
+    failure = None
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            reason = traceback.format_exc()
+            failure = f"cannot import {module}, a module to preload:\n{reason}"
+    return failure
+
+
+# What cannot be imported is told by the child that is asked for it.
+_import(json.loads(os.environ.get(_MODULES_VARIABLE, "[]")))
