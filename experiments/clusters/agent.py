@@ -6,7 +6,6 @@ namespace.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import socket
@@ -28,7 +27,7 @@ import torch
 from pyroute2 import netns
 from torch._C._distributed_c10d import TCPStore
 
-from experiments.clusters import lifetimes
+from experiments.clusters import lifetimes, preload
 from experiments.clusters.causes import Board, Exit, NodeResult
 from experiments.clusters.interface import Launch
 from experiments.clusters.launch import Machine, Node
@@ -101,9 +100,7 @@ def _settle(machine: Machine) -> None:
     if machine.namespace is not None:
         netns.setns(machine.namespace, flags=0)
     _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
-    # Processes forked from this one leave what is there now alone: their collector of garbage would
-    # write to every page of it, and each write copies the page.
-    gc.freeze()
+    preload.import_modules(list(machine.preload))
 
 
 def _search_first(folders: Sequence[str]) -> None:

@@ -112,6 +112,7 @@ class EmulatedCluster(Cluster):
                 machine = Machine(
                     namespace=network.beside[each.name][0],
                     environment=variables,
+                    preload=self._preload,
                     scratch=str(folder / each.name),
                 )
                 log = logs / f"{each.name}.log"
@@ -129,6 +130,7 @@ class EmulatedCluster(Cluster):
                     port=self._port,
                     # Nodes are hosts to NCCL, which else takes shared memory for their link.
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
+                    preload=self._preload,
                 )
                 name = f"the agent of node {number}"
                 agents.append(Started(context, name, "serve", node, launch, board))

@@ -29,6 +29,8 @@ class Machine:
     namespace: str | None = None
     #: The whole environment of its processes, but for what torchrun adds.
     environment: dict[str, str] = field(repr=False)
+    #: Modules that should be imported already.
+    preload: tuple[str, ...] = ()
     #: A directory, not there yet, for temporary files of its processes.
     scratch: str = ""
 

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -28,9 +29,9 @@ _MODULES_VARIABLE = "FCDP_PRELOAD"
 def start(modules: Sequence[str]) -> ForkServerContext:
     """Start the fork server if there is none, and check that ``modules`` can be imported.
 
-    Modules that an earlier caller did not name are imported by every rank: a later cluster with
-    other modules works, but slower. Variables that libraries read while they are imported count as
-    they are now. Raises ``ClusterError`` with the traceback of a module that
+    Modules that an earlier caller did not name are imported again by every node's agent: a later
+    cluster with other modules works, but slower. Variables that libraries read while they are
+    imported count as they are now. Raises ``ClusterError`` with the traceback of a module that
     cannot be imported.
     """
     context = multiprocessing.get_context("forkserver")
@@ -75,11 +76,15 @@ def start(modules: Sequence[str]) -> ForkServerContext:
 
 
 def _send_failure(modules: Sequence[str], sender: Connection) -> None:
-    sender.send(_import(modules))
+    sender.send(import_modules(modules))
 
 
-def _import(modules: Sequence[str]) -> str | None:
-    """Import modules; returns what is to be said of the last one that cannot be imported."""
+def import_modules(modules: Sequence[str]) -> str | None:
+    """Import modules; returns what is to be said of the last one that cannot be imported.
+
+    The garbage collector of processes forked from this one leaves what is there now alone: it
+    would write to every page of it, and each write copies the page.
+    """
     failure = None
     for module in modules:
         try:
@@ -87,8 +92,10 @@ def _import(modules: Sequence[str]) -> str | None:
         except Exception:
             reason = traceback.format_exc()
             failure = f"cannot import {module}, a module to preload:\n{reason}"
+    gc.collect()
+    gc.freeze()
     return failure
 
 
 # What cannot be imported is told by the child that is asked for it.
-_import(json.loads(os.environ.get(_MODULES_VARIABLE, "[]")))
+import_modules(json.loads(os.environ.get(_MODULES_VARIABLE, "[]")))
