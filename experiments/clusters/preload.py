@@ -2,7 +2,7 @@
 
 It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
 with the calling process. It imports this module when it starts, which pays for the heavy imports
-once.
+once: multiprocessing skips a preloaded module that does not import; here the reason is kept.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
+#: Pid of the fork server, the parent of every process that it forks.
+_SERVER = os.getpid()
+#: Traceback of each module that could not be imported.
+_FAILURES: dict[str, str] = {}
 
 
 def start(modules: Sequence[str]) -> ForkServerContext:
@@ -31,8 +35,8 @@ def start(modules: Sequence[str]) -> ForkServerContext:
 
     Modules that an earlier caller did not name are imported again by every node's agent: a later
     cluster with other modules works, but slower. Variables that libraries read while they are
-    imported count as they are now. Raises ``ClusterError`` with the traceback of a module that
-    cannot be imported.
+    imported count as they are now. Raises ``ClusterError`` with the traceback of the first module
+    that cannot be imported.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -57,45 +61,54 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     finally:
         os.environ.clear()
         os.environ.update(before)
+    _check(context, list(modules))
+    return context
+
+
+def _check(context: ForkServerContext, modules: list[str]) -> None:
+    """Raise ``ClusterError`` if a child of the fork server cannot import the modules."""
     receiver, sender = context.Pipe(duplex=False)
     with receiver:
-        process = context.Process(target=_send_failure, args=(list(modules), sender))
+        process = context.Process(target=_send_failures, args=(modules, sender))
         try:
             process.start()
             sender.close()
-            failure = receiver.recv()
+            ours, failures = receiver.recv()
         except (EOFError, OSError) as error:
             raise ClusterError(
                 f"the fork server ended while importing {', '.join(modules)}: {error!r}; "
                 "its standard error says why"
             ) from error
         process.join()
-    if failure is not None:
-        raise ClusterError(failure)
-    return context
+    if not ours:
+        raise ClusterError(
+            "this process already runs a fork server that has not imported the modules to "
+            "preload: enter the cluster before anything else uses multiprocessing's fork server"
+        )
+    for module, reason in failures.items():
+        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
 
 
-def _send_failure(modules: Sequence[str], sender: Connection) -> None:
-    sender.send(import_modules(modules))
+def _send_failures(modules: list[str], sender: Connection) -> None:
+    ours = os.getppid() == _SERVER
+    import_modules([name for name in modules if name not in _FAILURES])
+    failures = {name: _FAILURES[name] for name in modules if name in _FAILURES}
+    sender.send((ours, failures))
 
 
-def import_modules(modules: Sequence[str]) -> str | None:
-    """Import modules; returns what is to be said of the last one that cannot be imported.
+def import_modules(modules: list[str]) -> None:
+    """Import modules; tracebacks of those that fail are in ``_FAILURES``.
 
     The garbage collector of processes forked from this one leaves what is there now alone: it
     would write to every page of it, and each write copies the page.
     """
-    failure = None
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception:
-            reason = traceback.format_exc()
-            failure = f"cannot import {module}, a module to preload:\n{reason}"
+            _FAILURES[module] = traceback.format_exc()
     gc.collect()
     gc.freeze()
-    return failure
 
 
-# What cannot be imported is told by the child that is asked for it.
 import_modules(json.loads(os.environ.get(_MODULES_VARIABLE, "[]")))
