@@ -33,6 +33,9 @@ _KILLING_S = 10.0
 _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
 _things = itertools.count()
 
+#: The directory for temporary files wherever ``TMPDIR`` does not name one.
+USUAL = "/tmp"
+
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when ``parent``, the process that forked it, ends."""
@@ -147,7 +150,8 @@ def folder() -> Iterator[Path]:
 
 def remove_stale() -> None:
     """Remove the folders of processes that were killed; every run does, on whatever cluster."""
-    for path in Path(tempfile.gettempdir()).glob("*"):
-        if is_orphan(path.name):
-            # Another cluster that starts now may remove it too; another user's stays.
-            shutil.rmtree(path, ignore_errors=True)
+    for parent in {tempfile.gettempdir(), USUAL}:
+        for path in Path(parent).glob("*"):
+            if is_orphan(path.name):
+                # Another cluster that starts now may remove it too; another user's stays.
+                shutil.rmtree(path, ignore_errors=True)

@@ -12,18 +12,25 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
+from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
 from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
+#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
+#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
+_LONGEST_PARENT = 27
 #: Pid of the fork server, the parent of every process that it forks.
 _SERVER = os.getpid()
 #: Traceback of each module that could not be imported.
@@ -52,6 +59,7 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         # no forked process could use any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
+    _own_sockets()
     before = dict(os.environ)
     try:
         # The kernel shows a forked process's environment as the fork server started with it.
@@ -63,6 +71,29 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         os.environ.update(before)
     _check(context, list(modules))
     return context
+
+
+@cache
+def _own_sockets() -> None:
+    """Have multiprocessing's folder of sockets inside one whose name says whose it is.
+
+    multiprocessing removes its folder when this process ends, but not if this process is killed:
+    then a later one does.
+    """
+    lifetimes.remove_stale()
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_PARENT:
+        parent = lifetimes.USUAL
+    folder = tempfile.mkdtemp(prefix=f"{lifetimes.new_prefix()}-", dir=parent)
+    # After multiprocessing has removed its own folder, which it does with the priority -100.
+    util.Finalize(
+        None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101
+    )
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        util.get_temp_dir()  # It keeps to the first answer.
+    finally:
+        tempfile.tempdir = before
 
 
 def _check(context: ForkServerContext, modules: list[str]) -> None:
