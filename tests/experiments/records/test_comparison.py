@@ -1,8 +1,9 @@
 """Speeds and their intervals are of rounds; a second way of computing each gives the same."""
 
+import json
 import math
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from statistics import median
 from typing import Any
 
@@ -16,13 +17,17 @@ from experiments.records.comparison import (
     ONE_IN,
     Comparison,
     few,
+    groups,
     interval,
     left_out,
     paired,
     reference,
     spread,
 )
-from experiments.records.record import Record
+from experiments.records.provenance import ROOT
+from experiments.records.record import Record, read
+from experiments.records.select import FILE
+from simulation import files
 from tests.experiments.stand_in import cell, record
 
 #: Matrices of long runs, of which no speed is published.
@@ -46,11 +51,13 @@ def by_sign_test(rounds: Sequence[float]) -> tuple[float, float]:
     return sorted(rounds)[sure[-1]], sorted(rounds, reverse=True)[sure[-1]]
 
 
+def test_six_rounds_are_the_fewest_that_say_where_a_median_is() -> None:
+    assert [2 / 2**rounds <= 1 / ONE_IN for rounds in (FEWEST - 1, FEWEST)] == [False, True]
+    assert all(left_out(rounds) == 0 for rounds in range(1, FEWEST + 1))
+
+
 @pytest.mark.parametrize("rounds", range(1, 13))
 def test_an_interval_holds_the_median_as_often_as_it_says(rounds: int) -> None:
-    """Six rounds are the fewest that say where a median is."""
-    assert (2 / 2**rounds <= 1 / ONE_IN) == (rounds >= FEWEST)
-    assert rounds > FEWEST or left_out(rounds) == 0
     below = [sum(sides) for sides in product((0, 1), repeat=rounds)]
 
     def held(out: int) -> float:
@@ -130,3 +137,30 @@ def test_nothing_is_said_of_a_cell_without_a_speed() -> None:
 
 def test_each_is_paired_with_the_one_that_is_alike_and_no_other() -> None:
     assert list(paired([1, 2, 3], [13, 11, 15], lambda number: number % 10)) == [(1, 11), (3, 13)]
+
+
+@pytest.mark.system  # reads all committed records
+def test_each_published_speed_has_the_interval_that_a_second_computation_gives() -> None:
+    """From the lines as they are, by a sign test of each round."""
+    compared = 0
+    for file in files.below(ROOT / "results", FILE):
+        if "paper" in file.parts or file.parent.name in LOSSES_ALONE:
+            continue
+        ends = {}
+        for raw in map(json.loads, files.lines(file)):
+            if measured := raw["measurement"]:
+                steps = measured["step_seconds"]
+                size = min(measured.get("steps_per_round", 1), len(steps))
+                starts = range(0, len(steps) - size + 1, size)
+                rounds = [sum(steps[a : a + size]) / size for a in starts]
+                ends[raw["cell_id"]] = by_sign_test(rounds)
+        for group in groups(read(file)):
+            for one, other in pairwise([of for of in group if of.measurement]):
+                (low, high), (least, most) = ends[one.cell_id], ends[other.cell_id]
+                tokens = one.cell.tokens_per_step / other.cell.tokens_per_step
+                low, high = tokens * least / high, tokens * most / low
+                found = Comparison(one, other)
+                assert found.interval == pytest.approx((low, high))
+                assert found.differs == (not low <= 1 <= high)
+                compared += 1
+    assert compared > 300

@@ -1,17 +1,19 @@
-"""A rollout beside the ranks: its answers are the trainer's, and ranks that end end it."""
+"""A rollout beside the ranks: its answers are the trainer's, and errors end what waits for it."""
 
+import os
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from baselines.description import ExtraProcess
 from experiments.records.cell import Cell
 from experiments.records.objective import GRPO
-from experiments.records.record import Measurement
-from tests.experiments.cells import Runner, model_spec
+from tests.experiments.cells import CellResult, Runner, model_spec
 from tests.experiments.stand_in import cell
 
+HERE = "tests.experiments.worker.test_rollout"
 SETTINGS = {
     "model": model_spec("gpt2", layers=1, width=32, heads=2),
     "sequence_length": 16,
@@ -20,17 +22,19 @@ SETTINGS = {
 }
 
 
-def generated(run: Runner, rollout: str, **settings: Any) -> Measurement:
+def generated(run: Runner, rollout: str, *entry: str, **settings: Any) -> CellResult:
     """Run a cell whose answers come from there."""
     objective = GRPO(kind="grpo", new_tokens=6, group=4, rollout=rollout)
-    return run("fcdp", objective=objective, **SETTINGS, **settings).measurement
+    return run("fcdp", *entry, objective=objective, **SETTINGS, **settings)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_answers_are_the_trainers_bit_for_bit(run: Runner, tuning: str) -> None:
     """Tokens decide rewards, and they and the old probabilities losses; publications cross."""
     settings = {"tuning": tuning, "dtype": "bfloat16"}
-    inside, beside = (generated(run, name, **settings) for name in ("trainer", "process"))
+    inside, beside = (
+        generated(run, name, **settings).measurement for name in ("trainer", "process")
+    )
     assert beside.losses == inside.losses
     assert beside.rewards == inside.rewards
     assert len({*inside.rewards}) > 1
@@ -43,9 +47,36 @@ def test_answers_are_the_trainers_bit_for_bit(run: Runner, tuning: str) -> None:
 
 
 def test_answers_may_be_a_version_behind(run: Runner) -> None:
-    measured = generated(run, "behind")
+    measured = generated(run, "behind").measurement
     assert measured.versions_behind == 1
     assert measured.generation_bytes is not None
+
+
+def fail_in_mid_answer() -> None:
+    """The rollout, but it raises before it gives its second answers."""
+    from experiments.worker.objectives import rollout
+
+    answer = rollout._Generation.answer
+
+    def once(*told: Any) -> Any:
+        rollout._Generation.answer = _interrupted
+        return answer(*told)
+
+    rollout._Generation.answer = once  # type: ignore[method-assign]
+    rollout.main()
+
+
+def _interrupted(*_: Any) -> Any:
+    raise MemoryError("no room for keys and values")
+
+
+def test_a_rollout_that_fails_ends_the_ranks_and_says_why(run: Runner) -> None:
+    broken = ExtraProcess("rollout", f"{HERE}:fail_in_mid_answer")
+    with mock.patch.object(GRPO, "extra", (broken,)):
+        result = generated(run, "process")
+    assert result.outcome.state == "failed"
+    assert "rollout: " in str(result.outcome.error)
+    assert "no room for keys and values" in str(result.outcome.error)
 
 
 class _Rank:
@@ -86,3 +117,27 @@ def test_what_ranks_that_end_cut_off_is_no_failure(
     monkeypatch.setenv("WORLD_SIZE", "1")
     with nullcontext() if ended else pytest.raises(ValueError, match="not enough data"):
         rollout.main()
+
+
+def interrupted_worker(cell_file: str, output_directory: str) -> None:
+    """The worker; one rank raises while it draws its third token."""
+    import torch
+
+    from experiments.worker import worker
+
+    draw, calls = torch.multinomial, iter(range(10**6))
+
+    def draw_or_raise(*told: Any, **more: Any) -> torch.Tensor:
+        if os.environ["RANK"] == "2" and next(calls) == 2:
+            raise KeyboardInterrupt("in mid generation")
+        return draw(*told, **more)
+
+    with mock.patch.object(torch, "multinomial", draw_or_raise):
+        worker.main(cell_file, output_directory)
+
+
+def test_an_interrupted_generation_ends_all_ranks(run: Runner) -> None:
+    result = generated(run, "trainer", f"{HERE}:interrupted_worker")
+    assert result.outcome.state == "failed"
+    assert "in mid generation" in str(result.outcome.error)
+    assert result.seconds < 120, "none waits for its time limit"
