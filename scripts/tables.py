@@ -12,7 +12,7 @@ from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, interval, paired
-from experiments.records.record import METRICS, Record
+from experiments.records.record import METRICS, Machine, Record
 from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
@@ -104,20 +104,9 @@ def by_rollout(records: Sequence[Record]) -> str:
 
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
-    rows, speeds = [], list[Comparison]()
-    for by in _by_strategy(records):
-        fcdp, three = by["fcdp"], [by.get(name) for name in _THREE]
-        own = [Comparison(fcdp, other) for other in three[:2]]
-        columns = (
-            *map(str, _setting(fcdp.cell)),
-            *(text.number(_seconds(record)) for record in three),
-            *map(text.compared, own),
-            *(text.megabytes(_sent(record)) for record in three),
-            text.megabytes(_least(fcdp)),
-        )
-        rows.append(columns)
-        speeds += own
-    return text.table(_HEAD, rows, _WORDS) + noted(speeds)
+    found = _by_strategy(records)
+    speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
+    return text.table(_HEAD, map(_row, found), _WORDS) + noted(speeds)
 
 
 def kept(records: Sequence[Record]) -> str:
@@ -143,11 +132,7 @@ def kept(records: Sequence[Record]) -> str:
         rows.append(columns)
     head = ("Strategy", "unshaped tokens/s", f"{slow_link} tokens/s", "keeps")
     shown = text.table((*head, f"over {first.cell.strategy}", "MB/step"), rows)
-    ((trained, total),) = {
-        (m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)
-    }
-    share = f"{trained:,} of {total:,} parameters, {trained / total:.2%}"
-    return f"{shown}{noted(speeds)}\n\nTrained: {share}."
+    return f"{shown}{noted(speeds)}\n\n{_trained_share(records)}"
 
 
 def bound_by_the_link(records: Sequence[Record]) -> str:
@@ -195,15 +180,23 @@ def ablated(records: Sequence[Record]) -> str:
         head = [title.replace("\n", " ") for title in titles]
         shown = text.table(head, ([row[title] for title in titles] for row in rows))
         parts += [f"{count} micro-batch{'es' * (count > 1)} per step:\n", shown, ""]
-    busy = [r.machine for r in records if r.machine and r.machine.why_busy]
-    said = "The machine was quiet."
-    if busy:
-        worst = max(busy, key=lambda machine: (machine.steal_share, machine.load))
-        said = (
-            f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; "
-            "bytes, hits and entries are not."
-        )
-    return "\n".join([*parts, said])
+    machines = [record.machine for record in records if record.machine]
+    busy = [machine for machine in machines if machine.why_busy]
+    worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
+    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
+
+
+def _busy(worst: Machine) -> str:
+    return (
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, "
+        "hits and entries are not."
+    )
+
+
+def _trained_share(records: Sequence[Record]) -> str:
+    counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
+    ((trained, total),) = counts
+    return f"Trained: {trained:,} of {total:,} parameters, {trained / total:.2%}."
 
 
 def speeds(records: Sequence[Record]) -> str:
@@ -261,6 +254,18 @@ def audited(findings: Sequence[Finding]) -> str:
 def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
     return cell.model.name, cell.tuning, of, cell.accumulation
+
+
+def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
+    *others, _ = three = [by_strategy.get(name) for name in _THREE]
+    fcdp = by_strategy["fcdp"]
+    return (
+        *map(str, _setting(fcdp.cell)),
+        *(text.number(_seconds(record)) for record in three),
+        *(text.compared(Comparison(fcdp, other)) for other in others),
+        *(text.megabytes(_sent(record)) for record in three),
+        text.megabytes(_least(fcdp)),
+    )
 
 
 def noted(speeds: Iterable[Comparison]) -> str:
