@@ -151,6 +151,33 @@ def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
     worker.main(cell_file, output_directory)
 
 
+MEASURED_WORKER = f"{__name__}:train_as_measured"
+
+
+def train_as_measured(cell_file: str, output_directory: str) -> None:
+    """The worker, set up as the project's first measurements were: see test_volume.py."""
+    from unittest import mock
+
+    from baselines.deepspeed import configuration as made_by
+    from experiments.worker import worker
+    from simulation.transformer import ATTENTION
+
+    configuration = made_by.configuration
+
+    def nothing_kept_alive(*arguments: Any) -> dict[str, Any]:
+        made = configuration(*arguments)
+        for limit in ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"):
+            made["zero_optimization"][f"stage3_{limit}"] = 0
+        made["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+        return made
+
+    with (
+        mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
+        mock.patch.object(made_by, "configuration", nothing_kept_alive),
+    ):
+        worker.main(cell_file, output_directory)
+
+
 def _go(how: str) -> None:
     if how == "raise":
         raise ValueError("the cause of it all")
