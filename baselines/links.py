@@ -1,7 +1,5 @@
 """The kernel's counters of what this machine has received and sent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _RECEIVED, _SENT = 0, 8

@@ -1,7 +1,5 @@
 """Parameters as views of flat memory that comes and goes, and that messages fill."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 this one and replaces what differs. Imports nothing, for programs that must not wait for torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

@@ -3,8 +3,6 @@
 Imports no engine, for programs that must not wait for torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata

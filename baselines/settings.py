@@ -4,8 +4,6 @@ A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")
 some strategies only is a field of their own type of settings. Imports no engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A strategy's interface: it turns a model into something that trains on this cluster."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import time

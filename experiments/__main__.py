@@ -1,7 +1,5 @@
 """``python -m experiments``: run matrices of cells on clusters; plan, measure, predict."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

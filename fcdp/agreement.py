@@ -1,7 +1,5 @@
 """Steps that all ranks take or none: one that fails must not leave others waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The cached all-gather: across nodes when a unit has changed, from the cache when it has not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The public functions."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

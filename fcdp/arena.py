@@ -1,7 +1,5 @@
 """One block of host memory for all entries, page-locked and near its GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

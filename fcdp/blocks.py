@@ -1,7 +1,5 @@
 """The blocks of a model, found by its structure: what is gathered one at a time."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checksums: they tell whether memory still holds what it held, at the speed of reading it."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

@@ -5,8 +5,6 @@ arXiv 2306.10209), with any cache policy. Both are lossy: what FSDP2 computes ex
 they round.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 

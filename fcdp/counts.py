@@ -1,7 +1,5 @@
 """Bytes by link and phase, counted where they are issued, and ranges in a profiler's timeline."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

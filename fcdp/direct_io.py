@@ -4,8 +4,6 @@ What is moved is memory of an arena, whose pieces are aligned as direct I/O has 
 functions, lest a thread keep alive whoever started it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

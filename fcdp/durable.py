@@ -1,7 +1,5 @@
 """Small files that are on the disk when a function returns, all of them or as they were."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The encoded half of a reduction: what a reduce-scatter across nodes does, in fewer bytes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

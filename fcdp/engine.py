@@ -1,7 +1,5 @@
 """Engine of one FSDP2 model: FCDP's units, cache, hooks and ledger, with one lifetime."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

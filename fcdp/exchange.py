@@ -7,8 +7,6 @@ what a group is called: one group may carry both (``cpu:gloo,cuda:nccl``), and p
 messages that NCCL is given one by one wait for each other on both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast

@@ -1,7 +1,5 @@
 """Weights for other programs: safetensors files, written by rank 0."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping

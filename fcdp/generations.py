@@ -8,8 +8,6 @@ A step may be read before its record is there, each region once that is written;
 step after it is written before.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The guard: notices parameters that were written where nothing shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

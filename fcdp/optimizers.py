@@ -1,7 +1,5 @@
 """Every optimizer of the process, made by whomever, tells when it steps."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which modules share a unit: blocks one by one, what differs in kind apart from them."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set

@@ -1,7 +1,5 @@
 """Where passes over a model begin: what ran before may have written its parameters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

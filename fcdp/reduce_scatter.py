@@ -1,7 +1,5 @@
 """The hierarchical reduce-scatter: inside the node first, then 1/L of it across nodes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Bytes as people write and read them, alike wherever there are any. Imports no torch."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

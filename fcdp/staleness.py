@@ -1,7 +1,5 @@
 """Staleness of cache entries, decided alike on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import weakref

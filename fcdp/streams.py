@@ -1,7 +1,5 @@
 """The streams that one engine queues its transfers on."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

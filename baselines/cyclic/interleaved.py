@@ -11,8 +11,6 @@ Where there are several ranks, each does this, and they add up a stage's gradien
 updated: one stage at a time too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

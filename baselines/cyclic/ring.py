@@ -11,8 +11,6 @@ A new version arrives where the rule needs it, neither before nor after, so that
 with what it would have in ``baselines.cyclic.synchronous``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

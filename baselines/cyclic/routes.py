@@ -23,8 +23,6 @@ of all ranks that wait, the one that is the earliest by that clock waits for wha
 Nothing makes a rank keep to the clock: it fixes the order, and messages the pace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """A model in stages: consecutive blocks of about equal cost, and graphs that are cut there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

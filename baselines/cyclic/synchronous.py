@@ -5,8 +5,6 @@ have reached it in time by the cyclic schedule it applies one step late: the sam
 same micro-batches, and so the same training, without the schedule's even traffic and memory.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn

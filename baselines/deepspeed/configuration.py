@@ -4,8 +4,6 @@ A strategy's schedule says what is changed of it: qwZ and qgZ are codecs, hpZ a 
 node, MiCS shards inside the node, ZeRO-Offload and ZeRO-Infinity places on the host and on disk.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

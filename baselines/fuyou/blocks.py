@@ -1,7 +1,5 @@
 """Blocks whose activations are recomputed in backward, but for what is kept elsewhere."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

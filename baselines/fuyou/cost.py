@@ -7,8 +7,6 @@ benefit. Where host memory that activations leave free has parameters, it need n
 are compared. Plain numbers: imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Device memory of a few blocks, filled in the order in which they are computed."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

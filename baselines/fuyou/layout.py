@@ -8,8 +8,6 @@ A trained group has three segments: float32 masters, moments, and what is comput
 the masters themselves where the model computes in float32.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

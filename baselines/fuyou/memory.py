@@ -1,7 +1,5 @@
 """Host memory within a budget, and what a process takes by the kernel's count."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

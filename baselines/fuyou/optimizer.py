@@ -10,8 +10,6 @@ A step of a group ends with an acknowledgement, the return of ``Adam.step``: not
 written, and its gradient's memory is not given to another, before that.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 import warnings

@@ -4,8 +4,6 @@ A step may end before it is written (``end``). Then reads are of what it writes,
 that is there; what its record will replace stays until then.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, wait
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Activations that leave the device from forward to backward: to host memory first, then to SSD."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ returns; on CUDA copies have streams of their own, and are in the order in which
 that has not been run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

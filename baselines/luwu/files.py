@@ -1,7 +1,5 @@
 """The server's files: masters, moments and parameters, in two generations of which one is whole."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's plan, which all roles share: its layers, and in which chunks and order they cross."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum

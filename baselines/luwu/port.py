@@ -4,8 +4,6 @@ At most two layers have memory: the one that was pulled last and the one after i
 wait as messages, few by the window, until a layer is let go.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import deque

@@ -4,8 +4,6 @@
 passes; what it receives goes into the pipeline. Both are bounded by what is not acknowledged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

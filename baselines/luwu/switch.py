@@ -5,8 +5,6 @@ GPU, and the programmable switch between them and the server. All that it has in
 their way, whose number the roles' windows bound.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """MiCS over this repository's exchanges: sharded inside the node, replicated across."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn

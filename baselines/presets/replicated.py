@@ -1,7 +1,5 @@
 """Data parallelism over this repository's exchanges: replicated, one all-reduce per step."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -4,8 +4,6 @@ An emulated node's is forked from a process that has imported everything, and en
 namespace.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import socket

@@ -6,8 +6,6 @@ which the kernel releases when the process ends *before* it closes its sockets. 
 therefore sees which ranks had ended silently before it did.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -4,8 +4,6 @@ The agent of a node (``agent``) is one of them, on every kind of cluster: an emu
 forked from the fork server, a rented one's is started afresh by ``node``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext

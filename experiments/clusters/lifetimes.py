@@ -6,8 +6,6 @@ namespace, so that the next start can tell the ones nobody owns any more from th
 that still runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

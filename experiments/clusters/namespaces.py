@@ -1,7 +1,5 @@
 """Network namespaces: enters them, and removes them with whatever runs inside."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ asked for that or is gone. Until the answer both sides send empty lines, so that
 that has gone dead, whatever the launcher makes of it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -5,8 +5,6 @@ with the calling process. It imports this module when it starts, which pays for 
 once: multiprocessing skips a preloaded module that does not import; here the reason is kept.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

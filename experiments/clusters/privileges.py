@@ -1,7 +1,5 @@
 """Gets the right to make network namespaces: as root, or in a user namespace of one's own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A cluster that need not exist: the simulator answers its cells, in this process."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Building a model distributes it, some strategies several times over, which on a 
 take longer than the steps that are measured. So the link is limited when all ranks are ready.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Help of all commands needs their names and summaries alone.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Mapping

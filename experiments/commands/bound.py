@@ -1,7 +1,5 @@
 """``python -m experiments bound``: how much of a GPU memory and bandwidth let FSDP use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

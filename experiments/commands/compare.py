@@ -1,7 +1,5 @@
 """``python -m experiments compare``: what two runs, or two cells, differ in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """``python -m experiments fit-compute``: rates of computation, fitted and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The kinds of clusters that a command can be told to use; each is imported when it is used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 

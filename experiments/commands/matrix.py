@@ -1,7 +1,5 @@
 """``python -m experiments matrix``: begin a matrix file of one's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

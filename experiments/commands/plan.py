@@ -1,7 +1,5 @@
 """``python -m experiments plan``: the planner's command."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """``python -m experiments preflight``: measures a cluster and shows what it found."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

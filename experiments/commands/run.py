@@ -1,7 +1,5 @@
 """``python -m experiments run``: a matrix, or a suite of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial

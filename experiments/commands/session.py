@@ -1,7 +1,5 @@
 """A command's run of one matrix: its rights, its directory, its progress, what it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """``python -m experiments show``: the runs below a directory, or the cells of one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

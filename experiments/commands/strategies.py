@@ -1,7 +1,5 @@
 """``python -m experiments strategies``: lists the strategies, and which of them run here."""
 
-from __future__ import annotations
-
 from baselines import pins, registry
 from experiments import terminal
 

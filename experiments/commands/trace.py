@@ -1,7 +1,5 @@
 """``python -m experiments trace``: one simulated step, task by task, as a Chrome trace."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

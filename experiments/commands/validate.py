@@ -4,8 +4,6 @@ Predictions are records of the same cells, and so of the same ids, in a file of 
 what was counted and timed; ``analysis`` joins the two.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A suite is a folder of matrix files; the names of its matrices begin with its ow
 ``paper/volume``. A folder of the user's own runs as one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ be an axis or a constant. ``reference`` names the strategy whose losses all othe
 file, the line and the key.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

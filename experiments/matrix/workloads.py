@@ -1,7 +1,5 @@
 """The models, data and losses of a matrix file: what can be checked of them without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path

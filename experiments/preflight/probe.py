@@ -1,7 +1,5 @@
 """Measures links, copies and compute on every rank, in the form of ``schema.Preflight``."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

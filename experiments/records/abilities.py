@@ -1,7 +1,5 @@
 """Abilities of clusters, by their kind: who wants to know asks for that, never for the kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

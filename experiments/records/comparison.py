@@ -4,8 +4,6 @@ Speed is the median of rounds, and so are its spread and its interval of rounds:
 waits for what the others do not. Where all steps are alike, each is a round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

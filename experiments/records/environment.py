@@ -3,8 +3,6 @@
 A list of what does not pass would have to know the name of every key and of every password.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

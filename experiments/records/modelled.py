@@ -1,7 +1,5 @@
 """Cells and their records in the terms of ``simulation``."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 from baselines import registry

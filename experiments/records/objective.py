@@ -1,7 +1,5 @@
 """Objectives of a step beside a causal language model's loss."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ Losses depend on the batches, the model and the order in which gradients are add
 engine adds in one order, they are the same bit for bit; elsewhere within a tolerance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ What is recorded may be published, so it names no host, no user and no path, and
 from the environment.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Record of a cell's run: one ``Record``, one line of a JSON Lines file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

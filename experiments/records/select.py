@@ -1,7 +1,5 @@
 """Runs on the disk, and cells picked by a part of their ids or by settings: ``policy=disk,k=4``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ figures, claims and the parity check ask here what the fields of a cell, and tho
 own settings, say of themselves. A field that says nothing is a ``TypeError``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

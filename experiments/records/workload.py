@@ -4,8 +4,6 @@ Paths are as the matrix file gives them; ``Origin`` says where they start. Where
 would do as well, a path begins as ``is_path`` says, so that no node looks for it elsewhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@
     earlier/<time>/   what stood here when the matrix was started afresh
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@ A cell's failure is its record's state, never the end of the matrix. A record is
 before the next cell starts, so that a killed run loses only the cell that it was in.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Output of all commands, how they stop, and how they are interrupted."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

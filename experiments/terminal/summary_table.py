@@ -1,7 +1,5 @@
 """The table at the end of a run: each strategy next to a reference, such as ZeRO-3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType

@@ -1,7 +1,5 @@
 """Residual networks that classify images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 

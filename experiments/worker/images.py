@@ -4,8 +4,6 @@ An epoch is a shuffled order of all training images, which depends on the seed a
 its micro-batches in turn, so that every strategy trains on the same images in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice

@@ -1,7 +1,5 @@
 """The models of cells: those built in, by ``transformers``' configurations, and users' own."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

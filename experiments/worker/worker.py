@@ -1,7 +1,5 @@
 """The worker, on every rank of a cell: build, train, measure."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The cache: one entry per unit, each in the tier that the policy chooses for it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

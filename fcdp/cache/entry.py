@@ -1,7 +1,5 @@
 """One unit's cache entry, and the slices that gathers move: where bytes are, who may touch them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

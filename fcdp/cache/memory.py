@@ -1,7 +1,5 @@
 """How much memory there is, on the host and on the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Policies by name: what ``fcdp.shard`` takes as a text, and matrix files say."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Placement policies: which tier each unit's entry goes to."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tiers that entries lie in: memory of the accelerator, one arena on the host, a file on a disk."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

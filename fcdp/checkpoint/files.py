@@ -1,7 +1,5 @@
 """Files with checksums: taken while they are written, compared before they are read."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

@@ -1,7 +1,5 @@
 """Reading a checkpoint, once all of it is known to be as it was saved."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

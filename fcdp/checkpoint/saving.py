@@ -1,7 +1,5 @@
 """Writing a checkpoint beside the one that counts, which it replaces when it is complete."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

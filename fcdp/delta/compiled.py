@@ -1,7 +1,5 @@
 """Loops over arrays on the host as machine code."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

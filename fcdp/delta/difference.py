@@ -11,8 +11,6 @@ takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`)
 nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.delta.exponents`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args

@@ -1,7 +1,5 @@
 """When differences pay: what coding takes against the waiting for bytes that it saves."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

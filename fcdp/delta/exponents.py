@@ -4,8 +4,6 @@ Numbers near each other in a tensor are of one magnitude. Each block tells its m
 each number how far it is from that, by Huffman codes: about 11 of bf16's 16 bits for gradients.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fcdp.delta import huffman

@@ -5,8 +5,6 @@ another, which follows. Huffman codes make of these bytes what their frequencies
 words change as where most do.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 Repetitions are not searched for: looking takes as long as all of the rest, and finds little.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 

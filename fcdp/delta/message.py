@@ -1,7 +1,5 @@
 """What one rank sends of its shard to those that hold an earlier version of it."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -4,8 +4,6 @@ A code of b bits holds what lies within ±(2^(b−1) − 1). Its lowest value, �
 the number stands elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """This rank's own shard as the other nodes hold it: what differences lead from."""
 
-from __future__ import annotations
-
 import time
 
 import torch

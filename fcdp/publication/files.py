@@ -4,8 +4,6 @@ A file is one of safetensors, with a checksum of all its bytes in its header. A 
 or anything that fsspec names.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Writing what has changed since the last publication, each rank of its own shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

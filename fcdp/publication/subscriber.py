@@ -1,7 +1,5 @@
 """Reading what a trainer publishes, in any process that has torch and safetensors."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping

@@ -4,8 +4,6 @@ A step is an iteration: without gradients an objective prepares micro-batches (i
 scores with a frozen model), on which the strategy then steps as on any others, ``epochs`` times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Distillation: the divergence from a frozen teacher's next-token distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

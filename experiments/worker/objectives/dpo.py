@@ -1,7 +1,5 @@
 """Direct preference optimization: margins over the model as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Group relative policy optimization: answers are sampled, rewarded, and learnt from in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

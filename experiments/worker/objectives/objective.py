@@ -1,7 +1,5 @@
 """The form of an objective, what several of them compute, and what their iterations take."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections import defaultdict

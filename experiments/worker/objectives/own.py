@@ -5,8 +5,6 @@ others at the end of a phase. Who has waited there for seconds says so in the pr
 and a rank that has called the model more often by then ends with a sentence in place of its wait.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence

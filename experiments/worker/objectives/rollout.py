@@ -5,8 +5,6 @@ and follows over the link what the ranks publish, which the first rank's node se
 sends its prompts, and gets answers with their log-probabilities.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
