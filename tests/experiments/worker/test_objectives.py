@@ -185,6 +185,7 @@ def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) ->
             "follows what fcdp.publish writes, and not fsdp2; allowed is rollout: trainer",
         ),
         ({"objective": ANSWERS, "micro_batch": 6}, "6 sequences are not whole groups of 4 answers"),
+        ({"objective": ANSWERS, "sequence_length": 5}, "6 new tokens leave no prompt in sequences"),
         ({"objective": ANSWERS, "strategy": "luwu"}, "luwu trains by a loop of its own"),
         ({"objective": ANSWERS, "strategy": "cyclic-ring"}, "allowed are strategies of fcdp, fsdp"),
         ({"objective": ANSWERS, "loss": f"{OWN}:loss"}, "GRPO, 6 new tokens has a loss of its own"),

@@ -12,7 +12,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from pyroute2 import netns
 
+from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.objective import GRPO
@@ -48,6 +50,15 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     preload = [*PRELOADED, "deepspeed", "experiments.worker.worker"]
     with EmulatedCluster(cells.CLUSTER, preload) as built:
         yield built
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: EmulatedCluster) -> Iterator[None]:
+    """After every test, no process is left in any node."""
+    yield
+    own = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
+    assert len(own) == NODES + 1
+    assert [namespaces.processes(name) for name in own] == [[]] * len(own)
 
 
 def payload(run: CellResult, itemsize: int = 4) -> float:
