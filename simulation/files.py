@@ -200,9 +200,8 @@ def problem(error: ValueError) -> str:
         return str(error)
     first, *others = error.errors(include_input=False, include_url=False)
     where = ".".join(map(str, first["loc"]))
-    said = first["msg"].removeprefix("Value error, ")  # of what checks several fields
     more = f", and {len(others)} more" if others else ""
-    return ": ".join(filter(None, (where, f"{said}{more}")))
+    return f"{where}: {first['msg']}{more}"
 
 
 def main(folders: Sequence[str]) -> None:

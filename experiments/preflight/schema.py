@@ -13,7 +13,7 @@ from experiments.records.cell import DType
 from simulation import hardware
 from simulation.compute import by_block
 from simulation.emulated import emulated
-from simulation.files import Strict, problem
+from simulation.files import Strict
 from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
 from simulation.transformer import ModelSpec, Transformer
 from simulation.workload import Workload, block_work
@@ -138,7 +138,10 @@ class Preflight(Strict):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            said = problem(error)
+            first = error.errors()[0]
+            problem = first["msg"].removeprefix("Value error, ")
+            where = ".".join(str(part) for part in first["loc"])
+            said = ": ".join(filter(None, (where, problem)))
             raise ValueError(f"{path}: not a preflight of this version: {said}") from error
 
 
