@@ -49,7 +49,7 @@ def main(output_directory: str) -> None:
         dist.destroy_process_group()
 
 
-def line(samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
+def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """The link of these (bytes, seconds): bandwidth of the largest, latency of the smallest.
 
     The slope is that of least squares through the largest three, as links that are limited by
@@ -60,6 +60,7 @@ def line(samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
     if slope <= 0:  # noise: the largest message still says how fast it was
         slope = ordered[-1][1] / ordered[-1][0]
     return {
+        "ranks": ranks,
         "samples": [{"bytes": size, "seconds": seconds} for size, seconds in ordered],
         "latency_s": max(0.0, ordered[0][1] - ordered[0][0] * slope),
         "bytes_per_s": 1 / slope,
@@ -106,7 +107,7 @@ class _Probe:
             if len(samples) > 1 and _GROWTH * samples[-1][1] > _LONGEST_S:
                 break
         sent = (group.size() - 1) * senders
-        return line([(size * sent, seconds) for size, seconds in samples])
+        return line(group.size(), [(size * sent, seconds) for size, seconds in samples])
 
     def _slowest(self, call: Callable[[], None]) -> float:
         """Seconds of a call that all ranks begin together, the slowest rank's."""

@@ -28,9 +28,10 @@ class Sample(Strict):
     seconds: float = Field(gt=0)
 
 
-class Link(Strict, extra="ignore"):  # older files have how many ranks exchanged, too
+class Link(Strict):
     """An exchange at several sizes, and the line through them: latency + bytes / bandwidth."""
 
+    ranks: int = Field(ge=2)
     samples: list[Sample] = Field(min_length=2)
     latency_s: float = Field(ge=0)
     bytes_per_s: float = Field(gt=0)

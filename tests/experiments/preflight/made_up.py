@@ -16,7 +16,7 @@ from experiments.preflight.schema import (
 def link(bytes_per_s: float) -> Link:
     """Without latency."""
     samples = [Sample(bytes=size, seconds=size / bytes_per_s) for size in (1000, 10**6)]
-    return Link(samples=samples, latency_s=0.0, bytes_per_s=bytes_per_s)
+    return Link(ranks=2, samples=samples, latency_s=0.0, bytes_per_s=bytes_per_s)
 
 
 def preflight(

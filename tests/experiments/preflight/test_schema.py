@@ -28,7 +28,7 @@ SIZES = [4**power for power in range(5, 14)]
 
 
 def fitted(samples: list[tuple[int, float]]) -> Link:
-    return Link.model_validate(probe.line(samples))
+    return Link.model_validate(probe.line(2, samples))
 
 
 @given(
