@@ -15,7 +15,7 @@ from simulation.compute import by_block
 from simulation.emulated import emulated
 from simulation.files import Strict
 from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
-from simulation.transformer import ModelSpec, Transformer
+from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
 
 
@@ -69,10 +69,20 @@ class TimedBlock(Strict):
 
     def work(self) -> Work:
         """Forward and backward of all tokens in bf16, as the simulator counts them."""
-        spec = ModelSpec(name="block", family="gpt2", layers=1, width=self.width, heads=self.heads)
+        model = Transformer(
+            name="block",
+            family="gpt2",
+            layers=1,
+            width=self.width,
+            heads=self.heads,
+            vocabulary=1,
+            mlp_width=4 * self.width,
+            key_value_heads=self.heads,
+            tied=True,
+        )
         workload = Workload(
             strategy="ddp",
-            model=Transformer.of(spec, self.sequence_length),
+            model=model,
             sequence_length=self.sequence_length,
             micro_batch=self.sequences,
             kernels="fused",
