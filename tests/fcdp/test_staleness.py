@@ -21,7 +21,7 @@ from fcdp.guard import Guard
 from fcdp.staleness import Staleness, contents
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of
-from tests.ranks import on_ranks
+from tests.ranks import Pools, on_ranks
 
 # The adapters of each block have a unit of their own.
 SETTINGS = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
@@ -194,17 +194,37 @@ def test_under_unchanged_the_ranks_agree_once_and_a_step_is_seen() -> None:
     assert times == [1, 2, 6], "once, again after the step, and then before each forward"
 
 
+def written(how: str) -> str:
+    """The error of a forward under ``fcdp.unchanged``, or after it, that follows a write."""
+    run = Run(PLAIN)
+    model, batch = run.model, next(run.data)
+    weight = model.blocks[1].down.weight
+
+    def forwards() -> None:
+        with fcdp.unchanged(model):
+            loss_of(model, batch)
+            weight.data.mul_(0.5) if how == "data" else weight.mul_(0.5)
+            loss_of(model, batch)
+        loss_of(model, batch)
+
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        forwards()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"), [("data", "where nothing shows"), ("place", "in place")]
+)
+def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: str) -> None:
+    for said in apart.run(2, written, how):
+        assert said.startswith(f"blocks.1: parameters were written {problem}")
+
+
 class Watched(StandInUnit):
     """A unit of two parameters, each its own shard."""
 
     def stamp(self) -> int:
         return sum(param._version for param in self.params)
-
-
-@torch.no_grad()
-def write(param: torch.Tensor) -> None:
-    """Write in place, as counters show."""
-    param.add_(1)
 
 
 def parameter() -> nn.Parameter:
@@ -290,7 +310,8 @@ def test_all_is_stale_at_first_and_then_what_was_written(rank_of: Made) -> None:
         rank = rank_of(detect=detect, without_gradients=not detect)
         assert rank.gather(begins=False) == "ab"  # nobody has agreed yet
         assert rank.gather() == ""
-        write(rank.units[1].params[1])
+        with torch.no_grad():
+            rank.units[1].params[1].add_(1)
         assert rank.gather() == "b"
         assert rank.gather() == ""
 
@@ -336,14 +357,6 @@ def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(rank_o
         assert agreements() == 1
     assert agreements(begin=False) == 1
     assert agreements() == 2
-    with rank.staleness.unchanged():
-        rank.gather()
-        write(rank.units[0].params[0])
-        with pytest.raises(RuntimeError, match="^a: parameters were written in place"):
-            rank.gather()
-    rank.guard.compare(rank.units[1], torch.ones(1))
-    with pytest.raises(RuntimeError, match="^b: parameters were written where nothing shows it"):
-        rank.gather(begins=False)
 
 
 @pytest.mark.parametrize(("nodes", "verify"), [(1, False), (1, True), (2, False)])
@@ -353,7 +366,8 @@ def test_one_node_keeps_nothing_and_agrees_only_to_verify(
     rank = rank_of(nodes=nodes, verify=verify)
     monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine[None])
     assert rank.gather() == ("" if nodes == 1 and not verify else "ab")
-    write(rank.units[0].params[0])
+    with torch.no_grad():
+        rank.units[0].params[0].add_(1)
     if nodes == 1 and not verify:
         assert rank.gather(begins=False) == ""
     rank.staleness.conclude()
@@ -392,7 +406,8 @@ def test_what_is_stepped_is_stale_whenever_its_closure_gathers(rank_of: Made) ->
 def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(rank_of: Made) -> None:
     rank = rank_of()
     rank.gather()
-    write(rank.units[0].params[0])
+    with torch.no_grad():
+        rank.units[0].params[0].add_(1)
     with pytest.raises(
         RuntimeError, match=r"^a: parameters were written in place.*fcdp\.invalidate"
     ):
