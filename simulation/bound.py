@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from simulation import files
+from simulation import checks, files
 from simulation.files import Strict, now
 from simulation.hardware import Gpu, gpu
 
@@ -42,8 +42,9 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """The closed form's answer for one step of each GPU."""
+    """The closed form's answer for one step of each GPU, where kernels reach ``efficiency``."""
 
+    efficiency: float
     #: TGS: tokens per GPU and second.
     tokens_per_gpu_s: float
     mfu: float
@@ -110,15 +111,31 @@ class Point(Strict):
         bandwidth = self.bandwidth_bits_per_s / 8
         return self._intensity * self.free_bytes() * bandwidth / self.peak_flops
 
-    @property
-    def required_bits_per_s(self) -> float:
-        """S_vol: the bandwidth per GPU at which ``hfu_bound`` is 1."""
-        return 8 * (self.peak_flops / (self._intensity * self.free_bytes()))
+    def required_bandwidth_bytes_per_s(self, target: float) -> float:
+        """S_vol: bytes per second and GPU for an HFU of ``target``, the inverse of ``hfu_bound``.
+
+        Raises ``ValueError`` for a target that is no share, and where the model leaves no memory.
+        """
+        checks.positive(target=target)
+        checks.share(target=target)
+        free = self.free_bytes()
+        if free <= 0:
+            raise ValueError(
+                f"gpus = {self.gpus}: parameters, gradients and optimizer states need "
+                f"{(self.memory_bytes - free) / 1e9:.1f} GB per GPU, "
+                f"it has {self.memory_bytes / 1e9:.1f}"
+            )
+        return target * self.peak_flops / (self._intensity * free)
 
     def estimate(
         self, gamma: float = 0.0, efficiency: float = 1.0, stage: Stage = "zero-3"
     ) -> Estimate | None:
-        """The step that fills the memory; ``None`` if not even one sequence fits."""
+        """The step that fills the memory; ``None`` if not even one sequence fits.
+
+        Raises ``ValueError`` for what is no share.
+        """
+        checks.positive(efficiency=efficiency)
+        checks.share(gamma=gamma, efficiency=efficiency)
         tokens = self.tokens(gamma, stage)
         if tokens < self.sequence_length:
             return None
@@ -129,6 +146,7 @@ class Point(Strict):
         )
         speed = tokens / seconds
         return Estimate(
+            efficiency,
             speed,
             mfu=3 * forward * speed / self.peak_flops,
             hfu=(forward + backward) * speed / self.peak_flops,
@@ -228,7 +246,7 @@ def settle(point: Point, commit: str | None) -> BoundRecord:
         free_bytes=point.free_bytes(),
         tokens=point.tokens(),
         hfu_bound=point.hfu_bound,
-        required_bits_per_s=point.required_bits_per_s,
+        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
         best_mfu=max(found.mfu for found in point.grid()),
         gains=Gains(
             twice_bandwidth=faster.hfu_bound / point.hfu_bound,

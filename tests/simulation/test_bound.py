@@ -8,6 +8,22 @@ from hypothesis import strategies as st
 
 from simulation.bound import Point
 
+
+def point(layers: int = 24, width: int = 2048) -> Point:
+    """A model on eight A100s of 40 GB."""
+    return Point(
+        model="made up",
+        named_parameters=1e9,
+        layers=layers,
+        width=width,
+        gpus=8,
+        memory_bytes=40e9,
+        bandwidth_bits_per_s=200e9,
+        peak_flops=312e12,
+        sequence_length=2048,
+    )
+
+
 points = st.builds(
     Point,
     model=st.just("drawn"),
@@ -20,19 +36,26 @@ points = st.builds(
     peak_flops=st.floats(1e12, 2e15),
     sequence_length=st.integers(1, 65536),
 )
+shares = st.floats(0, 1)
 
 
 @given(points)
-def test_the_bound_is_of_a_step_that_only_gathers_and_is_1_with_its_bandwidth(one: Point) -> None:
+def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(one: Point) -> None:
     """E·F_fwd / (T_transfer·S_F), which it was derived from."""
     direct = one.tokens() * one.forward_flops / (one.transfer_seconds * one.peak_flops)
     assert math.isclose(one.hfu_bound, direct, rel_tol=1e-9)
+
+
+@given(points, st.floats(0.01, 1))
+def test_the_required_bandwidth_gives_the_target(one: Point, target: float) -> None:
     assume(one.free_bytes() > 0)
-    enough = one.model_copy(update={"bandwidth_bits_per_s": one.required_bits_per_s})
-    assert math.isclose(enough.hfu_bound, 1, rel_tol=1e-9)
+    needed = one.required_bandwidth_bytes_per_s(target)
+    assume(needed > 0)
+    enough = one.model_copy(update={"bandwidth_bits_per_s": 8 * needed})
+    assert math.isclose(enough.hfu_bound, target, rel_tol=1e-9)
 
 
-@given(points, st.floats(0, 1), st.floats(1, 10))
+@given(points, shares, st.floats(1, 10))
 def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: float) -> None:
     found = one.estimate(gamma)
     assume(found is not None)
@@ -56,28 +79,22 @@ def test_a_steps_utilisation_stays_below_efficiency_and_bound(
     assert math.isclose(found.hfu / found.mfu, 4 / 3, rel_tol=1e-9)
 
 
-def point(layers: int, width: int) -> Point:
-    """A model on eight A100s of 40 GB."""
-    return Point(
-        model="made up",
-        named_parameters=1e9,
-        layers=layers,
-        width=width,
-        gpus=8,
-        memory_bytes=40e9,
-        bandwidth_bits_per_s=200e9,
-        peak_flops=312e12,
-        sequence_length=2048,
-    )
+def test_what_does_not_fit_has_no_estimate_and_a_target_is_a_share() -> None:
+    one = point(96, 12288)
+    assert one.estimate() is None
+    assert not [*one.grid(steps=5)]
+    with pytest.raises(ValueError, match="gpus = 8: .* need 347.9 GB per GPU, it has 40.0"):
+        one.required_bandwidth_bytes_per_s(0.5)
+    for target in (0.0, -0.1, 1.5):
+        with pytest.raises(ValueError, match="target"):
+            point().required_bandwidth_bytes_per_s(target)
 
 
-def test_the_grid_search_finds_the_best_feasible_point_if_any() -> None:
-    large = point(96, 12288)
-    assert large.estimate() is None
-    assert not [*large.grid(steps=5)]
-    one = point(24, 2048)
+def test_the_grid_search_finds_the_best_feasible_point() -> None:
+    one = point()
     best = max(one.grid(steps=20, highest_efficiency=0.75), key=lambda found: found.mfu)
     # Bandwidth is no limit here: keeping all activations wastes nothing on recomputation.
+    assert best.efficiency == 0.75
     assert best.mfu == pytest.approx(0.75, rel=0.01)
     for gamma in (0.0, 0.5, 1.0):
         other = one.estimate(gamma, 0.75)
