@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from pyroute2 import IPRoute, netns
+from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
@@ -222,7 +222,7 @@ class Network:
 
     def __enter__(self) -> Network:
         try:
-            netns.create(self._switch)
+            namespaces.create(self._switch)
             with IPRoute(netns=self._switch) as switch:
                 for interface in self.interfaces:
                     # Without the delay a new port would drop the first seconds of traffic.
@@ -273,7 +273,7 @@ class Network:
 
     def _join(self, namespace: str, own: str, port: str) -> None:
         """Make a machine of this address, and join it to a port of each bridge."""
-        netns.create(namespace)
+        namespaces.create(namespace)
         with IPRoute(netns=self._switch) as switch:
             for interface in self.interfaces:
                 name = f"{interface}-{port}"

@@ -1,4 +1,4 @@
-"""Network namespaces: enters them, and removes them with whatever runs inside."""
+"""Network namespaces: makes, enters, and removes them with whatever runs inside."""
 
 import os
 from collections.abc import Callable
@@ -13,6 +13,17 @@ from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
 
 _Value = TypeVar("_Value")
+
+
+def create(name: str) -> None:
+    """Create a network namespace whose loopback is still down.
+
+    Raises ``ClusterError`` if the kernel refuses.
+    """
+    try:
+        netns.create(name)
+    except OSError as error:
+        raise ClusterError(f"cannot create the network namespace {name}: {error}") from error
 
 
 def remove(name: str) -> None:
