@@ -52,6 +52,7 @@ def test_rules_about_values_that_are_gone_are_gone(tmp_path: Path) -> None:
     [
         ("steps", "--set: 'steps' is not a setting and its value, as in steps=10"),
         ("policy=[host", "--set: '\\[host' is not YAML"),
+        ("setps=1", "^--set setps: unknown key 'setps'.*did you mean 'steps'"),
         ("policy=hots", "^--set policy: policy = 'hots': allowed are none, device"),
         ("steps=many", "^--set steps: 'many' is not allowed"),
         (

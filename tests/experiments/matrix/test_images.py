@@ -105,6 +105,11 @@ def test_mistakes_name_line_and_key(tmp_path: Path, old: str, new: str, problem:
     assert str(raised.value) == f"example.yaml:{problem}"
 
 
+def test_text_has_sequences(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sequence_length: 1 is not allowed: text has 2 tokens"):
+        read(tmp_path, (LENGTH, ""))
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "folders", "cells"),
     [

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from baselines import pins
+from baselines.registry import STRATEGY_NAMES
 from experiments.matrix import reader
 from experiments.matrix.reader import Matrix
 from experiments.records.cell import ClusterSpec
@@ -70,24 +73,13 @@ def read(folder: Path, *changes: tuple[str, str], text: str = FILE, **options: A
 
 
 def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
-    """No cell twice, and none lost; of another order of the axes the same cells, and ids."""
-    strategies = ("deepspeed-zero3", "fsdp2", "fcdp")
     cells = [entry.cell for entry in read(tmp_path).cells]
-    points = [
-        (of.model.name, format_link(of.inter_bandwidth_bits_per_s), of.accumulation, of.strategy)
-        for of in cells
-    ]
-    axes = (("gpt2-a", "llama-b"), ("unshaped", "10 Mbit/s"), (1, 4), strategies)
-    assert points == list(itertools.product(*axes))
-    assert len({cell.id for cell in cells}) == len(cells)
-    document = yaml.safe_load(FILE)
-    document["axes"] = dict(reversed(document["axes"].items()))
-    again = [
-        p.cell
-        for p in reader.read(written(tmp_path, yaml.safe_dump(document, sort_keys=False))).cells
-    ]
-    assert {cell.id for cell in again} == {cell.id for cell in cells}
-    assert [cell.strategy for cell in again] == [*strategies] * 8
+    assert len(cells) == 3 * 2 * 2 * 2
+    for first in range(0, len(cells), 3):
+        group = cells[first : first + 3]
+        assert [cell.strategy for cell in group] == ["deepspeed-zero3", "fsdp2", "fcdp"]
+        same = {(c.model.name, c.inter_bandwidth_bits_per_s, c.accumulation) for c in group}
+        assert len(same) == 1
 
 
 def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
@@ -152,6 +144,64 @@ def test_what_needs_machines_beside_the_nodes_is_skipped_where_there_are_none() 
         assert "needs machines for its switch and server" in str(entry.skip_reason)
 
 
+axis_values: dict[str, st.SearchStrategy[Any]] = {
+    "strategy": st.sampled_from(STRATEGY_NAMES),
+    "model": st.sampled_from(["gpt2-a", "llama-b"]),
+    "tuning": st.sampled_from(["full", "lora"]),
+    "inter_bandwidth": st.sampled_from(["unshaped", "10 Mbit/s", "1 Gbit/s", "25 kbit/s"]),
+    "micro_batch": st.integers(1, 10**6),
+    "steps": st.integers(1, 1000),
+    "learning_rate": st.floats(1e-6, 1.0),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> dict[str, list[Any]]:
+    names = draw(st.permutations(sorted(axis_values)))
+    chosen = names[: draw(st.integers(1, 5))]
+    return {
+        name: draw(st.lists(axis_values[name], min_size=1, max_size=3, unique=True))
+        for name in chosen
+    }
+
+
+@given(axes())
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]]) -> None:
+    document = yaml.safe_load(FILE)
+    constants = document["workload"] | {
+        "strategy": "fcdp",
+        "model": "gpt2-a",
+        "inter_bandwidth": "unshaped",
+        "accumulation": 1,
+    }
+    document["axes"] = chosen
+    document["workload"] = {k: v for k, v in constants.items() if k not in chosen} or None
+    for rules in ("skip", "overrides"):
+        del document[rules]
+    file = written(tmp_path, yaml.safe_dump(document, sort_keys=False))
+    cells = [entry.cell for entry in reader.read(file).cells]
+    assert len({cell.id for cell in cells}) == len(cells)
+    points = [
+        tuple(
+            cell.model.name
+            if name == "model"
+            else format_link(cell.inter_bandwidth_bits_per_s)
+            if name == "inter_bandwidth"
+            else getattr(cell, name)
+            for name in chosen
+        )
+        for cell in cells
+    ]
+    assert sorted(map(repr, points)) == sorted(map(repr, itertools.product(*chosen.values())))
+
+    # Another order of the axes: the same cells, and the same ids.
+    document["axes"] = dict(reversed(chosen.items()))
+    again = reader.read(written(tmp_path, yaml.safe_dump(document, sort_keys=False)))
+    assert {entry.cell.id for entry in again.cells} == {cell.id for cell in cells}
+
+
 def test_ids_are_those_of_other_machines_and_days_and_of_what_changes_the_measurement() -> None:
     first = reader.read("quickstart").cells[0].cell
     fixed = first.model_copy(update={"steps": 3, "warmup_steps": 1, "matrix": "quickstart"})
@@ -204,20 +254,25 @@ MISTAKES = [
      "did you mean 'llama-b'? allowed: gpt2-a, llama-b"),
     ("10 Mbit/s]\n  acc", "0 Mbit/s]\n  acc", 13, "axes.inter_bandwidth[1]: '0 Mbit/s' is not a "
      "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
+    ("10 Mbit/s]\n  acc", "10 MiB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MiB/s' is not a "
+     "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
     ("accumulation: [1, 4]", "accumulation: []", 14, "axes.accumulation: [] is not allowed: "
      "list should have at least 1 item"),
     ("accumulation: [1, 4]", "accumulation: [1, 1]", 14, "axes.accumulation[1]: 1 is already in "
      "this list"),
+    ("accumulation: [1, 4]", "accumulation: [1, 4, 2.5]", 14, "axes.accumulation[2]: 2.5 is not "
+     "allowed: input should be a valid integer"),
     ("accumulation: [1, 4]", "accumulation: [1, true]", 14, "axes.accumulation[1]: True is "),
     ("accumulation: [1, 4]", "acumulation: [1, 4]", 14, "axes.acumulation: unknown key "
      "'acumulation'; did you mean 'accumulation'? allowed: "),
+    ("  steps: 5", "  steps: 0", 23, "workload.steps: 0 is not allowed: input should be greater "
+     "than or equal to 1"),
     ("  steps: 5", "  steps: five", 23, "workload.steps: 'five' is not allowed: input should be "
      "a valid integer"),
     ("  steps: 5", "  steps: 5\n  steps: 6", 24, "workload.steps: this key is already on line "
      "23; keep one"),
     ("learning_rate: 0.001", "learning_rate: 1e-3", 21, "workload.learning_rate: '1e-3' is not "
      "allowed: input should be a valid number; YAML reads this as text, write 1.0e-3"),
-    ("  sequence_length: 16\n", "", 1, "sequence_length: 1 is not allowed: text has 2 tokens"),
     ("  steps: 5\n", "", 1, "steps is missing; give it in workload or in axes"),
     ("  tuning: full", "  tuning: full\n  strategy: fcdp", 17, "workload.strategy: is an axis "
      "already; keep one of the two"),
@@ -227,8 +282,12 @@ MISTAKES = [
      "axes.gather_codec[1]: 'int8' is not allowed: allowed is none: the strategy has its own"),
     ("  tuning: full", "  tuning: full\n  error_feedback: true", 17, "workload.error_feedback: "
      "True is not allowed: needs a reduce_codec that rounds, whose loss it feeds back"),
+    ("  tuning: full", "  tuning: half", 16, "workload.tuning: 'half' is not allowed: input "
+     "should be 'full' or 'lora'"),
     ("width: 16, heads: 2}\naxes", "width: 16, heads: 3}\naxes", 6, "models[1]: "),
     ("width: 16, heads: 2}\naxes", "width: 16}\naxes", 6, "models[1]: heads is missing"),
+    ("width: 16, heads: 2}\naxes", "width: wide, heads: 2}\naxes", 6, "models[1].width: 'wide' "
+     "is not allowed: input should be a valid integer"),
     ("family: llama", "family: [gpt2]", 6, "models[1].family: unknown family ['gpt2']; did you "
      "mean 'gpt2'? allowed: gpt2, llama, convolutional, resnet"),
     ("name: llama-b", "name: gpt2-a", 6, "models[1].name: 'gpt2-a' is the name of an earlier"),
@@ -261,6 +320,8 @@ MISTAKES = [
      "allowed are 1, 2"),
     ("- fcdp\n", "- fcdp\n    - co2\n  interval: [12, 0]\n", 13, "axes.interval[1]: 0 is not "
      "allowed: input should be greater than or equal to 1"),
+    ("- fcdp\n", "- fcdp\n    - co2\n  clip: [0.0]\n", 13, "axes.clip[0]: 0.0 is not allowed: "
+     "input should be greater than 0"),
     ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; did you mean 'nodes'? "
      "allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
@@ -281,6 +342,7 @@ MISTAKES = [
     ("axes:\n", "axes: [\n", 9, "not valid YAML: "),
     ("  tuning: full", "  tuning: !!python/name:os.system", 16, "not valid YAML: could not "),
     ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
+    ("name: example", "name: " + 21 * "[" + 21 * "]", 1, "nested too deeply; allowed are 20 lev"),
     ("name: example", "a: &a [" + 999 * "1, " + "1]\nb: &b [" + 101 * "*a, " + "]", 1, "b[98][898]"
      ": aliases repeat too much; allowed are 100,000 values"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),

@@ -123,6 +123,8 @@ def test_mistakes_in_models_name_line_and_key(
         ('{"text": 3}\n', "chat.jsonl:1: text is a int, not text"),
         ('["text"]\n', "chat.jsonl:1: is no JSON object"),
         ("\n\n", "chat.jsonl has empty lines alone"),
+        ('{"text": ""}\n' * 2, "chat.jsonl has empty texts (text) alone"),
+        ('{"text": "a\\ud800"}\n', "chat.jsonl:1: text has half a character, '\\ud800'"),
         ("", "chat.jsonl is empty"),
     ],
 )
@@ -143,3 +145,16 @@ def test_a_folder_is_no_text_and_a_data_set_needs_its_package(
     monkeypatch.setattr(workloads.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="17: workload.data.dataset: needs the package datasets"):
         read(folder, (TUNING, TUNING + "\n  data: {dataset: squad}"))
+
+
+def test_a_name_that_is_no_path_is_looked_for_on_the_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def offline(*arguments: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"models\[1\]\.config: .*'Qwen/none': is no path, and co"):
+        read(folder, (LLAMA, "name: llama-b, config: Qwen/none"))

@@ -122,18 +122,21 @@ def test_a_long_file_is_compressed_and_read_and_appended_to_as_any_other(tmp_pat
     assert gzip.decompress(compressed.read_bytes()) == content
     assert read_records(file) == read_records(compressed) == written
     assert select.files(file) == select.files(file.parent) == select.files(tmp_path) == [compressed]
-    other = tmp_path / "b" / FILE
-    files.write(written, other)
-    os.utime(other, (0, 0))
-    packed = files.compress(other).read_bytes()
-    assert packed == compressed.read_bytes()
-    assert packed[3:8] == bytes(5), "neither a name nor a time"
     files.append(record(cell(seed=9)), file)
     assert [*file.parent.iterdir()] == [file]
     assert read_records(file) == [*written, record(cell(seed=9))]
-    files.stored(other).write_bytes(packed[:-100])
-    with pytest.raises(ValueError, match=r"records\.jsonl\.gz: cannot be decompressed"):
-        read_records(other)
+
+
+def test_the_same_records_are_the_same_bytes_whatever_the_day_and_the_folder(
+    tmp_path: Path,
+) -> None:
+    packed = []
+    for name in ("a", "b"):
+        files.write(long_records(), tmp_path / name / FILE)
+        os.utime(tmp_path / name / FILE, (0, 0) if name == "a" else None)
+        packed.append(files.compress(tmp_path / name / FILE).read_bytes())
+    assert packed[0] == packed[1]
+    assert packed[0][3:8] == bytes(5), "neither a name nor a time"
 
 
 def test_records_in_place_of_compressed_ones_leave_one_form(file: Path) -> None:
@@ -148,6 +151,14 @@ def test_records_in_place_of_compressed_ones_leave_one_form(file: Path) -> None:
         assert files.compress(file) == file
         assert [*file.parent.iterdir()] == [file]
         assert read_records(file) == short
+
+
+def test_a_compressed_file_that_is_cut_short_is_named(file: Path) -> None:
+    files.write(long_records(), file)
+    compressed = files.compress(file)
+    compressed.write_bytes(compressed.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"records\.jsonl\.gz: cannot be decompressed"):
+        read_records(file)
 
 
 def test_committed_records_are_compressed_where_they_are_long() -> None:
@@ -169,10 +180,12 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
 )  # fmt: skip
 def test_an_id_names_what_the_cell_chooses(chosen: dict[str, str], named: str) -> None:
     assert cell(**chosen).id.startswith(named)
-    # A vocabulary is part of it where it is not the usual one.
+
+
+def test_a_vocabulary_is_part_of_the_id_where_it_is_not_the_usual_one() -> None:
     spec = cell().model
-    others = [cell(**chosen, model=spec.model_copy(update={"vocabulary": of})) for of in (256, 257)]
-    assert [each.id == cell(**chosen).id for each in others] == [True, False]
+    assert cell(model=spec.model_copy(update={"vocabulary": 256})).id == cell().id
+    assert cell(model=spec.model_copy(update={"vocabulary": 257})).id != cell().id
 
 
 def test_figures_come_from_the_median_step() -> None:
@@ -196,13 +209,22 @@ def test_repetitions_are_one_record_with_all_steps_and_the_mean_of_phases() -> N
     assert (one.cell, one.cell_id, one.seconds) == (ours[0].cell, ours[0].cell_id, 24.0)
     assert other == theirs
     assert [kept.cell_id for kept in latest([*ours, theirs])] == [one.cell_id, other.cell_id]
-    # One that failed does not take the others along.
-    failed, busy = record(cell(), "failed", "an error"), Machine(load=0.1, cores=2, steal_share=0.4)
-    (one,) = pooled([failed, ours[1].model_copy(update={"machine": busy})])
+
+
+def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
+    failed = record(cell(repeat=0), "failed", "an error")
+    ran = record(cell(repeat=1), step_seconds=[1.0])
+    busy = Machine(load=0.1, cores=2, steal_share=0.4)
+    (one,) = pooled([failed, ran.model_copy(update={"machine": busy})])
     assert (one.state, one.cell_id, one.machine) == ("ok", failed.cell_id, busy)
-    # A round that had not ended is left out between them.
-    rounds = {"step_seconds": [1.0, 3.0, 100.0], "steps_per_round": 2}
-    (one,) = pooled([record(cell(repeat=number), **rounds) for number in range(2)])
+
+
+def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
+    ran = [
+        record(cell(repeat=number), step_seconds=[1.0, 3.0, 100.0], steps_per_round=2)
+        for number in range(2)
+    ]
+    (one,) = pooled(ran)
     assert one.measurement.round_seconds == [2.0, 2.0]
 
 
