@@ -18,7 +18,7 @@ import fcdp
 from fcdp.arena import Arena
 from fcdp.cache.cache import GatherOrder
 from fcdp.cache.memory import Usage
-from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
+from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
 from tests.fcdp.training import Run, Settings, make_model, said, topology_of
@@ -78,65 +78,74 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None
 
 @on_ranks(2)
 def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device() -> None:
-    """Where a stale entry is overwritten in place."""
     device = fcdp.DeviceCache()
     run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=device))
     asked = []
-    taking = mock.patch.object(DeviceTier, "_take", autospec=True, side_effect=DeviceTier._take)
-    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question, taking as take:
+    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
         for _ in range(3):
             run.step()
             asked.append(question.call_count)
     assert 0 < asked[0] <= asked[1] == asked[2], asked
-    assert take.call_count == len([tier for tier in tiers(run).values() if tier]), "in place"
 
 
 @on_ranks(2)
-def test_nobody_asks_for_what_every_rank_knows_is_stale_nor_fetches_it(tmp_path: Path) -> None:
+def test_nobody_asks_for_what_every_rank_knows_is_stale(tmp_path: Path) -> None:
     run = Run(Settings(2, 1, policy=fcdp.DiskCache(tmp_path)))
     cache = engine_of(run.model).cache
     with torch.no_grad():
         run.loss()
-    entries, counts = [*cache._entries.values()], []
-    with (
-        mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question,
-        mock.patch.object(DiskTier, "expect") as expect,
-    ):
-        for _ in range(2):
-            cache.expect(entries)
-            counts.append(expect.call_count)
-            for entry in entries:  # as the ranks agree when a pass begins
-                entry.generation += 1
-        assert not any(cache.hit(entry) for entry in entries)
-    assert counts == [3, 3], "those that are fresh"
+    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
+        for entry in cache._entries.values():
+            entry.generation += 1
+        assert not any(cache.hit(entry) for entry in cache._entries.values())
     assert question.call_count == 0
+
+
+@on_ranks(2)
+def test_a_device_entry_is_overwritten_in_place() -> None:
+    """Each is allocated once in three steps of full fine-tuning."""
+    run = Run(Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache()))
+    with mock.patch.object(
+        DeviceTier, "_take", autospec=True, side_effect=DeviceTier._take
+    ) as allocate:
+        for _ in range(3):
+            run.step()
+    assert allocate.call_count == 3
 
 
 @on_ranks(2)
 def test_ranks_may_choose_different_tiers() -> None:
     """They begin the forward with different memory in use; each entry on the device adds to it.
 
-    On an accelerator all tensors do, or one that was nearly empty as forward began would be filled:
-    in the second step they take half of it while the second unit is stored. The driver is asked
-    once per step.
+    And ask the allocator once per step.
     """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     root, first, _ = engine_of(run.model).units
     total = 2 * (root.shard_bytes + (1 - run.topology.rank) * first.shard_bytes) + 2
+    used = Usage(1, 0, total)
+    with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
+        run.loss().backward()
+    found = [*tiers(run).values()]
+    assert found == ["device", "host" if run.topology.rank else "device", "host"], found
+    assert asked.call_count == 1
+
+
+@on_ranks(2)
+def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
+    """It would fill a device otherwise that was nearly empty as forward began.
+
+    As on an accelerator, whose tensors take half of it while the second unit is stored.
+    """
+    run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     tensors = iter([10, 10, 50, 80])
-    device, host = ["device"], ["host"]
-    for usage, allocated, expected in (
-        (Usage(1, 0, total), lambda _: None, host if run.topology.rank else device),
-        (Usage(20, 20, 100), lambda _: next(tensors), host),
+    with (
+        mock.patch("fcdp.cache.cache.device_usage", return_value=Usage(20, 20, 100)) as asked,
+        mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
     ):
-        with (
-            mock.patch("fcdp.cache.cache.device_usage", return_value=usage) as asked,
-            mock.patch("fcdp.cache.cache.allocated_bytes", allocated),
-        ):
-            run.loss().backward()
-        assert [*tiers(run).values()] == [*device, *expected, *host]
-        assert asked.call_count == 1
-        fcdp.invalidate(run.model)
+        run.loss().backward()
+    found = [*tiers(run).values()]
+    assert found == ["device", "host", "host"], found
+    assert asked.call_count == 1
 
 
 @on_ranks(2)
@@ -230,6 +239,22 @@ def test_what_no_gather_of_the_step_reads_again_is_not_stored(
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert tiers(run)["root"] == tier
+
+
+@on_ranks(2)
+def test_stale_entries_are_not_fetched_ahead() -> None:
+    run = Run(Settings(2, 1, policy=fcdp.HostCache()))
+    cache = engine_of(run.model).cache
+    with torch.no_grad():
+        run.loss()
+    entries, counts = [*cache._entries.values()], []
+    with mock.patch.object(HostTier, "expect") as expect:
+        for _ in range(2):
+            cache.expect(entries)
+            counts.append(expect.call_count)
+            for entry in entries:  # as the ranks agree when a pass begins
+                entry.generation += 1
+    assert counts == [3, 3], "those that are fresh"
 
 
 PASS = "abcba"

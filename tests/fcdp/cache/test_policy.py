@@ -3,6 +3,7 @@
 And policies by name.
 """
 
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,22 @@ def usage(used: int, total: int = 100) -> Usage:
     return Usage(used, used, total)
 
 
-def test_policies_are_values_that_are_shown_as_they_are_made() -> None:
-    budget = fcdp.Budget(device=2**30, disk=3 * 2**39, directory=Path("/tmp"))
-    assert repr(budget) == "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')"
+SHOWN = {
+    "NoCache()": fcdp.NoCache(),
+    "DeviceCache()": fcdp.DeviceCache(),
+    "HostCache()": fcdp.HostCache(),
+    "Threshold(tau=0.8)": fcdp.Threshold(0.8),
+    "Auto(reserve=0.1, measured_gathers=4)": fcdp.Auto(),
+    "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')": fcdp.Budget(
+        device=2**30, disk=3 * 2**39, directory=Path("/tmp")
+    ),
+}
+
+
+def test_policies_are_values_that_travel_and_are_shown_as_they_are_made() -> None:
+    for text, policy in SHOWN.items():
+        assert repr(policy) == text
+        assert pickle.loads(pickle.dumps(policy)) == policy
     assert fcdp.DiskCache("/tmp") == fcdp.DiskCache(Path("/tmp"))  # type: ignore[arg-type]
 
 
@@ -65,13 +79,21 @@ def test_a_budget_is_kept_and_given_to_the_best_uses_first(
         )
 
 
-def test_frozen_units_come_first_and_of_equal_ones_the_last() -> None:
+def test_of_equal_units_the_last_ones_are_nearest() -> None:
     units: Any = [StandInUnit(name, 10) for name in "abcd"]
     preferences = place(fcdp.Budget(device=10, host=20), units).preferences
     assert [preferences[unit] for unit in units] == [(), ("host",), ("host",), ("device", "host")]
-    units = [StandInUnit("frozen", 10, 2), StandInUnit("trained", 10), StandInUnit("kept", 10, 0)]
-    preferences = place(fcdp.Budget(host=20), units).preferences
-    assert [preferences[unit] for unit in units] == [("host",), ("host",), ()]
+
+
+def test_frozen_units_come_before_trainable_ones() -> None:
+    frozen, trained, kept = (
+        StandInUnit("frozen", 10, 2),
+        StandInUnit("trained", 10, 1),
+        StandInUnit("kept", 10, 0),
+    )
+    preferences = place(fcdp.Budget(host=20), [frozen, trained, kept]).preferences
+    assert preferences[frozen] == preferences[trained] == ("host",)  # type: ignore[index]
+    assert preferences[kept] == ()  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +127,24 @@ def test_auto_measures_fills_the_headroom_and_backs_off() -> None:
     assert [placement.admits(unit, usage(65)) for unit in units] == [False, False, True, False]
 
 
-def test_a_named_disk_is_that_of_temporary_files() -> None:
-    directory = Path(tempfile.gettempdir())
-    assert parse("budget(disk=1.5 KiB)") == fcdp.Budget(disk=1536, directory=directory)
+TEMPORARY = Path(tempfile.gettempdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("none", fcdp.NoCache()),
+        ("device", fcdp.DeviceCache()),
+        ("host", fcdp.HostCache()),
+        ("disk", fcdp.DiskCache(TEMPORARY)),
+        ("threshold(0.8)", fcdp.Threshold(0.8)),
+        ("budget(device=1.5 KiB, host=2GiB)", fcdp.Budget(device=1536, host=2**31)),
+        ("budget(disk=7)", fcdp.Budget(disk=7, directory=TEMPORARY)),
+        ("auto", fcdp.Auto()),
+    ],
+)
+def test_names_stand_for_policies(text: str, policy: fcdp.CachePolicy) -> None:
+    assert parse(text) == policy
 
 
 @pytest.mark.parametrize(

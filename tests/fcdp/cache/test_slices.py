@@ -27,11 +27,15 @@ def test_a_slice_is_given_out_anew_as_if_it_were_new() -> None:
     assert again.memory.data_ptr() == rows[1].data_ptr()
     assert again.access is not before
     assert again.rows(0, torch.zeros(4, dtype=torch.int32))[1].dtype == torch.int32
-    # Neither is what is in use, nor another form, nor memory that was borrowed.
-    second = taken(slices)
-    assert again.memory.data_ptr() != second.memory.data_ptr()
-    slices.release(again)
-    assert taken(slices, numel=8) is not again
+
+
+def test_neither_what_is_in_use_nor_another_form_nor_borrowed_memory_is() -> None:
+    streams = Streams(CPU)
+    slices = Slices(streams, streams.copies_in, kept=0)
+    first, second = taken(slices), taken(slices)
+    assert first.memory.data_ptr() != second.memory.data_ptr()
+    slices.release(first)
+    assert taken(slices, numel=8) is not first
     slices.release(second)
     assert taken(slices, dtype=torch.int32) is not second
     borrowed = Slice(torch.zeros(2, 4), None, streams.inter_node)

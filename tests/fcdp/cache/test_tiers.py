@@ -1,6 +1,6 @@
 """Promises of every tier; the host arena beyond its plan; real files, and disks that fail."""
 
-import fcntl
+import errno
 import gc
 import os
 import threading
@@ -30,28 +30,24 @@ def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
     return DiskTier(units, place, CPU, STREAMS, directory, buffers=2)
 
 
-#: What units of odd sizes gather too.
-DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32])
-
-
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
 @settings(max_examples=25)
 @given(
-    forms=st.lists(st.tuples(st.integers(1, 3000), DTYPES), min_size=1, max_size=6),
+    numels=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
     nodes=st.integers(2, 5),
     data=st.data(),
 )
 def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
-    forms: list[tuple[int, torch.dtype]],
+    numels: list[int],
     nodes: int,
     data: st.DataObject,
 ) -> None:
     node = data.draw(st.integers(0, nodes - 1))
-    units = [StandInUnit(str(numel), dtype.itemsize * numel) for numel, dtype in forms]
+    units = [StandInUnit(str(index), 4 * numel) for index, numel in enumerate(numels)]
     tier = make(kind, units, Place(nodes, node), tmp_path_factory.getbasetemp())
-    stored = [torch.randint(-50, 50, (nodes, numel)).to(dtype) for numel, dtype in forms]
+    stored = [torch.randn(nodes, numel) for numel in numels]
     for _ in range(2):  # the second time overwrites
         for unit, shards in zip(units, stored, strict=True):
             tier.store(unit, slice_of(shards, node))
@@ -60,15 +56,28 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
         for unit in expected:
             tier.expect(unit)
         for index in order:
-            loaded = torch.full_like(stored[index], 101)
+            loaded = torch.full_like(stored[index], torch.nan)
             assert tier.intact(units[index])
             tier.load(units[index], slice_of(loaded, node))
-            assert loaded[node].eq(101).all()
+            assert loaded[node].isnan().all()
             others = [other for other in range(nodes) if other != node]
             assert torch.equal(loaded[others], stored[index][others])
         stored = [2 * shards for shards in stored]
         for unit in units:
             tier.drop(unit)
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "disk"])
+def test_an_entry_holds_any_dtype_that_the_unit_gathers(tmp_path: Path, kind: str) -> None:
+    odd: Any = StandInUnit("odd", 3)
+    unit: Any = StandInUnit("unit", 6)
+    tier = make(kind, [odd, unit], Place(2, 0), tmp_path)
+    shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
+    tier.store(unit, slice_of(shards))
+    loaded = torch.zeros_like(shards)
+    assert tier.intact(unit)
+    tier.load(unit, slice_of(loaded))
+    assert torch.equal(loaded[1], shards[1])
 
 
 def test_a_full_device_is_asked_once_per_unit() -> None:
@@ -113,38 +122,30 @@ def test_an_entry_of_the_device_has_memory_that_no_other_stream_uses(streams: On
 PLACE: Any = Place(2, 0)
 
 
-def entries(count: int) -> list[Any]:
-    return [StandInUnit(f"unit{index}", 8192) for index in range(count)]
-
-
-def full_of(value: float) -> Slice:
-    return slice_of(torch.full((2, 2048), float(value)))
-
-
-def holds(tier: Any, unit: Any, value: float) -> bool:
-    """Whether the other node's row is there, and this value."""
-    loaded = torch.zeros(2, 2048)
-    assert tier.intact(unit)
-    tier.load(unit, slice_of(loaded))
-    return bool((loaded[1] == value).all())
-
-
 def host_tier(*planned: Any, poison: bool = False) -> HostTier:
     return HostTier(planned, PLACE, CPU, STREAMS, poison=poison)
 
 
-def test_a_unit_beyond_the_plan_takes_memory_of_its_own_if_there_is_some() -> None:
-    planned, late = entries(2)
+def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
+    planned, late = StandInUnit("planned", 8), StandInUnit("late", 8)
     tier = host_tier(planned)
+    shards = torch.arange(4.0).view(2, 2)
     before = tier.nbytes
+    tier.store(late, slice_of(shards))  # type: ignore[arg-type]
+    loaded = torch.zeros_like(shards)
+    tier.load(late, slice_of(loaded))  # type: ignore[arg-type]
+    assert torch.equal(loaded[1], shards[1])
+    assert tier.nbytes == before + 8
+
+
+def test_a_unit_beyond_the_plan_and_beyond_memory_is_turned_away() -> None:
+    tier = host_tier()
+    unit: Any = StandInUnit("late", 8)
     with (
-        mock.patch("fcdp.cache.memory.available_host_memory", return_value=8191),
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=7),
         pytest.raises(TierUnavailable, match="no 0.0 MiB free"),
     ):
-        tier.store(late, full_of(1.0))
-    tier.store(late, full_of(2.0))
-    assert holds(tier, late, 2)
-    assert tier.nbytes == before + 8192
+        tier.store(unit, slice_of(torch.zeros(2, 2)))
 
 
 def test_poison_shows_in_an_entry_that_was_dropped() -> None:
@@ -164,9 +165,20 @@ def disk_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
     return DiskTier(units, PLACE, CPU, STREAMS, directory, buffers=buffers)
 
 
-def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="directory = .*must exist and be writable"):
-        disk_tier(tmp_path / "missing", *entries(1))
+def entries(count: int) -> list[Any]:
+    return [StandInUnit(f"unit{index}", 8192) for index in range(count)]
+
+
+def full_of(value: float) -> Slice:
+    return slice_of(torch.full((2, 2048), float(value)))
+
+
+def holds(tier: Any, unit: Any, value: float) -> bool:
+    """Whether the other node's row is there, and this value."""
+    loaded = torch.zeros(2, 2048)
+    assert tier.intact(unit)
+    tier.load(unit, slice_of(loaded))
+    return bool((loaded[1] == value).all())
 
 
 @pytest.fixture
@@ -183,13 +195,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, *entries(1))
+    assert list(tmp_path.iterdir()) == []
+    descriptor = tier._file.descriptor
+    os.fstat(descriptor)
+    del tier
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_a_tier_goes_without_waiting_for_its_threads(tmp_path: Path, gate: threading.Event) -> None:
     """The garbage collector may end it in the middle of a thread's start, whose locks it needs."""
     units = entries(1)
     tier = disk_tier(tmp_path, *units)
     descriptor = tier._file.descriptor
-    assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT, "the page cache is bypassed"
-    assert [*tmp_path.iterdir()] == [], "something would be left if it were killed"
     tier.store(units[0], full_of(1.0))
     threads = set(tier._threads._threads)
     goes = threading.Thread(target=gc.collect, daemon=True)
@@ -228,6 +248,18 @@ def test_files_wait_for_what_the_device_does_with_the_memory(tmp_path: Path) -> 
     assert memory.eq(7).all()
 
 
+def test_the_page_cache_is_bypassed(tmp_path: Path) -> None:
+    import fcntl
+
+    tier = disk_tier(tmp_path, *entries(1))
+    assert fcntl.fcntl(tier._file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="directory = .*must exist and be writable"):
+        disk_tier(tmp_path / "missing", *entries(1))
+
+
 def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +276,17 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     tier.drop(units[2])
     tier.store(units[2], full_of(7.0))
     assert holds(tier, units[2], 7)
+
+
+def test_a_failing_read_loses_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = entries(3)
+    tier = disk_tier(tmp_path, *units, buffers=1)
+    for unit in units:
+        tier.store(unit, full_of(1.0))
+    monkeypatch.setattr(os, "preadv", mock.Mock(side_effect=OSError(errno.EIO, "made up")))
+    tier.expect(units[0])
+    assert not tier.intact(units[0])
+    assert not tier.intact(units[1])
 
 
 def test_an_interrupted_wait_loses_nothing(tmp_path: Path) -> None:
@@ -275,9 +318,9 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, gate: threading.Event) -> 
     assert tier.nbytes == 2 * 8192
 
 
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("damage", ["cut", "filled with zeros", "one byte"])
 def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
-    tmp_path: Path, cut: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Somebody else writes to the file under the job, behind direct I/O's back."""
     units = entries(3)
@@ -288,9 +331,13 @@ def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
     offset = tier._offsets[units[1]]
     path = f"/proc/self/fd/{tier._file.descriptor}"
     with open(path, "r+b") as file:
-        file.seek(offset + 5)
-        file.write(b"x")
-        if cut:
+        if damage == "cut":
             file.truncate(offset)
+        elif damage == "filled with zeros":
+            file.seek(offset)
+            file.write(bytes(2 * 8192))
+        else:
+            file.seek(offset + 5)
+            file.write(b"x")
     assert not tier.intact(units[1])
     assert [r for r in caplog.records if "gathered across nodes again" in r.message]
