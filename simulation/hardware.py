@@ -28,8 +28,11 @@ from simulation.files import Strict, rows_of, validated
 
 Backend = Literal["nccl", "gloo"]
 #: Grounds of rates: a share of the data sheet's peak, measurements of this GPU, of one of a
-#: similar architecture, or a transformer block that preflight measured on the very nodes.
-Basis = Literal["share of the peak", "fitted", "nearest architecture", "preflight's block"]
+#: similar architecture, or matrix products, or a transformer block, that preflight measured on the
+#: very nodes.
+Basis = Literal[
+    "share of the peak", "fitted", "nearest architecture", "preflight", "preflight's block"
+]
 
 GB = 1e9
 _TERA = 1e12
@@ -220,6 +223,10 @@ class Rates(Checked):
     def slower(self, nodes: int) -> float:
         """Factor of the time of computation on so many nodes."""
         return 1 / (1 - min(0.9, self.lost_with_scale * scale(nodes)))
+
+    def with_products(self, products_per_s: float) -> Rates:
+        """The rates where matrix products were measured; attention is as much faster or slower."""
+        return self.faster(products_per_s / self.products_per_s, 1.0, "preflight")
 
     def faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
         """The rates where products, and bytes through memory, are so many times as fast.

@@ -1,6 +1,5 @@
 """``python -m experiments preflight``: measures a cluster and shows what it found."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from experiments import terminal
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import Cluster, ClusterError, Launch
 from experiments.commands import kinds
-from experiments.preflight.schema import Link, Preflight
+from experiments.preflight.schema import Link, Preflight, Probed
 from experiments.records import provenance
 from experiments.records.abilities import Kind
 from experiments.records.cell import ClusterSpec
@@ -125,8 +124,9 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         raise ClusterError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
+    probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
     return Preflight(
-        **json.loads((directory / "probed.json").read_bytes()),
+        **dict(probed),
         **vars(provenance.gather()),
         evidence=cluster.can.evidence,
         nodes=cluster.nodes,

@@ -1,4 +1,4 @@
-"""Measures links, copies and compute on every rank, in the form of ``schema.Preflight``."""
+"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``."""
 
 import json
 import time
@@ -26,12 +26,15 @@ _REPEATS, _REPEATS_OF_SHORT, _SHORT_S = 3, 9, 0.02
 #: Bytes per copy, and seconds that a rate is measured for.
 _COPY_BYTES = 64 * 2**20
 _RATE_S = 0.3
-#: Rows of the square matrices that are multiplied on CPUs: enough to keep them busy.
-_ROWS = 512
+#: Rows of the square matrices that are multiplied: enough to keep the device busy.
+_ROWS = {"cpu": 512}
+_ROWS_ON_ACCELERATOR = 4096
+_DTYPES = ("float32", "bfloat16")
 #: Calls between two looks at the clock on an accelerator: it is not to wait for the host.
 _BURST = 8
-#: The block that is timed on accelerators, of a model of 7 billion parameters.
-_BLOCK = {"width": 4096, "heads": 32, "sequence_length": 2048, "sequences": 2}
+#: The block that is timed: of a model of 7 billion parameters, or as small as on emulated nodes.
+_BLOCK = {"cpu": {"width": 256, "heads": 4, "sequence_length": 128, "sequences": 2}}
+_BLOCK_ON_ACCELERATOR = {"width": 4096, "heads": 32, "sequence_length": 2048, "sequences": 2}
 
 
 def main(output_directory: str) -> None:
@@ -134,28 +137,39 @@ class _Probe:
         }
 
     def _compute(self) -> dict[str, Any]:
-        if self._device.type == "cpu":
-            matrix = torch.randn(_ROWS, _ROWS)
+        products = {}
+        rows = _ROWS.get(self._device.type, _ROWS_ON_ACCELERATOR)
+        for name in _DTYPES:
+            matrix = torch.randn(rows, rows, device=self._device).to(getattr(torch, name))
             product = torch.empty_like(matrix)
-            rate = self._rate(lambda: torch.mm(matrix, matrix, out=product), 2 * _ROWS**3)
-            return {"device": "cpu", "matmul_flops_per_s": {"float32": rate}, "memory_bytes": None}
-        properties = torch.cuda.get_device_properties(self._device)
-        # An addition in place reads two vectors and writes one.
-        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
-        other = torch.ones_like(one)
+
+            def multiply(matrix: torch.Tensor = matrix, product: torch.Tensor = product) -> object:
+                return torch.mm(matrix, matrix, out=product)
+
+            products[name] = self._rate(multiply, 2 * rows**3)
+        on_cpu = self._device.type == "cpu"
+        properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
         return {
-            "device": properties.name,
-            "matmul_flops_per_s": {},
-            "memory_bytes": properties.total_memory,
-            "memory_bytes_per_s": self._rate(lambda: one.add_(other), 3 * _COPY_BYTES),
+            "device": "cpu" if on_cpu else properties.name,
+            "matmul_flops_per_s": products,
+            "memory_bytes": None if on_cpu else properties.total_memory,
+            "memory_bytes_per_s": self._memory_bytes_per_s(),
             "block": self._block(),
         }
 
+    def _memory_bytes_per_s(self) -> float:
+        """An addition in place reads two vectors and writes one."""
+        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        other = torch.ones_like(one)
+        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
+
     def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""
-        block = Block(_BLOCK["width"], _BLOCK["heads"]).to(self._device, torch.bfloat16)
-        size = (_BLOCK["sequences"], _BLOCK["sequence_length"], _BLOCK["width"])
-        inputs = torch.randn(size, device=self._device, dtype=torch.bfloat16, requires_grad=True)
+        shape = _BLOCK.get(self._device.type, _BLOCK_ON_ACCELERATOR)
+        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        block = Block(shape["width"], shape["heads"]).to(self._device, dtype)
+        size = (shape["sequences"], shape["sequence_length"], shape["width"])
+        inputs = torch.randn(size, device=self._device, dtype=dtype, requires_grad=True)
         gradient = torch.randn_like(inputs)
 
         def there_and_back() -> None:
@@ -163,7 +177,7 @@ class _Probe:
             inputs.grad = None
             block(inputs).backward(gradient)
 
-        return {**_BLOCK, "seconds": 1 / self._rate(there_and_back, 1)}
+        return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
 
     def _rate(self, call: Callable[[], object], amount: float) -> float:
         """``amount`` of a call per second, of the slowest rank while all work."""

@@ -11,12 +11,19 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.compute import by_block
+from simulation.compute import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
 from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
+
+#: Links of two ranks alone, and rates of one.
+_OLDER = (
+    "inter_node_point_to_point",
+    "intra_node_point_to_point",
+    "alone_matmul_flops_per_s",
+)
 
 
 class Sample(Strict):
@@ -37,7 +44,18 @@ class Link(Strict):
     bytes_per_s: float = Field(gt=0)
 
 
-class Links(Strict, extra="ignore"):  # older files have links of two ranks alone, too
+class _Part(Strict):
+    """A part of the file, without what older files have besides and nobody reads."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_older(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in _OLDER}
+
+
+class Links(_Part):
     """The cluster's links; ``None`` where there is one node only, or one rank per node."""
 
     #: All ranks at once gather from the ranks of equal local rank: the first hop of FCDP's gather.
@@ -91,29 +109,45 @@ class TimedBlock(Strict):
         return (forward + backward) * workload.tokens
 
 
-class Compute(Strict, extra="ignore"):  # older files have rates of one rank alone, too
+class Compute(_Part):
     """Rates of a rank's computation."""
 
     device: str
-    #: Of CPUs floating-point operations per second of matrix products, of the slowest rank while
-    #: all compute: emulated nodes share their cores.
+    #: Floating-point operations per second of matrix products, of the slowest rank while all
+    #: compute: emulated nodes share their cores.
     matmul_flops_per_s: dict[DType, float]
-    #: Of accelerators a rank's device memory, bytes per second that a kernel reads and writes which
-    #: computes next to nothing, and a block in bf16; ``None`` of CPUs.
+    #: Device memory of a rank; ``None`` without an accelerator.
     memory_bytes: int | None
+    #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
+    #: in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
     block: TimedBlock | None = None
 
 
-class Preflight(Strict):
-    """A cluster's figures, with how and when they were measured."""
+class Probed(Strict):
+    """The ranks' figures, which rank 0 writes."""
 
-    version: Literal[1] = 1
-    #: The ranks' figures, which rank 0 writes.
     backend: str
     links: Links
     host: Host
     compute: Compute
+
+    @model_validator(mode="after")
+    def _has_what_plans_need(self) -> Probed:
+        accelerated = self.compute.memory_bytes is not None
+        dtype: DType = "bfloat16" if accelerated else "float32"
+        if dtype not in self.compute.matmul_flops_per_s:
+            raise ValueError(f"compute.matmul_flops_per_s: {dtype} is missing")
+        for name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
+            if accelerated and getattr(self.host, name) is None:
+                raise ValueError(f"host.{name}: is missing, and {self.compute.device} is no CPU")
+        return self
+
+
+class Preflight(Probed):
+    """A cluster's figures, with how and when they were measured."""
+
+    version: Literal[1] = 1
     evidence: Evidence
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
@@ -125,23 +159,6 @@ class Preflight(Strict):
     commit: str | None
     started_at: str
     seconds: float
-
-    @model_validator(mode="after")
-    def _has_what_plans_need(self) -> Preflight:
-        compute, host = self.compute, self.host
-        needed: dict[str, Any] = {
-            "compute.block": compute.block,
-            "compute.memory_bytes_per_s": compute.memory_bytes_per_s,
-            "host.to_device_bytes_per_s": host.to_device_bytes_per_s,
-            "host.from_device_bytes_per_s": host.from_device_bytes_per_s,
-        }
-        if compute.memory_bytes is None:
-            rate = compute.matmul_flops_per_s.get("float32")
-            needed = {"compute.matmul_flops_per_s.float32": rate}
-        for name, value in needed.items():
-            if value is None:
-                raise ValueError(f"{name}: is missing, which plans for {compute.device} need")
-        return self
 
     @classmethod
     def read(cls, path: Path) -> Preflight:
@@ -165,19 +182,16 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
     were measured and ``gpu`` does not say by which data sheet.
     """
-    compute, host = measured.compute, measured.host
-    if compute.memory_bytes is None:
+    if measured.compute.memory_bytes is None:
         return _with_links(_of_host(measured), measured)
     if gpu is None:
         raise ValueError(
-            f"gpu: is missing; {compute.device} was measured, say which data sheet it has"
+            f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
         )
     device = hardware.gpu(gpu)
-    # Checked when the preflight was read.
-    assert compute.block is not None
-    assert compute.memory_bytes_per_s is not None
-    assert host.to_device_bytes_per_s is not None
-    assert host.from_device_bytes_per_s is not None
+    host = measured.host
+    assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
+    assert host.from_device_bytes_per_s is not None, "checked when the preflight was read"
     nominal = cluster(
         device.name,
         nodes=measured.nodes,
@@ -185,15 +199,19 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
     )
+    if (block := measured.compute.block) is not None:
+        rates = by_block(device, block.work(), block.seconds)
+    else:  # an older file
+        rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
         device=replace(
             device,
-            memory_bytes=float(compute.memory_bytes),
-            memory_bytes_per_s=compute.memory_bytes_per_s,
+            memory_bytes=float(measured.compute.memory_bytes),
+            memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
         ),
-        rates=by_block(device, compute.block.work(), compute.block.seconds),
+        rates=rates,
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )

@@ -103,7 +103,7 @@ def table(plan: Plan) -> RenderableType:
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     notes += _notes(plan)
     then = "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
-    if plan.request.hardware.rates.basis == "preflight's block":
+    if plan.request.hardware.rates.basis.startswith("preflight"):
         then = "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
     return Group(*head, Text(), grid, Text(), *notes, advice, Text(then, style="dim"))
 

@@ -135,7 +135,7 @@ def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     to err, independent of the others.
     """
     hardware, rates = request.hardware, request.hardware.rates
-    measured = rates.basis == "preflight's block"
+    measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
     computed = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
@@ -182,6 +182,8 @@ def rests_on(hardware: Hardware) -> str:
         "fitted": f"fitted to runs on {rates.measured_on}; sources left out erred by",
         "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
         f"shares that {rates.measured_on} reached;",
+        "preflight": "matrix products measured by preflight, the rest by the shares that "
+        f"{rates.measured_on} reached;",
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
         f"that {rates.measured_on} reached;",
     }

@@ -40,6 +40,8 @@ run HERE/weights.yaml
     weights.yaml:5: models[0].weights: 'no/folder' is not allowed: input should be 'random' or
 run HERE/deep.yaml
     deep.yaml:1: nested too deeply; allowed are 20 levels
+run HERE/aliases.yaml
+    aliases.yaml:
 run HERE/merged.yaml
     merged.yaml:1: x.<<
 run HERE/small.yaml --set 'data={jsonl: deep.jsonl}'
@@ -158,6 +160,8 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
     (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
     (folder / "deep.yaml").write_text("name: " + "{a: " * 100_000)
+    repeated = "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 7))
+    (folder / "aliases.yaml").write_text(f"a0: &a0 [x]\n{repeated}")
     merged = "{k: 1}"
     for i in range(6):  # so many that they are refused in time only before they are merged
         merged = f"{{<<: [&a{i} {merged}{f', *a{i}' * 29}]}}"

@@ -163,6 +163,14 @@ def test_rates_say_what_they_rest_on(name: str) -> None:
     assert rates.highest > narrow.highest
 
 
+def test_measured_products_take_the_place_of_the_share() -> None:
+    rates = rates_of(gpu("a100-80gb"))
+    faster = rates.with_products(1.2 * rates.products_per_s)
+    assert faster.basis == "preflight"
+    assert faster.attention_per_s == pytest.approx(1.2 * rates.attention_per_s)
+    assert faster.bytes_per_s == rates.bytes_per_s
+
+
 def test_scale_is_linear_first_and_then_ends() -> None:
     assert scale(1) == 0
     assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)

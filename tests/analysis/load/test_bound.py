@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis.claims import papers
+from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.runs import Study
 from tests.experiments.command_line import printed
@@ -31,6 +33,16 @@ def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_on
         needed = record.point.bandwidth_bits_per_s / record.hfu_bound
         assert record.required_bits_per_s == pytest.approx(needed)
         assert 0 < record.best_mfu <= 1 + 1e-9
+
+
+def test_the_papers_vectors_are_judged_by_it(study: Study) -> None:
+    found = judge(papers.load(), {study.matrix: study.rows})
+    vectors = [
+        f for f in found if f.claim.paper == "fsdp-bound" and f.claim.where.endswith("vectors")
+    ]
+    assert len(vectors) == 6
+    assert {finding.verdict for finding in vectors} == {"consistent"}  # a formula, with itself
+    assert {finding.evidence for finding in vectors} == {"simulated"}
 
 
 def test_the_committed_points_are_what_the_command_finds(study: Study) -> None:

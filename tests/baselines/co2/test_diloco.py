@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from baselines import registry
 from baselines.settings import DiLoCoSettings, StreamingSettings
-from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model
+from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model, starts
 from tests.ranks import Pools, on_ranks
 
 DILOCO = DiLoCoSettings(interval=3)
@@ -97,6 +97,13 @@ def test_each_step_is_the_listings(ranks: Pools, training: Training) -> None:
     for rank, mine in enumerate(found):
         for step, expected in zip(mine[1:], listing(training), strict=True):
             torch.testing.assert_close(step, expected[rank // apart], rtol=0, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_all_workers_of_diloco_start_alike(ranks: Pools) -> None:
+    first, second = ranks.run(2, starts, Training(DILOCO, nodes=2))
+    assert all(map(torch.equal, first, second))
+    assert not first[0].equal(first[-1])
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
-from tests.baselines.co2.workers import ALL, Training, batches, listing, made, starts
+from tests.baselines.co2.workers import ALL, PLAIN, Training, batches, listing, made, starts
 from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -62,6 +62,19 @@ def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange() -> 
     assert workers.closed_form_bytes == pytest.approx(inside + between / 3)
     assert sum(ledger["inter_node"].values()) == pytest.approx(3 * inside, rel=0.1)
     assert (workers.policy, cache.hits) == ("host", 3)
+
+
+@on_ranks(1)
+def test_what_is_sent_is_not_what_is_trained() -> None:
+    _, workers = made(Training(CO2Settings(interval=2, **PLAIN)))
+    own = batches(0)
+    for _ in range(2):
+        workers.step([next(own)])
+    workers.settle()
+    sent = workers._fragments[0].memory.snapshot.clone()
+    workers.step([next(own)])
+    assert workers._fragments[0].memory.snapshot.equal(sent)
+    assert sent.any()
 
 
 @on_ranks(2)

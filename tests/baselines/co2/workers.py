@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,6 +14,8 @@ from tests.baselines.jobs import LEARNING_RATE, job
 from tests.fcdp.training import topology_of
 
 WIDTH = 6
+#: The paper's update alone: nothing is scaled, clipped or remembered.
+PLAIN: dict[str, Any] = {"outer_momentum": 0.0, "clip": None, "penalty": "none"}
 
 
 @dataclass(frozen=True)

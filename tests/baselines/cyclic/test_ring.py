@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from baselines.cyclic.ring import Post
 from baselines.cyclic.routes import KINDS, Cycle, Kind
+from baselines.optimizers import AnyOptimizer
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import ADAMW, PLAIN, Told, alike, batch, made, trained
@@ -33,12 +34,12 @@ def _same(found: list[Told], expected: list[Told]) -> None:
 
 @pytest.mark.parametrize("rule", ["v1", "v2"])
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (3, 3), (3, 2)])
+@pytest.mark.parametrize("optimizer", [ADAMW, PLAIN], ids=["adamw", "sgd"])
 def test_each_rank_computes_with_what_it_would_in_synchrony(
-    ranks: Pools, rule: UpdateRule, count: int, stages: int
+    ranks: Pools, rule: UpdateRule, count: int, stages: int, optimizer: AnyOptimizer
 ) -> None:
     """Whatever is evaluated in between; of three ranks with frozen parameters."""
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
-    optimizer = PLAIN if stages == 2 else ADAMW
     arguments = (count, settings, STEPS, count == 3, (0, 1, 3), 1, optimizer)
     expected = ranks.run(count, trained, "cyclic", *arguments)
     for form in FORMS:

@@ -1,8 +1,11 @@
 """``examples/train.py`` as a user's own program, which launch scripts start on two nodes."""
 
 import argparse
+import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,22 @@ from tests.experiments.waiting import wait_until
 from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
+#: Trains as the program does, and is told to leave after so many steps.
+_TOLD = """
+import sys
+from examples import train
+
+class Notice:
+    left = int(sys.argv[1])
+
+    def is_set(self):
+        self.left -= 1
+        return self.left == 0
+
+options = train.parse(sys.argv[2:])
+options.output.mkdir(exist_ok=True)
+train.train(options, Notice())
+"""
 
 
 class Training:
@@ -24,6 +43,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         make_model(folder / "model")
         (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
+        self._folder = folder
         self.torchrun = folder / "torchrun"
         written(
             self.torchrun,
@@ -61,10 +81,36 @@ class Training:
         """
         last, begun = self.lines()[-1]["step"], time.monotonic()
         self.goes_on(ranks)
-        begins = re.findall(r"from step (\d+) of", self.log.read_text())
-        lost = last + 1 - int(begins[-1])
+        lost = last + 1 - self.resumed()[-1]
         print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
         assert lost <= (0 if kind == "notice" else 60)
+
+    def check_losses(self) -> None:
+        """Check that they are those of a run that is told when to train with how many ranks.
+
+        Bit for bit; where that is the same number throughout, of a run that nobody disturbs.
+        """
+        lines = self.lines()
+        kept = {line["step"]: line for line in lines if line["step"] <= lines[-1]["step"]}
+        words = list(self.words[1:])
+        words[words.index("--output") + 1] = str(self._folder / "told")
+        words += ["--evaluate-every", "1000000"]  # where notices are looked for too, but no step is
+        (self._folder / "told.py").write_text(_TOLD)
+        for ranks, part in itertools.groupby(kept.values(), lambda line: line["ranks"]):
+            launcher = [self.torchrun, "--standalone", "--nproc-per-node", str(ranks)]
+            command = [*launcher, self._folder / "told.py", str(len([*part])), *words]
+            with (self._folder / "told.txt").open("ab") as log:
+                subprocess.run(command, env=os.environ, stdout=log, stderr=log, check=False)
+        told = (self._folder / "told/log.jsonl").read_text().splitlines()
+        same = ("step", "ranks", "loss", "norm", "lr")
+        assert [[line[key] for key in same] for line in map(json.loads, told)] == [
+            [kept[step][key] for key in same] for step in sorted(kept)
+        ]
+        print(f"{len(kept)} steps are those of a run that nobody disturbs")
+
+    def resumed(self) -> list[int]:
+        """The steps that the ranks began with, each time."""
+        return [*map(int, re.findall(r"from step (\d+) of", self.log.read_text()))]
 
 
 def programs() -> list[psutil.Process]:
@@ -74,3 +120,13 @@ def programs() -> list[psutil.Process]:
         for each in psutil.process_iter(["cmdline"])
         if PROGRAM in (each.info["cmdline"] or []) and each.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def agents() -> list[psutil.Process]:
+    return [each for each in programs() if "torch.distributed.run" in each.cmdline()]
+
+
+def ranks() -> list[psutil.Process]:
+    """The programs that an agent has started; ssh and shells have the same words."""
+    started = {each.pid for each in agents()}
+    return [each for each in programs() if each.ppid() in started]

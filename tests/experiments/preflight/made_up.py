@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from experiments.preflight.schema import (
-    Compute,
-    Host,
-    Link,
-    Links,
-    Preflight,
-    Sample,
-    TimedBlock,
-)
+from experiments.preflight.schema import Compute, Host, Link, Links, Preflight, Sample
 
 
 def link(bytes_per_s: float) -> Link:
@@ -29,8 +21,7 @@ def preflight(
 ) -> Preflight:
     """Nodes of 8 ranks with a GPU each; rates in bytes and operations a second."""
     inter = None if nodes == 1 else link(across)
-    copy = 10e9
-    block = TimedBlock(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=0.05)
+    copy, flops = 10e9, {"float32": 50e12, "bfloat16": 100e12}
     fields: dict[str, Any] = {
         "backend": "nccl",
         "links": Links(
@@ -45,10 +36,8 @@ def preflight(
         ),
         "compute": Compute(
             device="a GPU",
-            matmul_flops_per_s={},
+            matmul_flops_per_s=flops,
             memory_bytes=48 * 10**9,
-            memory_bytes_per_s=600e9,
-            block=block,
         ),
         "evidence": "measured",
         "nodes": nodes,

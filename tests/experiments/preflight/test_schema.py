@@ -14,6 +14,7 @@ from experiments.preflight import probe
 from experiments.preflight.probe import Block
 from experiments.preflight.schema import (
     Compute,
+    Host,
     Link,
     Preflight,
     TimedBlock,
@@ -22,9 +23,11 @@ from experiments.preflight.schema import (
 from simulation.compute import rates_of
 from simulation.hardware import gpu
 from simulation.planner.search import rests_on
+from tests.experiments.preflight import made_up
 from tests.experiments.preflight.made_up import preflight
 
 SIZES = [4**power for power in range(5, 14)]
+CPU = {"memory_bytes": None}
 
 
 def fitted(samples: list[tuple[int, float]]) -> Link:
@@ -56,13 +59,12 @@ def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> Non
 @pytest.mark.parametrize(
     ("part", "change", "problem"),
     [
-        ("compute", {"block": None}, "compute.block: is missing, which plans for a GPU need"),
-        ("compute", {"memory_bytes_per_s": None}, "compute.memory_bytes_per_s: is missing"),
-        ("compute", {"memory_bytes": None}, "compute.matmul_flops_per_s.float32: is missing"),
+        ("compute", {"matmul_flops_per_s": {"float32": 1e12}}, "bfloat16 is missing"),
+        ("compute", CPU | {"matmul_flops_per_s": {"bfloat16": 1e12}}, "float32 is missing"),
         ("host", {"to_device_bytes_per_s": None}, "host.to_device_bytes_per_s: is missing"),
         ("host", {"from_device_bytes_per_s": None}, "host.from_device_bytes_per_s: is missing"),
         ("links", {"inter_node_all_gather": 1}, "links.inter_node_all_gather: Input should be"),
-        ("host", {"knots": 1}, "host.knots: Extra inputs"),
+        ("links", {"knots": 1}, "links.knots: Extra inputs"),
     ],
 )
 def test_the_file_is_read_again_and_what_plans_need_must_be_there(
@@ -82,33 +84,33 @@ def test_the_file_is_read_again_and_what_plans_need_must_be_there(
     assert "\n" not in str(error.value)
 
 
-def test_gpus_have_what_was_measured_and_their_data_sheet() -> None:
-    """A block is twice as slow as fitted: so are all parts, and their range is no wider."""
-    made = preflight()
-    fitted = rates_of(gpu("a40"))
-    block = made.compute.block.model_copy(
-        update={"seconds": 2 * fitted.seconds(made.compute.block.work())}
-    )
-    host = made.host.model_copy(update={"from_device_bytes_per_s": 22e9})
-    compute = made.compute.model_copy(update={"block": block})
-    measured = preflight(compute=compute, host=host)
+GPU_COMPUTE = Compute(
+    device="NVIDIA A40",
+    matmul_flops_per_s={"float32": 30e12, "bfloat16": 110e12},
+    memory_bytes=47 * 10**9,
+)
+GPU_HOST = Host(
+    copy_bytes_per_s=10e9,
+    to_device_bytes_per_s=21e9,
+    from_device_bytes_per_s=22e9,
+    free_bytes=400 * 10**9,
+)
+
+
+def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
+    measured = made_up.preflight(compute=GPU_COMPUTE, host=GPU_HOST)
     found = hardware_of(measured, "a40")
-    assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
-    assert found.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)
-    assert found.rates.bytes_per_s == pytest.approx(fitted.bytes_per_s / 2)
-    assert fitted.lowest < found.rates.lowest < 1 < found.rates.highest < fitted.highest
-    assert "a transformer block measured by preflight" in rests_on(found)
+    assert found.rates.products_per_s == pytest.approx(110e12)
     assert found.device.peak_flops == gpu("a40").peak_flops
-    assert found.device.memory_bytes == 48e9
-    assert found.device.memory_bytes_per_s == 600e9
-    assert found.host_to_device_bytes_per_s == 10e9
+    assert found.device.memory_bytes == 47e9
+    assert found.host_to_device_bytes_per_s == 21e9
     assert found.device_to_host_bytes_per_s == 22e9
-    assert found.host_memory_bytes == 10**12
+    assert found.host_memory_bytes == 400e9
     assert (found.nodes, found.ranks_per_node) == (measured.nodes, measured.ranks_per_node)
     across = measured.links.inter_node_all_gather
     assert found.inter_bytes_per_s == across.bytes_per_s
-    assert hardware_of(preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
-    with pytest.raises(ValueError, match="gpu: is missing; a GPU was measured"):
+    assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
+    with pytest.raises(ValueError, match="gpu: is missing; NVIDIA A40 was measured"):
         hardware_of(measured)
 
 
@@ -116,9 +118,10 @@ def test_gpus_have_what_was_measured_and_their_data_sheet() -> None:
 def test_ranks_share_the_cores_and_the_memory_of_their_host(
     evidence: str, nodes_on_host: int
 ) -> None:
-    compute = Compute(device="cpu", matmul_flops_per_s={"float32": 30e12}, memory_bytes=None)
-    of = {"compute": compute, "backend": "gloo", "evidence": evidence}
-    measured = preflight(across=1e6, inside=2e6, free=160 * 10**9, **of)
+    compute = GPU_COMPUTE.model_copy(update={"device": "cpu", "memory_bytes": None})
+    measured = made_up.preflight(
+        compute=compute, backend="gloo", evidence=evidence, across=1e6, inside=2e6, free=160 * 10**9
+    )
     found = hardware_of(measured)
     assert found.backend == "gloo"
     assert found.rates.flops_per_s == pytest.approx(measured.compute.matmul_flops_per_s["float32"])
@@ -128,6 +131,21 @@ def test_ranks_share_the_cores_and_the_memory_of_their_host(
     assert found.ranks_sharing_device == ranks_on_host
     assert found.host_memory_bytes == 160e9 / nodes_on_host
     assert found.device.memory_bytes == 160e9 / ranks_on_host
+
+
+def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
+    """Twice as slow as fitted: so are products, attention and bytes; and the range is no wider."""
+    block = TimedBlock(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=1)
+    fitted = rates_of(gpu("a40"))
+    block = block.model_copy(update={"seconds": 2 * fitted.seconds(block.work())})
+    compute = GPU_COMPUTE.model_copy(update={"block": block, "memory_bytes_per_s": 600e9})
+    found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), "a40")
+    assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
+    assert found.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)
+    assert found.rates.bytes_per_s == pytest.approx(fitted.bytes_per_s / 2)
+    assert fitted.lowest < found.rates.lowest < 1 < found.rates.highest < fitted.highest
+    assert found.device.memory_bytes_per_s == 600e9
+    assert "a transformer block measured by preflight" in rests_on(found)
 
 
 def test_the_block_computes_what_is_counted() -> None:

@@ -120,10 +120,26 @@ def ended(act: Act, every: Exchanges) -> str:
     return "done"
 
 
-def acted(act: Act) -> str:
-    """How the act has ended on this rank."""
+def acted(acts: Sequence[Act]) -> list[str]:
+    """How each of the acts has ended on this rank, one after another."""
     with polling_often():
-        return ended(act, Exchanges(act.__name__))
+        every = Exchanges(" and ".join(act.__name__ for act in acts))
+        return [ended(act, every) for act in acts]
+
+
+def one_raises_and_is_caught(every: Exchanges) -> None:
+    every.begin()
+    every.run()
+    every.begin()
+    if every.rank == 3:
+        every.failures.announce(ValueError("no label"))
+    else:
+        every.run()
+
+
+def a_pass_that_nobody_else_begins(every: Exchanges) -> None:
+    every.begin()
+    every.run()
 
 
 def all_raise_alike(every: Exchanges) -> None:
@@ -178,6 +194,22 @@ def two_raise_differently(every: Exchanges) -> None:
         every.run()
 
 
+def one_is_slow(every: Exchanges) -> None:
+    for _ in range(2):
+        every.begin()
+        time.sleep(0.3 * (every.rank == 2))
+        every.run()
+
+
+def one_backward_raises(every: Exchanges) -> None:
+    for step in range(2):
+        every.begin()
+        every.backward(raises=every.rank == 0 and step == 1)
+    if every.rank == 0:
+        every.failures.begins()
+    every.run()
+
+
 def one_resets_after_a_backward_that_raised(every: Exchanges) -> None:
     """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
     every.begin()
@@ -202,14 +234,22 @@ def one_leaves_an_exchange_out(every: Exchanges) -> None:
 # An exchange that a failed pass has left in flight ends, or ends in an error, soon
 
 
-def all_fail_with_one_in_flight_that_is_late(every: Exchanges) -> None:
-    """The others have looked many times whether it can end."""
+def _leave_in_flight(every: Exchanges, late: float) -> None:
     every.begin()
-    time.sleep(0.5 * (every.rank == 1))
+    time.sleep(late * (every.rank == 1))
     work = every.issue()
     every.failures.announce(ValueError("no label"))
     every.complete(work)
     every.begin()
+
+
+def all_fail_with_one_in_flight(every: Exchanges) -> None:
+    _leave_in_flight(every, 0)
+
+
+def all_fail_with_one_in_flight_that_is_late(every: Exchanges) -> None:
+    """The others have looked many times whether it can end."""
+    _leave_in_flight(every, 0.5)
 
 
 def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
@@ -224,28 +264,41 @@ def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
     every.begin()
 
 
+NO_LABEL = "rank 3 failed: ValueError: no label"
 APART = "ranks are not at the same exchange"
-A = "rank 1 failed: KeyError: 'a'"
-#: Acts, and what each of four ranks is told at the end.
-TOLD: dict[Act, list[str]] = {
-    all_raise_alike: ["done"] * 4,
-    one_is_late_to_raise_alike: ["done"] * 4,
-    one_raises_where_it_leaves_nothing_out: ["rank 2 failed: ValueError: a metric"] * 4,
-    all_raise_at_different_exchanges: [APART] * 4,
-    two_raise_differently: [A, "done", "done", A],
-    one_resets_after_a_backward_that_raised: (
-        ["rank 0 failed: RuntimeError: a backward did not end"] * 4
+UNENDED = "rank 0 failed: RuntimeError: a backward did not end"
+#: Acts, and what each of four ranks is told at the end of each.
+TOLD: list[tuple[tuple[Act, ...], list[list[str]]]] = [
+    (
+        (one_raises_and_is_caught, a_pass_that_nobody_else_begins),
+        [[NO_LABEL] * 2] * 3 + [["done", NO_LABEL]],
     ),
-    one_leaves_an_exchange_out: [APART] * 4,
-    all_fail_with_one_in_flight_that_is_late: ["done"] * 4,
-    one_fails_before_what_the_others_leave_in_flight: ["rank 3 failed: KeyError: 'batch'"] * 4,
-}
+    ((all_raise_alike,), [["done"]] * 4),
+    ((one_is_late_to_raise_alike,), [["done"]] * 4),
+    ((one_raises_where_it_leaves_nothing_out,), [["rank 2 failed: ValueError: a metric"]] * 4),
+    ((all_raise_at_different_exchanges,), [[APART]] * 4),
+    (
+        (two_raise_differently,),
+        [["rank 1 failed: KeyError: 'a'"], ["done"], ["done"], ["rank 1 failed: KeyError: 'a'"]],
+    ),
+    ((one_is_slow,), [["done"]] * 4),
+    ((one_backward_raises,), [[UNENDED]] * 4),
+    ((one_resets_after_a_backward_that_raised,), [[UNENDED]] * 4),
+    ((one_leaves_an_exchange_out,), [[APART]] * 4),
+    ((all_fail_with_one_in_flight,), [["done"]] * 4),
+    ((all_fail_with_one_in_flight_that_is_late,), [["done"]] * 4),
+    (
+        (one_fails_before_what_the_others_leave_in_flight,),
+        [["rank 3 failed: KeyError: 'batch'"]] * 4,
+    ),
+]
 
 
-@pytest.mark.parametrize("act", TOLD, ids=lambda act: act.__name__)
-def test_what_each_rank_is_told(ranks: Pools, act: Act) -> None:
-    for message, words in zip(ranks.run(4, acted, act), TOLD[act], strict=True):
-        assert words in message
+@pytest.mark.parametrize(("acts", "told"), TOLD, ids=[acts[0].__name__ for acts, _ in TOLD])
+def test_what_each_rank_is_told(ranks: Pools, acts: tuple[Act, ...], told: list[list[str]]) -> None:
+    for seen, expected in zip(ranks.run(4, acted, acts), told, strict=True):
+        for message, words in zip(seen, expected, strict=True):
+            assert words in message
 
 
 @pytest.mark.parametrize("numel", [33, 1024])
