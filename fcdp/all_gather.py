@@ -81,6 +81,8 @@ class CachedAllGather(AllGather):
         topology = self.topology
         self._unit = self.entry.unit
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
+        #: This rank's place in the output.
+        self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -99,8 +101,6 @@ class CachedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
-
-        FSDP2 has made the input in its place in the output.
 
         On an accelerator everything is queued when the call returns: in the order of the current
         stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
@@ -132,7 +132,8 @@ class CachedAllGather(AllGather):
         for works in parts:
             assert not works, "what is queued has nothing to wait for"
 
-    def _parts(self, output: torch.Tensor, own: torch.Tensor, phase: Phase) -> Parts:
+    def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
+        own = self._in_place(output, shard)
         if self.topology.nodes == 1:
             yield self._intra_node(output, None, own, phase)
             return
@@ -141,6 +142,14 @@ class CachedAllGather(AllGather):
             yield from self._from_cache(output, own, phase, coming)
         else:
             yield from self._across_nodes(output, own, phase, coming)
+
+    def _in_place(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's row of the output, which holds ``shard``; FSDP2 copies it there."""
+        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
+            return shard
+        own = output.view(self.topology.world_size, -1)[self._place]
+        own.copy_(shard)
+        return own
 
     def _by_node(self, output: torch.Tensor) -> torch.Tensor:
         """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -162,8 +161,10 @@ class Failures:
         """
         if not self._in_backward and in_backward():
             self._in_backward = True
-            ends = functools.partial(setattr, self, "_in_backward", False)
-            torch.autograd.Variable._execution_engine.queue_callback(ends)
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
 
     @property
     def place(self) -> int:

@@ -1,6 +1,5 @@
 """Every optimizer of the process, made by whomever, tells when it steps."""
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -75,8 +74,11 @@ class Strays:
         ):
             return False
         trained = [param for param in ours if param.requires_grad]
-        shapes, *known = (Counter(each.shape for each in some) for some in (params, ours, trained))
-        return shapes in known
+        shapes = Counter(param.shape for param in params)
+        return shapes in (
+            Counter(param.shape for param in ours),
+            Counter(param.shape for param in trained),
+        )
 
 
 _followers: WeakSet[Follower] = WeakSet()
@@ -105,11 +107,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not callable(closure):
         _tell(optimizer)
         return None
-    tell = functools.cache(functools.partial(_tell, optimizer))
+    told = False
 
     def evaluated(*given: Any, **named: Any) -> Any:
+        nonlocal told
         found = closure(*given, **named)
-        tell()
+        if not told:
+            told = True
+            _tell(optimizer)
         return found
 
     if "closure" in kwargs:

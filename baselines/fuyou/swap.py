@@ -60,7 +60,7 @@ class Swapper:
         self._counts = {"dram": 0, "ssd": 0}
 
     def spare(self, sizes: Iterable[float]) -> int:
-        """Bytes of host memory that what goes to SSD passes through, if these sizes do too."""
+        """Note that these sizes pass; return bytes of host memory that what goes to SSD needs."""
         self._largest = max([self._largest, *map(int, sizes)])
         return _PASSING * aligned(self._largest)
 

@@ -15,7 +15,7 @@ from simulation.planner.search import (
     shortfalls,
     simulated,
 )
-from simulation.prediction import build, fits, predict
+from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
 from tests.simulation.workloads import paper_cluster
@@ -71,6 +71,21 @@ def test_more_bandwidth_never_lowers_throughput(
     slow = simulated(point, paper_cluster(nodes, gbit_s * 1e9))
     fast = simulated(point, paper_cluster(nodes, gbit_s * times * 1e9))
     assert fast.tokens_per_s >= slow.tokens_per_s * (1 - 1e-9)
+
+
+@given(st.sampled_from(STRATEGIES), TUNING, st.floats(1, 600), st.floats(1, 10), st.integers(1, 64))
+def test_more_host_memory_never_makes_a_fit_unfit(
+    strategy: str, lora_rank: int | None, gigabytes: float, times: float, micro_batch: int
+) -> None:
+    point = request(strategies=(strategy,), lora_rank=lora_rank).workloads()[-1]
+    point = replace(point, micro_batch=micro_batch)
+    small = replace(paper_cluster(), host_memory_bytes=gigabytes * 1e9)
+    large = replace(small, host_memory_bytes=times * small.host_memory_bytes)
+    less, more = (needed(point, on).lacks(on) for on in (small, large))
+    assert more.host_bytes <= less.host_bytes
+    assert more.device_bytes == less.device_bytes
+    if less.fits:
+        assert more.fits
 
 
 @SLOW

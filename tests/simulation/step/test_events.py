@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.tasks import Task, simulate
+from simulation.step.tasks import Task, Timeline, simulate
 
 RESOURCES = ["compute", "link", "disk"]
 
@@ -42,17 +42,34 @@ def test_a_stream_is_one_task_after_another_and_a_resource_is_shared() -> None:
     assert [end for _, end in spans(exchange, copy)] == pytest.approx([5.5, 4.5])
 
 
+def test_dependencies_and_the_critical_path() -> None:
+    timeline = simulate(
+        [
+            Task("short", "s", {"link": 1}),
+            Task("long", "t", {"disk": 5}),
+            Task("last", "s", {"link": 1}, after=(1,)),
+        ]
+    )
+    assert [timeline.tasks[index].name for index in timeline.critical_path] == ["long", "last"]
+    assert timeline.seconds == 6
+    assert timeline.busy_seconds() == {"link": 2, "disk": 5}
+
+
 @given(task_lists())
 def test_any_tasks(tasks: list[Task]) -> None:
     """One set of examples for all that holds of any: to make them up takes longest."""
     timeline = simulate(tasks)
+    _check_order_and_bounds(tasks, timeline)
+    _check_that_the_critical_path_has_no_gap(timeline)
     assert timeline.spans == simulate(tasks).spans, "it is not deterministic"
+
+
+def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
     for index, (task, span) in enumerate(zip(tasks, timeline.spans, strict=True)):
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
         same = [other for other in range(index) if tasks[other].stream == task.stream]
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in same)
-        alone = task.latency_seconds + max(task.demands.values(), default=0.0)
-        assert span.end - span.start >= alone * (1 - 1e-6) - 1e-9
+        assert span.end - span.start >= _alone_seconds(task) * (1 - 1e-6) - 1e-9
     # No resource does more than a second's work a second, and something is always going on.
     assert all(
         seconds <= timeline.seconds * (1 + 1e-6) + 1e-9
@@ -64,7 +81,13 @@ def test_any_tasks(tasks: list[Task]) -> None:
         + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
         + 1e-9
     )
-    # The critical path has no gap.
+
+
+def _alone_seconds(task: Task) -> float:
+    return task.latency_seconds + max(task.demands.values(), default=0.0)
+
+
+def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
     path = timeline.critical_path
     assert timeline.spans[path[0]].start == 0
     assert timeline.spans[path[-1]].end == timeline.seconds
@@ -79,7 +102,6 @@ def test_a_timeline_since_a_task_counts_from_the_end_of_those_before() -> None:
         Task("second", "b", {"link": 3.0}, after=(1,)),
     ]
     whole = simulate(tasks)
-    assert whole.busy_seconds() == {"compute": 3.0, "link": 3.0}
     last = whole.since(1)
     assert [(span.start, span.end) for span in last.spans] == [(0.0, 1.0), (1.0, 4.0)]
     assert last.seconds == 4.0
