@@ -34,11 +34,11 @@ class Access:
 
     def reading(self, stream: Any) -> AbstractContextManager[None]:
         """Queue a read on ``stream`` in the body."""
-        return _Queueing(self, stream, writes=False)
+        return _Reading(self, stream)
 
     def writing(self, stream: Any) -> AbstractContextManager[None]:
         """Queue a write on ``stream`` in the body."""
-        return _Queueing(self, stream, writes=True)
+        return _Writing(self, stream)
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
@@ -56,29 +56,35 @@ class Access:
         return any(event is not None for event in self._reads.values())
 
 
-class _Queueing:
-    """A read or write in the body; of one that raises nothing is noted."""
+class _Reading:
+    """A read: after the last write. Of a body that raises nothing is noted."""
 
-    __slots__ = ("_access", "_stream", "_writes")
+    __slots__ = ("_access", "_stream")
 
-    def __init__(self, access: Access, stream: Any, *, writes: bool) -> None:
-        self._access, self._stream, self._writes = access, stream, writes
+    def __init__(self, access: Access, stream: Any) -> None:
+        self._access, self._stream = access, stream
 
     def __enter__(self) -> None:
-        access = self._access
-        if self._writes:
-            access.freed_for(self._stream)
-        elif access._written is not None:
-            self._stream.wait_event(access._written)
+        if self._access._written is not None:
+            self._stream.wait_event(self._access._written)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            return
-        event = self._stream.record_event()
-        if self._writes:
-            self._access._written, self._access._reads = event, {}
-        else:
-            self._access._reads[self._stream] = event
+        if kind is None:
+            self._access._reads[self._stream] = self._stream.record_event()
+
+
+class _Writing(_Reading):
+    """A write: after the last one and every read since."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._access.freed_for(self._stream)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._access._written = self._stream.record_event()
+            self._access._reads.clear()
 
 
 @dataclass(eq=False, slots=True)
