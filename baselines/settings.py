@@ -53,7 +53,7 @@ class Setting:
     always: bool = False
     #: A value in words.
     write: Callable[[Any], str] = _plain
-    #: What stands where there is none.
+    #: The text where there is none.
     absent: str = "–"
 
 

@@ -29,8 +29,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=44_960, aim=34_000),
-    "lines of fcdp": Budget(most=11_530, aim=7_500),
+    "lines of source": Budget(most=44_970, aim=34_000),
+    "lines of fcdp": Budget(most=11_540, aim=7_500),
     "lines of baselines": Budget(most=7_530, aim=6_500),
     "lines of simulation": Budget(most=8_340, aim=6_500),
     "lines of experiments": Budget(most=11_170, aim=8_500),

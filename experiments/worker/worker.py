@@ -33,7 +33,7 @@ from fcdp.durable import COMMIT
 
 #: Variables that name a node's interfaces: to other nodes, and to nodes of other groups.
 _INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")
-#: What each rank has counted so far, as checkpoints hold it.
+#: Counts of each rank so far, as checkpoints hold them.
 _SAVED = ("losses", "seconds", "counts", "held_out")
 
 

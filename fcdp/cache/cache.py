@@ -100,8 +100,8 @@ class Cache:
         self._seen: tuple[Usage, int | None, int] | None = None
         #: How many entries are staged.
         self._staged = 0
-        #: What loads fill, released once all that reads it is queued. None is kept: while one is
-        #: filled ahead, the one before it is being read.
+        #: Slices that loads fill, each released once all that reads it is queued. None is kept:
+        #: while one is filled ahead, the one before it is being read.
         self.staging = Slices(streams, streams.copies_in, kept=0)
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)

@@ -57,7 +57,7 @@ class Access:
 
 
 class _Reading:
-    """A read: after the last write. Of a body that raises nothing is noted."""
+    """A read: after the last write. Nothing is noted if the body raises."""
 
     __slots__ = ("_access", "_stream")
 

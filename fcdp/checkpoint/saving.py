@@ -248,9 +248,9 @@ def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tenso
 
 
 class Background:
-    """A group for saves and loads, because training goes on in the others, and an order in it.
+    """A group for saves and loads, because training goes on in the others.
 
-    Saves and loads come in one order on every rank, because that group is one.
+    They come in one order on every rank, because that group is one.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is published: parts of tensors, in files with checksums, in a place.
+"""Files of a publication: parts of tensors, in files with checksums, in a place.
 
 A file is one of safetensors, with a checksum of all its bytes in its header. A place is a folder,
 or anything that fsspec names.

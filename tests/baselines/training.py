@@ -54,7 +54,7 @@ def batches_of(rank: int = 0) -> Iterator[torch.Tensor]:
 
 
 def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.Tensor]]:
-    """What is to be trained on this rank, and its micro-batches."""
+    """A training of this rank, and its micro-batches."""
     model, blocks = built(settings.family, settings.tuning)
     if settings.frozen is not None:
         models.hold_frozen(model, settings.frozen)

@@ -25,13 +25,13 @@ from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
-#: What of this repository a container runs.
+#: Files of this repository that a container runs.
 _CODE = ("analysis", "baselines", "experiments", "fcdp", "launch", "scripts", "simulation")
 _FOLDERS = ("dev", "etc", "opt/fcdp", "proc", "sys", "tmp", "usr")
 #: As on a Debian whose programs are all in /usr.
 _LINKS = ("bin", "lib", "lib64", "sbin")
 _CHANGES = ('ENTRYPOINT ["scripts/entrypoint.sh"]', "WORKDIR /opt/fcdp")
-#: What an image would bring along is this machine's own.
+#: Folders of this machine in place of those that an image would bring along.
 _MOUNTED = dict.fromkeys(("/usr", sys.base_prefix, sys.prefix))
 #: A container's limit of locked memory is at most this process's.
 _LOCKED = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]

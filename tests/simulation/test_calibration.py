@@ -54,7 +54,7 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         assert unseen <= kept or record.cell.strategy == "offload"
         predicted = {link: dict(phases) for link, phases in moved.items() if link not in unseen}
         stored = predicted.get("device_to_host", {}).get("forward", 0.0)
-        # What other nodes hold of the unit that is outside of the blocks.
+        # The part that other nodes hold of the unit outside of the blocks.
         nodes, workload = step.hardware.nodes, step.workload
         root = (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
         without = stored - root

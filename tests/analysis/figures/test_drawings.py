@@ -1,4 +1,4 @@
-"""What figures have around their axes."""
+"""Surroundings of the axes of figures."""
 
 import warnings
 

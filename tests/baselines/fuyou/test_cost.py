@@ -90,7 +90,7 @@ def test_the_formula_by_hand() -> None:
 
 
 def _rates(read: tuple[int, float], **chosen: Any) -> Rates:
-    """Of a step before which the disk has moved something."""
+    """A step before which the disk has moved something."""
     moved = {"read": (50, 0.1), "write": (90, 0.1)}
     copies, adam = SimpleNamespace(nbytes=0, seconds=0.0), SimpleNamespace(seconds=1.0)
     observed = Observed(SimpleNamespace(moved=moved.__getitem__), copies, adam)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
     said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
     silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
     assert [entry.cell.id for entry in read(tmp_path, (TUNING, said)).cells] == silent
-    # What is built in has no origin.
+    # Built-in workloads have no origin.
     assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
     assert reader.read("quickstart").cells[0].cell.origin == Origin()
 

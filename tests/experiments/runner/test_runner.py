@@ -94,7 +94,7 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
     assert str(ROOT) not in "".join(errors)
     assert errors[5] == "not today"
     assert read_records(directory.records) == result
-    # Of a rank that a signal ended, the record has the last words.
+    # The record has the last words of a rank that a signal ended.
     aborted = run(matrix, directory, StandInCluster(behaviours={"": "abort"}))[0]
     assert aborted.error.splitlines() == [
         "last lines of the log:",

@@ -91,7 +91,7 @@ def test_wandbs_agent_takes_a_sweep_from_end_to_end(
 
 
 def _commands(points: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """What the server of a grid answers to one heartbeat after another."""
+    """Answers of a grid's server to one heartbeat after another."""
     for number, point in enumerate(points):
         arguments = {name: {"value": value, "desc": None} for name, value in point.items()}
         yield [{"type": "run", "run_id": f"run{number}", "args": arguments, "program": None}]
