@@ -22,6 +22,7 @@ import fcdp
 from fcdp.cache import named
 from scripts import fake_world
 from tests.fcdp import training
+from tests.fcdp.checkpoints import Run
 from tests.fcdp.cuda.alone import DEVICE, ON_GPU
 from tests.fcdp.training import Result, Settings
 from tests.ranks import Pools, RankFailure
@@ -131,6 +132,22 @@ def test_losses_and_parameters_are_fsdp2s(world: tuple[World, Pools], case: Case
         # Where a cache served nothing, being equal says nothing of it.
         assert case.policy == "none" or each["hits"]
         assert case.codec is None or each["distance"] <= CODECS[case.codec][1]
+
+
+def test_a_save_in_the_background_has_the_state_of_its_moment(tmp_path: Path) -> None:
+    with contextlib.closing(Pools(functools.partial(join, PAIR))) as pools:
+        for resumed, losses in pools.run(2, resumed_and_not, tmp_path, timeout_s=100):
+            assert resumed == losses
+
+
+def resumed_and_not(directory: Path) -> tuple[list[float], list[float]]:
+    run, resumed = Run(), Run(seed=1)
+    run.train(2)
+    saving = run.save(directory, asynchronous=True)
+    losses = run.train(3)
+    saving.result()
+    resumed.load(directory)
+    return resumed.train(3), losses
 
 
 def compared(world: World, case: Case) -> dict[str, Any]:
