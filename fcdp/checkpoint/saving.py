@@ -135,6 +135,8 @@ class _Writer(FileSystemWriter):
                 if not (path := self.shards / name).exists():
                     where = "is not there for rank 0; must be on a file system that all nodes share"
                     raise FileNotFoundError(f"{path}: {where}")
+            # Not every PyTorch's writer completes the metadata that it is given.
+            metadata.storage_data = {chunk.index: chunk.storage_data for chunk in chunks}
             super().finish(metadata, [chunks])
             files[_METADATA] = self.fs.sums[_METADATA]
             commit = Commit(self.shards.name, Layout(files, metadata), **self._state)

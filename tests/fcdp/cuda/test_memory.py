@@ -28,8 +28,12 @@ STEPS = 3
 #: takes segments of 2 MiB and more; the small ones of a step beside FSDP2's.
 SLICES, SEGMENT, SMALL = 2 + LOOK_AHEAD, 2 * 2**20, 32 * 2**20
 UNIT = 2 * WIDTH**2
+SLICE = -(-UNIT // RANKS_PER_NODE // SEGMENT) * SEGMENT
 #: And gradients of one unit more, whose reduction crosses nodes while the next ones' is queued.
-ALLOWED = SLICES * -(-UNIT // RANKS_PER_NODE // SEGMENT) * SEGMENT + UNIT + SMALL
+ACTIVE = SLICES * SLICE + UNIT + SMALL
+#: The allocator keeps segments by stream: what forward's gathers leave is not for backward's copies
+#: from the host, of which one is read and others are fetched ahead.
+ALLOWED = {"active_bytes": ACTIVE, "reserved_bytes": ACTIVE + (1 + LOOK_AHEAD) * SLICE}
 
 
 def test_a_cache_takes_slices_in_flight_beyond_fsdp2(
@@ -41,8 +45,8 @@ def test_a_cache_takes_slices_in_flight_beyond_fsdp2(
         return
     for engine, of in found.items():
         record_property(engine, of)
-        for name in ("active_bytes", "reserved_bytes"):
-            assert of[name] <= found["fsdp2"][name] + ALLOWED, (engine, name)
+        for name, allowed in ALLOWED.items():
+            assert of[name] <= found["fsdp2"][name] + allowed, (engine, name)
         assert of["retries"] <= found["fsdp2"]["retries"], engine
     assert found["fsdp2"]["ran_ahead"], "the GPU was idle: memory does not show what is in flight"
 

@@ -9,6 +9,7 @@ device as busy as one rank of sixteen does.
 import contextlib
 import functools
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,6 +149,38 @@ def resumed_and_not(directory: Path) -> tuple[list[float], list[float]]:
     saving.result()
     resumed.load(directory)
     return resumed.train(3), losses
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_a_lost_rank_ends_the_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits there, not the host: the thread has to look, and to abort what waits."""
+    monkeypatch.setattr("tests.ranks._GRACE_S", 60)
+    pools = contextlib.closing(Pools(functools.partial(join, PAIR)))
+    with pytest.raises(RankFailure) as lost, pools as ranks:
+        ranks.run(2, train_until_lost, how, timeout_s=100)
+    of_0, of_1 = str(lost.value).split("rank 1:\n")
+    if how == "raises":
+        assert "ValueError: no label" in of_1
+        assert "RankFailed: rank 1 failed: ValueError: no label" in of_0
+    else:
+        assert "has ended" in of_1
+        assert "one was killed" in of_0 or (ON_GPU and "has ended" in of_0), of_0
+
+
+def train_until_lost(how: str) -> None:
+    """NCCL's own watchdog may end a process whose peer is gone."""
+    run = Run()
+    run.train(2)
+    if dist.get_rank() == 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.model.register_forward_pre_hook(refuse)
+    while True:
+        run.train(1)
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("no label")
 
 
 def compared(world: World, case: Case) -> dict[str, Any]:
