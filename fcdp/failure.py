@@ -32,6 +32,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -433,16 +434,12 @@ def break_all(backends: Sequence[Any]) -> None:
     """End whatever waits for these backends, with an error: they cannot be used afterwards."""
     for backend in filter(_is_gloo, backends):
         _break_gloo(backend)
-    others = [backend for backend in backends if not _is_gloo(backend)]
-    # NCCL aborts all of its communicators at once: one could wait for another.
-    whole = [backend for backend in others[:1] if hasattr(backend, "_group_start")]
-    for backend in whole:
-        backend._group_start()
-    for backend in others:
-        with contextlib.suppress(Exception):
-            backend.abort()
-    for backend in whole:
-        backend._group_end()
+    # NCCL's abort waits for the device, where another communicator's exchange may be stuck: each in
+    # a thread. NCCL's groups of calls are a thread's, and PyTorch aborts in threads of its own.
+    if others := [backend for backend in backends if not _is_gloo(backend)]:
+        with ThreadPoolExecutor(len(others), "fcdp abort") as threads:
+            for backend in others:
+                threads.submit(backend.abort)
 
 
 def _is_gloo(backend: Any) -> bool:

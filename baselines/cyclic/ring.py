@@ -63,7 +63,8 @@ class Owned:
         self._optimizer = make_optimizer(self._params, job)
 
     def update(self, gradients: torch.Tensor) -> None:
-        """Step by the mean gradients of all ranks, end to end."""
+        """Step by the mean gradients of all ranks, end to end; messages come on the host."""
+        gradients = gradients.to(self.newest.device)
         for param, grad in zip(self._params, views(gradients, self._params), strict=True):
             param.grad = grad
         self._optimizer.step()

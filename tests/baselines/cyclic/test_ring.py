@@ -10,18 +10,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.cyclic.ring import Post
+from baselines.cyclic.ring import Owned, Post, Stage
 from baselines.cyclic.routes import KINDS, Cycle, Kind
 from baselines.optimizers import AnyOptimizer
+from baselines.part import Part
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import ADAMW, PLAIN, Told, alike, batch, made, trained
+from tests.baselines.jobs import alone, job
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
+
+
+def test_a_sum_on_the_host_steps_an_optimizer_on_a_device() -> None:
+    """Messages cross by gloo. Here the device is one without memory, which shows the same."""
+    param = torch.nn.Parameter(torch.ones(3, device="meta"))
+    parts = (Part([param], torch.device("meta")), Part([], torch.device("meta")))
+    Owned(Stage(*parts), job(alone(), [])).update(torch.ones(3))
 
 
 def _same(found: list[Told], expected: list[Told]) -> None:

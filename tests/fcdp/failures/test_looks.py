@@ -27,12 +27,6 @@ class Backend:
     def abort(self) -> None:
         self.calls.append("abort")
 
-    def _group_start(self) -> None:
-        self.calls.append("start")
-
-    def _group_end(self) -> None:
-        self.calls.append("end")
-
 
 class Group:
     def __init__(self, backend: Backend) -> None:
@@ -99,13 +93,27 @@ def test_on_cuda_a_rank_that_runs_ahead_aborts_and_the_next_exchange_raises(
     exchange(here, 1)
     here.begins()  # the host is a pass ahead of the device
     look_often(here)
-    assert backend.calls == ["start", "abort", "end"]
+    assert backend.calls == ["abort"]
     look_often(here)
-    assert backend.calls == ["start", "abort", "end"], "aborted once"
+    assert backend.calls == ["abort"], "aborted once"
     with pytest.raises(RankFailed, match="rank 1 failed: ValueError: no label"):
         exchange(here, 1)
     with pytest.raises(RankFailed, match="rank 1 failed: ValueError: no label"):
         here.begins()
+
+
+def test_on_cuda_all_communicators_are_aborted_at_once() -> None:
+    """Each abort waits for the device, which another communicator's exchange keeps busy."""
+    others = threading.Barrier(3)
+
+    class Stuck(Backend):
+        def abort(self) -> None:
+            others.wait(10)
+            super().abort()
+
+    backends = [Stuck("nccl") for _ in range(3)]
+    failure.break_all(backends)
+    assert [backend.calls for backend in backends] == [["abort"]] * 3
 
 
 def test_on_cuda_ranks_that_all_raise_alike_abort_nothing() -> None:
@@ -134,7 +142,7 @@ def test_an_uncaught_error_ends_whoever_waits_however_far_it_is(playing: Become)
     for _ in range(5):
         here.begins()
     look_often(here)
-    assert backend.calls == ["start", "abort", "end"]
+    assert backend.calls == ["abort"]
 
 
 def test_nothing_is_asked_while_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +178,7 @@ def test_a_store_that_stays_lost_ends_a_wait_and_nothing_else(
     assert backend.calls == [], "training has ended, perhaps, and with it the store"
     with failures.waiting():
         look_often(failures)
-    assert backend.calls == ["start", "abort", "end"]
+    assert backend.calls == ["abort"]
     with pytest.raises(RankFailed, match=r"rank 0 was lost\? DistNetworkError: Broken pipe"):
         failures.begins()
 
