@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 
 import torch
 import xxhash
@@ -9,8 +10,8 @@ import xxhash
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-#: Words as wide as elements, so that no shard begins or ends inside of one; at most half of a sum.
-_WORDS = {1: torch.int8, 2: torch.int16}
+#: Words by their bytes, half of a sum at most. The widest that divides a tensor: each costs the same.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 #: Words that are summed up at a time: what a GPU is busy with.
 _BLOCK = 2**20
 
@@ -49,7 +50,10 @@ def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch
     The tensor is contiguous and has one dimension. Two operations, of at most 8 MiB of working
     memory; two more for each block of a large tensor.
     """
-    words = values.view(_WORDS.get(values.itemsize, torch.int32))
+    width = math.gcd(values.nbytes, 4)
+    if values.data_ptr() % width:  # where bytes lie does not count
+        values = values.clone()
+    words = values.view(_WORDS[width])
     count = words.numel()
     if count <= _BLOCK:
         return torch.sum(words * _keys(words.device, count), 0, out=out)

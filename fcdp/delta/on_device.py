@@ -89,7 +89,7 @@ class Told(NamedTuple):
         """The message (uint8) of this rank's ``new`` (n), by operations that nobody waits for."""
         low, high = low_and_high(new.view(torch.int16), new.itemsize)
         coded = self._coded(packed(high), _numbers(new, base), node)
-        parts = [_checksum(new).view(1), packed(low), *coded]
+        parts = [sum_of_words(new).view(1), packed(low), *coded]
         told = torch.cat([part.view(torch.uint8) for part in parts])
         return F.pad(told, (0, self.row_bytes(new) - told.numel()))
 
@@ -112,7 +112,7 @@ class Told(NamedTuple):
             known = near.view(torch.int8).to(torch.int16) + _spread(wide.view(torch.int16), far)
             numbers = numbers.masked_fill_(escaped, 0).add_(_spread(known, escaped))
             high.add_(numbers[: row.numel()])
-        return _checksum(row).ne(checksum.view(torch.int64)[0])
+        return sum_of_words(row).ne(checksum.view(torch.int64)[0])
 
     def _coded(self, high: torch.Tensor, numbers: torch.Tensor, node: int) -> list[torch.Tensor]:
         if self.form == _RAW:
@@ -201,11 +201,6 @@ class Sizes:
     def _knows(self, entry: Entry) -> bool:
         known = self._known.get(entry.unit)
         return known is not None and known.generation == entry.generation
-
-
-def _checksum(shard: torch.Tensor) -> torch.Tensor:
-    """Sum of a whole shard's words, two elements in one where that divides it: half the work."""
-    return sum_of_words(shard.view(torch.int32) if shard.nbytes % 4 == 0 else shard)
 
 
 def _numbers(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
