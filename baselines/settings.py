@@ -234,8 +234,7 @@ class CO2Settings(SlowMoSettings):
     by_learning_rate: ByLearningRate = False
     #: The largest outer momentum of an element: the paper's φ; ``None``: as large as it is.
     clip: Annotated[
-        Annotated[float, Field(gt=0)] | None,
-        _subject("Clip", "φ = {:g}", {None: "no clipping"}),
+        Annotated[float, Field(gt=0)] | None, _subject("Clip", "φ = {:g}", {None: "no clipping"})
     ] = 1.0
     #: Divisor of a late displacement; see ``baselines.co2.train``.
     penalty: Annotated[Penalty, _subject("Penalty", "penalty {}")] = "first-steps"

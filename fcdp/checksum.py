@@ -10,7 +10,8 @@ import xxhash
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-#: Words by their bytes, half of a sum at most. The widest that divides a tensor: each costs the same.
+#: Words by their bytes, half of a sum at most. The widest that divides a tensor is used: each costs
+#: the same.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 #: Words that are summed up at a time: what a GPU is busy with.
 _BLOCK = 2**20

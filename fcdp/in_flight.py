@@ -91,10 +91,7 @@ class InFlight:
         exchange = crossing.exchange
         assert exchange is not None
         try:
-            with (
-                profiled("reduce_wait", crossing.unit.name),
-                self._failures.completing(),
-            ):
+            with profiled("reduce_wait", crossing.unit.name), self._failures.completing():
                 wait_all(exchange)
                 crossing.exchange = None
                 for param in crossing.unit.params:  # plain tensors again

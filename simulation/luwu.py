@@ -20,11 +20,7 @@ from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint, activations
 from simulation.step.schedule import block_seconds
 from simulation.step.tasks import Tasks
-from simulation.workload import (
-    STATE_BYTES,
-    Workload,
-    head_work,
-)
+from simulation.workload import STATE_BYTES, Workload, head_work
 
 #: The strategy's name.
 LUWU = "luwu"

@@ -134,11 +134,7 @@ class Fifo:
                 slot.filled = self._threads.submit(self._load, *given)
 
     def _load(
-        self,
-        unit: Unit,
-        memory: torch.Tensor,
-        staging: torch.Tensor,
-        unused: Sequence[Any],
+        self, unit: Unit, memory: torch.Tensor, staging: torch.Tensor, unused: Sequence[Any]
     ) -> None:
         for group, part in _parts(unit, memory):
             source = self._kept.get(group.index)

@@ -19,11 +19,7 @@ from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
 
 #: Links of two ranks alone, and rates of one.
-_OLDER = (
-    "inter_node_point_to_point",
-    "intra_node_point_to_point",
-    "alone_matmul_flops_per_s",
-)
+_OLDER = ("inter_node_point_to_point", "intra_node_point_to_point", "alone_matmul_flops_per_s")
 
 
 class Sample(Strict):

@@ -20,15 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from fcdp.delta import exponents, gaps
-from fcdp.delta.packing import (
-    GRANULE,
-    Bits,
-    add,
-    keep_changed,
-    pack,
-    sample,
-    spread_changed,
-)
+from fcdp.delta.packing import GRANULE, Bits, add, keep_changed, pack, sample, spread_changed
 
 #: Words per chunk: what is worked on stays in a core's cache.
 CHUNK = 2**19

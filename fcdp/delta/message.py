@@ -37,10 +37,7 @@ def is_whole(message: torch.Tensor) -> bool:
 
 
 def write(
-    new: torch.Tensor,
-    base: torch.Tensor | None,
-    version: int,
-    coding: difference.Coding = "packed",
+    new: torch.Tensor, base: torch.Tensor | None, version: int, coding: difference.Coding = "packed"
 ) -> torch.Tensor:
     """What leads from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
 

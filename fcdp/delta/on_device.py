@@ -134,11 +134,7 @@ class Sizes:
     """What all nodes are about to tell of all units."""
 
     def __init__(
-        self,
-        kept: Mapping[Entry, Kept],
-        topology: Topology,
-        streams: Streams,
-        device: torch.device,
+        self, kept: Mapping[Entry, Kept], topology: Topology, streams: Streams, device: torch.device
     ) -> None:
         self._kept = kept
         self._topology = topology

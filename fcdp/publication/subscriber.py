@@ -41,9 +41,7 @@ class Subscriber:
     """
 
     def __init__(
-        self,
-        place: str | os.PathLike[str],
-        state: MutableMapping[str, torch.Tensor] | None = None,
+        self, place: str | os.PathLike[str], state: MutableMapping[str, torch.Tensor] | None = None
     ) -> None:
         library()
         self._place = Place(place)

@@ -121,11 +121,7 @@ SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
 
 @pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), SAID)
 def test_one_line_says_where_every_unit_lies_and_what_it_takes(
-    ranks: Pools,
-    shape: tuple[int, int],
-    arguments: dict[str, Any],
-    line: str,
-    warnings: list[str],
+    ranks: Pools, shape: tuple[int, int], arguments: dict[str, Any], line: str, warnings: list[str]
 ) -> None:
     (printed, warned), *others = ranks.run(shape[0] * shape[1], said_of, *shape, arguments)
     assert printed.startswith(f"fcdp: {line}")

@@ -57,11 +57,7 @@ def compile_blocks(model: Transformer, backend: str) -> None:
 
 @pytest.mark.system
 @cases(
-    ("blocks before",),
-    ("blocks after",),
-    ("whole", "eager"),
-    ("whole in place",),
-    shapes=[PAIR],
+    ("blocks before",), ("blocks after",), ("whole", "eager"), ("whole in place",), shapes=[PAIR]
 )
 def test_compiled_models_train_as_without_fcdp(run: Run, *how: str) -> None:
     train_compiled(run, Transformer(2), *how)

@@ -19,14 +19,7 @@ from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.walk.drive import Event, Handler, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
-from tests.fcdp.walk.seeds import (
-    HANDLERS,
-    Case,
-    draw,
-    draw_on_an_accelerator,
-    run,
-    walk_on_rank,
-)
+from tests.fcdp.walk.seeds import HANDLERS, Case, draw, draw_on_an_accelerator, run, walk_on_rank
 from tests.ranks import Pools
 
 

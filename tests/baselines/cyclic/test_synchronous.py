@@ -10,16 +10,7 @@ from baselines.cyclic.routes import is_fresh, partition
 from baselines.cyclic.stages import parameters
 from baselines.cyclic.synchronous import Cyclic
 from baselines.settings import CyclicSettings, UpdateRule
-from tests.baselines.cyclic.training import (
-    ADAMW,
-    BLOCKS,
-    Tied,
-    alike,
-    batch,
-    loss,
-    made,
-    trained,
-)
+from tests.baselines.cyclic.training import ADAMW, BLOCKS, Tied, alike, batch, loss, made, trained
 from tests.baselines.jobs import LEARNING_RATE
 from tests.ranks import Pools, on_ranks
 

@@ -15,12 +15,7 @@ from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, sshd
 from tests.experiments.clusters.lasting_cell import LastingCell
 from tests.experiments.clusters.own_program import Training, agents, programs, ranks
-from tests.experiments.clusters.two_nodes import (
-    Run,
-    check_lost,
-    finish,
-    programs_of_ranks,
-)
+from tests.experiments.clusters.two_nodes import Run, check_lost, finish, programs_of_ranks
 from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("privileged")

@@ -98,11 +98,7 @@ def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
 
 
 def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
-    cpu = Compute(
-        device="cpu",
-        matmul_flops_per_s={"float32": 1e10},
-        memory_bytes=None,
-    )
+    cpu = Compute(device="cpu", matmul_flops_per_s={"float32": 1e10}, memory_bytes=None)
     measured, plan = tmp_path / "preflight.json", tmp_path / "plan.json"
     measured.write_text(preflight(across=1e6, backend="gloo", compute=cpu).model_dump_json())
     given = {"gpu": None, "strategies": "fcdp", "micro_batch": "1"}

@@ -12,14 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.preflight import probe
 from experiments.preflight.probe import Block
-from experiments.preflight.schema import (
-    Compute,
-    Host,
-    Link,
-    Preflight,
-    TimedBlock,
-    hardware_of,
-)
+from experiments.preflight.schema import Compute, Host, Link, Preflight, TimedBlock, hardware_of
 from simulation.compute import rates_of
 from simulation.hardware import gpu
 from simulation.planner.search import rests_on

@@ -265,9 +265,7 @@ LEARNT: Passes = [(PASS, 2, True, [""] * 5)]
 FORESEEN = ["bc", "cb", "ba", "a", ""]
 ORDERS: dict[str, Passes] = {
     "the second is foreseen": [(PASS, 2, True, FORESEEN)],
-    "another way foresees nothing from there": [
-        ("accbab", 2, True, ["bc", "", "ba", "a", "", ""]),
-    ],
+    "another way foresees nothing from there": [("accbab", 2, True, ["bc", "", "ba", "a", "", ""])],
     "nothing gathered erases nothing": [
         ("", 2, True, []),
         (PASS, 1, True, ["b", "c", "b", "a", ""]),

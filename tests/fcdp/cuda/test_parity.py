@@ -160,8 +160,8 @@ def test_a_lost_rank_ends_the_others(how: str, monkeypatch: pytest.MonkeyPatch) 
         ranks.run(2, train_until_lost, how, timeout_s=100)
     of_0, of_1 = str(lost.value).split("rank 1:\n")
     if how == "raises":
-        assert "ValueError: no label" in of_1
-        assert "RankFailed: rank 1 failed: ValueError: no label" in of_0
+        assert "no label" in of_1
+        assert "RankFailed: rank 1 failed: ValueError: invalid literal" in of_0
     else:
         assert "has ended" in of_1
         assert "one was killed" in of_0 or (ON_GPU and "has ended" in of_0), of_0
@@ -174,13 +174,9 @@ def train_until_lost(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        run.model.register_forward_pre_hook(refuse)
+        run.model.register_forward_pre_hook(lambda *_: int("no label"))
     while True:
         run.train(1)
-
-
-def refuse(*_: Any) -> None:
-    raise ValueError("no label")
 
 
 def compared(world: World, case: Case) -> dict[str, Any]:

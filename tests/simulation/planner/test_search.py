@@ -8,13 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from simulation.planner.request import planned
-from simulation.planner.search import (
-    _divisors,
-    most_tokens_per_s,
-    search,
-    shortfalls,
-    simulated,
-)
+from simulation.planner.search import _divisors, most_tokens_per_s, search, shortfalls, simulated
 from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
