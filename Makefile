@@ -70,13 +70,13 @@ gpu: INTERPRETER := $(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PY
 gpu: MARKED := -m pytest -v -m gpu --timeout 200 -o junit_family=xunit1
 gpu: SPEED := tests/fcdp/cuda/test_overlap.py tests/fcdp/cuda/test_differences.py
 gpu: TRAINING := tests/fcdp/cuda/test_parity.py tests/fcdp/cuda/test_memory.py tests/simulation/imitated/test_on_cuda.py
-gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 5 minutes: results/gpu
+gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 6 minutes: results/gpu
 	mkdir -p results/gpu
 	status=0; \
 	$(INTERPRETER) $(MARKED) --session-timeout 150 --junitxml results/gpu/speed.xml --keep results/gpu $(SPEED) || status=1; \
 	TORCH_CUDA_SANITIZER=1 $(INTERPRETER) $(MARKED) --session-timeout 180 --junitxml results/gpu/streams.xml \
 		$$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py' --exclude-dir cuda) & \
-	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 240 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
+	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 300 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
 	wait $$! || status=1; \
 	sed -i 's/ hostname="[^"]*"//' results/gpu/*.xml; \
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \

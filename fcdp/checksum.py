@@ -52,7 +52,8 @@ def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch
     memory; two more for each block of a large tensor.
     """
     width = math.gcd(values.nbytes, 4)
-    if values.data_ptr() % width:  # where bytes lie does not count
+    # Where bytes lie does not count.
+    if (values.data_ptr() | values.storage_offset() * values.itemsize) % width:
         values = values.clone()
     words = values.view(_WORDS[width])
     count = words.numel()

@@ -32,7 +32,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -436,10 +435,22 @@ def break_all(backends: Sequence[Any]) -> None:
         _break_gloo(backend)
     # NCCL's abort waits for the device, where another communicator's exchange may be stuck: each in
     # a thread. NCCL's groups of calls are a thread's, and PyTorch aborts in threads of its own.
-    if others := [backend for backend in backends if not _is_gloo(backend)]:
-        with ThreadPoolExecutor(len(others), "fcdp abort") as threads:
-            for backend in others:
-                threads.submit(backend.abort)
+    # Daemons: an abort that gets stuck keeps no process.
+    threads = [
+        threading.Thread(target=_abort, args=(backend,), name="fcdp abort", daemon=True)
+        for backend in backends
+        if not _is_gloo(backend)
+    ]
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts none
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(Exception):
+        backend.abort()
 
 
 def _is_gloo(backend: Any) -> bool:

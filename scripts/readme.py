@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, get_args
+from xml.etree import ElementTree
 
 from pydantic import BaseModel
 
@@ -122,6 +123,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "coding": lambda: coding_speed.table(committed("coding-speed")),
         "host-time": lambda: host_cost.tables(committed("host-cost")),
         "one-gpu": lambda: tables.on_the_slow_link(_records("one-gpu")),
+        "gpu": lambda: tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml")),
         "memory": memory.of_caches,
         "others": memory.of_others,
         "traffic": memory.of_traffic,

@@ -1,11 +1,13 @@
 """Tables of the README and docs over committed records, as Markdown."""
 
+import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from statistics import mean, median, stdev
 from typing import Any
+from xml.etree.ElementTree import ElementTree
 
 from analysis import text
 from analysis.compare.audit import Finding
@@ -396,6 +398,18 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
         head = (title, "tokens/s", f"over {plain.cell.subject}", "MB/step")
         parts.append(text.table(head, rows) + noted(pairs))
     return "\n\n".join(parts)
+
+
+def on_a_gpu(speed: ElementTree) -> str:
+    """Pairs of steps that a GPU's tests timed, and their ratio by rounds."""
+    rows = []
+    for each in speed.iterfind(".//property[@name='seconds']"):
+        (plain, before), (name, after) = ast.literal_eval(each.attrib["value"]).items()
+        low, high = interval([other / one for one, other in zip(before, after, strict=True)])
+        first, second = median(before), median(after)
+        ratio = f"{second / first:.3f}× ({low:.2f}–{high:.2f})"
+        rows.append((name, f"{second:.3f}", plain, f"{first:.3f}", ratio))
+    return text.table(("Step", "s", "beside", "s", "Ratio"), rows)
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:

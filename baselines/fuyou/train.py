@@ -7,8 +7,7 @@ A step of three blocks, whose optimizer is overlapped::
     CPU                                  Adam 2, 1, 0, root
     SSD writes                             2, 1, 0, root; then the record of the step
 
-The device here may be the CPU, whose memory counts as the device's beyond what host memory has. On
-CUDA the same code would run; it has not been.
+The device may be the CPU, whose memory counts as the device's beyond what host memory has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Transfers between SSD, host memory and the device, counted; and a limit to those of SSD.
 
 Those of SSD have threads of their own. On the CPU a copy to the device or from it has ended when it
-returns; on CUDA copies have streams of their own, and are in the order in which they may be read;
-that has not been run.
+returns; on CUDA copies have streams of their own, and are in the order in which they may be read.
 """
 
 import contextlib
