@@ -7,8 +7,7 @@ waits for what the others do not. Where all steps are alike, each is a round.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, takewhile
-from math import comb
+from math import exp, lgamma, log
 from statistics import quantiles
 from typing import TypeVar
 
@@ -42,9 +41,13 @@ def left_out(rounds: int) -> int:
 
     The sign test's: of ``n`` rounds, as many are below their distribution's median as heads fall.
     """
-    tails = accumulate(comb(rounds, heads) for heads in range(rounds + 1))
-    rare = takewhile(lambda tail: 2 * ONE_IN * tail <= 2**rounds, tails)
-    return max(0, len([*rare]) - 1)
+    scale = lgamma(rounds + 1) - rounds * log(2) + log(2 * ONE_IN)
+    tail = 0.0
+    for heads in range(rounds + 1):
+        tail += exp(scale - lgamma(heads + 1) - lgamma(rounds - heads + 1))
+        if tail > 1:
+            return max(0, heads - 1)
+    raise AssertionError("the tail is all of it in the end")
 
 
 def interval(seconds: Sequence[float]) -> _Range:

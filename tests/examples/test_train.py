@@ -205,7 +205,6 @@ def undisturbed(place: Path) -> Run:
     return run
 
 
-@pytest.mark.ranks
 def test_a_mistake_is_said_once_however_often_ranks_may_start(place: Path) -> None:
     (place / "x.jsonl").write_text('{"txet": "a"}\n')
     run = Run(place, "mistaken", "--data", "x.jsonl")
@@ -226,7 +225,6 @@ def mistaken(place: Path, *options: str) -> str:
     return str(end.value.code)
 
 
-@pytest.mark.ranks
 def test_a_mistake_that_ranks_find_is_one_line_of_each(
     ranks: Pools, place: Path, undisturbed: Run
 ) -> None:
@@ -245,7 +243,6 @@ def test_a_mistake_that_ranks_find_is_one_line_of_each(
             assert "\n" not in line
 
 
-@pytest.mark.ranks
 def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     place: Path, undisturbed: Run
 ) -> None:
@@ -268,7 +265,6 @@ def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     assert run.exported() == undisturbed.exported()
 
 
-@pytest.mark.ranks
 def test_a_full_disk_and_a_notice_in_an_evaluation_lose_no_step(
     place: Path, undisturbed: Run
 ) -> None:
@@ -282,7 +278,6 @@ def test_a_full_disk_and_a_notice_in_an_evaluation_lose_no_step(
     assert run.exported() == undisturbed.exported()
 
 
-@pytest.mark.ranks
 def test_from_pretrained_reads_what_it_exports(place: Path, undisturbed: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
