@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -41,14 +41,13 @@ def ran(seconds: Sequence[float], **figures: Any) -> Record:
 
 def by_sign_test(rounds: Sequence[float]) -> tuple[float, float]:
     """The outermost rounds that coins do not tell from a median: where too few fall on one side."""
-    number = len(rounds)
-    ways = [
-        math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)
-        for k in range(number // 2 + 1)
-    ]
-    chances = accumulate(2 * math.exp(way - number * math.log(2)) for way in ways)
-    sure = [place for place, chance in enumerate(chances) if chance <= 1 / ONE_IN] or [0]
-    return sorted(rounds)[sure[-1]], sorted(rounds, reverse=True)[sure[-1]]
+    ways, below, out = 1, 0, 0  # by whole numbers
+    for place in range(len(rounds)):
+        below += ways
+        if 2 * ONE_IN * below > 2 ** len(rounds):
+            break
+        ways, out = ways * (len(rounds) - place) // (place + 1), place
+    return sorted(rounds)[out], sorted(rounds, reverse=True)[out]
 
 
 def test_six_rounds_are_the_fewest_that_say_where_a_median_is() -> None:
