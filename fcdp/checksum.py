@@ -53,7 +53,7 @@ def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch
     """
     width = math.gcd(values.nbytes, 4)
     # Where bytes lie does not count.
-    if (values.data_ptr() | values.storage_offset() * values.itemsize) % width:
+    if (values.data_ptr() | int(values.storage_offset()) * values.itemsize) % width:
         values = values.clone()
     words = values.view(_WORDS[width])
     count = words.numel()
