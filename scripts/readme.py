@@ -123,7 +123,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "coding": lambda: coding_speed.table(committed("coding-speed")),
         "host-time": lambda: host_cost.tables(committed("host-cost")),
         "one-gpu": lambda: tables.on_the_slow_link(_records("one-gpu")),
-        "gpu": lambda: tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml")),
+        "gpu": lambda: _on_a_gpu(),
         "memory": memory.of_caches,
         "others": memory.of_others,
         "traffic": memory.of_traffic,
@@ -213,6 +213,14 @@ def _plan(command: str) -> dict[str, dict[str, str]]:
         _run(command, "--strategies", ",".join(_PLANNED), "--csv", str(table))
         with table.open(encoding="utf-8", newline="") as file:
             return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+def _on_a_gpu() -> str:
+    """Steps of tests/fcdp/cuda, and what a plan says of FSDP2's on that GPU."""
+    steps = tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml"))
+    given = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
+    planned = _plan(f"plan --model results/gpu/model {given}")["fsdp2"]
+    return f"{steps}\n\nPlanned, with an optimizer: {_speed(planned)} tokens per second."
 
 
 def _run(command: str, *more: str, program: str = "experiments") -> str:

@@ -401,15 +401,16 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
 
 
 def on_a_gpu(speed: ElementTree) -> str:
-    """Pairs of steps that a GPU's tests timed, and their ratio by rounds."""
+    """Pairs of steps of 16 × 1,024 tokens that a GPU's tests timed, and their ratio by rounds."""
     rows = []
     for each in speed.iterfind(".//property[@name='seconds']"):
         (plain, before), (name, after) = ast.literal_eval(each.attrib["value"]).items()
         low, high = interval([other / one for one, other in zip(before, after, strict=True)])
         first, second = median(before), median(after)
         ratio = f"{second / first:.3f}× ({low:.2f}–{high:.2f})"
-        rows.append((name, f"{second:.3f}", plain, f"{first:.3f}", ratio))
-    return text.table(("Step", "s", "beside", "s", "Ratio"), rows)
+        tokens = text.number(16 * 1024 / first)
+        rows.append((name, f"{second:.3f}", plain, f"{first:.3f}", ratio, tokens))
+    return text.table(("Step", "s", "beside", "s", "Ratio", "tokens/s beside"), rows)
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
