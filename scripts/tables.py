@@ -409,7 +409,7 @@ def on_a_gpu(speed: ElementTree) -> str:
         first, second = median(before), median(after)
         ratio = f"{second / first:.3f}× ({low:.2f}–{high:.2f})"
         tokens = text.number(16 * 1024 / first)
-        rows.append((name, f"{second:.3f}", plain, f"{first:.3f}", ratio, tokens))
+        rows.append((f"`{name}`", f"{second:.3f}", f"`{plain}`", f"{first:.3f}", ratio, tokens))
     return text.table(("Step", "s", "beside", "s", "Ratio", "tokens/s beside"), rows)
 
 
