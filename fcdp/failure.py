@@ -47,7 +47,7 @@ POLL_S = 1.0
 IDLE_POLLS = 5
 #: Looks at a store that does not answer, before it counts as lost.
 PATIENCE = 3
-#: Seconds for which the process that serves the store outlives its own error.
+#: Seconds for which a process outlives its own error: as it serves the store, or aborts.
 LINGER_S = 10.0
 #: Seconds between two questions of a rank that has nothing else to do.
 PAUSE_S = 0.1
@@ -370,6 +370,7 @@ _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _previous_hook: Any = None
+_aborting: list[threading.Thread] = []
 os.register_at_fork(after_in_child=_watched.clear)  # nothing is announced in a fork
 
 
@@ -402,6 +403,7 @@ def _stop_looking() -> None:
     _stop.set()
     if _thread is not None:
         _thread.join(timeout=POLL_S)
+    _join(_aborting)  # nor inside of NCCL's
 
 
 def _announce_final(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -435,22 +437,27 @@ def break_all(backends: Sequence[Any]) -> None:
         _break_gloo(backend)
     # NCCL's abort waits for the device, where another communicator's exchange may be stuck: each in
     # a thread. NCCL's groups of calls are a thread's, and PyTorch aborts in threads of its own.
-    # Daemons: an abort that gets stuck keeps no process.
-    threads = [
-        threading.Thread(target=_abort, args=(backend,), name="fcdp abort", daemon=True)
-        for backend in backends
-        if not _is_gloo(backend)
-    ]
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts none
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    begun = []
+    for backend in backends:
+        if not _is_gloo(backend):
+            thread = threading.Thread(target=_abort, args=(backend,), daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: the interpreter ends
+                thread.start()
+                begun.append(thread)
+    _aborting.extend(begun)
+    _join(begun)
 
 
 def _abort(backend: Any) -> None:
     with contextlib.suppress(Exception):
         backend.abort()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads to end, all together for so long that a stuck one keeps no process."""
+    until = time.monotonic() + LINGER_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _is_gloo(backend: Any) -> bool:

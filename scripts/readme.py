@@ -220,7 +220,8 @@ def _on_a_gpu() -> str:
     steps = tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml"))
     given = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
     planned = _plan(f"plan --model results/gpu/model {given}")["fsdp2"]
-    return f"{steps}\n\nPlanned, with an optimizer: {_speed(planned)} tokens per second."
+    what = "Planned for FSDP2 on one GPU that has all of it"
+    return f"{steps}\n\n{what}: {_speed(planned)} tokens per second."
 
 
 def _run(command: str, *more: str, program: str = "experiments") -> str:

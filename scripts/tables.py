@@ -405,9 +405,9 @@ def on_a_gpu(speed: ElementTree) -> str:
     rows = []
     for each in speed.iterfind(".//property[@name='seconds']"):
         (plain, before), (name, after) = ast.literal_eval(each.attrib["value"]).items()
-        low, high = interval([other / one for one, other in zip(before, after, strict=True)])
+        (least, most), (low, high) = interval(before), interval(after)
         first, second = median(before), median(after)
-        ratio = f"{second / first:.3f}× ({low:.2f}–{high:.2f})"
+        ratio = f"{second / first:.3f}× ({low / most:.2f}–{high / least:.2f})"
         tokens = text.number(16 * 1024 / first)
         rows.append((f"`{name}`", f"{second:.3f}", f"`{plain}`", f"{first:.3f}", ratio, tokens))
     return text.table(("Step", "s", "beside", "s", "Ratio", "tokens/s beside"), rows)

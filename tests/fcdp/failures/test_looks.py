@@ -103,12 +103,14 @@ def test_on_cuda_a_rank_that_runs_ahead_aborts_and_the_next_exchange_raises(
         here.begins()
 
 
-def test_on_cuda_all_communicators_are_aborted_at_once() -> None:
+def test_on_cuda_all_are_aborted_at_once_and_none_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each abort waits for the device, which another communicator's exchange keeps busy."""
-    others, reached = threading.Barrier(3), list[int]()
-    stuck = SimpleNamespace(name=lambda: "nccl", abort=lambda: reached.append(others.wait(10)))
-    failure.break_all([stuck] * 3)
+    monkeypatch.setattr(failure, "LINGER_S", 1.0)
+    others, reached, never = threading.Barrier(3), list[int](), threading.Event()
+    aborts = [lambda: never.wait(60), *[lambda: reached.append(others.wait(0.5))] * 3]
+    failure.break_all([SimpleNamespace(name=lambda: "nccl", abort=abort) for abort in aborts])
     assert sorted(reached) == [0, 1, 2]
+    never.set()
 
 
 def test_on_cuda_ranks_that_all_raise_alike_abort_nothing() -> None:
