@@ -67,7 +67,7 @@ mutants: setup ## small faults in fcdp/, one at a time: which do the tests catch
 
 # With PYTHON=, one that has what the tests import: a machine with a GPU may have no network.
 gpu: INTERPRETER := $(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON))
-gpu: MARKED := -m pytest -v -m gpu --timeout 200 -o junit_family=xunit1
+gpu: MARKED := -m pytest -v -m gpu --tb short --timeout 200 -o junit_family=xunit1
 gpu: SPEED := tests/fcdp/cuda/test_overlap.py tests/fcdp/cuda/test_differences.py
 gpu: TRAINING := tests/fcdp/cuda/test_parity.py tests/fcdp/cuda/test_memory.py tests/simulation/imitated/test_on_cuda.py
 gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 6 minutes: results/gpu
@@ -78,7 +78,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 		$$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py' --exclude-dir cuda) & \
 	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 300 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
 	wait $$! || status=1; \
-	sed -i 's/ hostname="[^"]*"//' results/gpu/*.xml; \
+	sed -Ei 's/ hostname="[^"]*"//; s,/[^ "]*/((site|dist)-packages|lib/python3[.0-9]*)/,,g; s,$(CURDIR)/,,g' results/gpu/*.xml; \
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
 	exit $$status
 
