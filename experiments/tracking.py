@@ -319,12 +319,12 @@ def _config(cell: Cell) -> dict[str, Any]:
 @contextmanager
 def _staging(directory: Path) -> Iterator[None]:
     """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
-    given = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = given or str(directory.absolute())
+    configured = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = configured or str(directory.absolute())
     try:
         yield
     finally:
-        if given is None:
+        if configured is None:
             del os.environ["WANDB_DATA_DIR"]
 
 
@@ -390,10 +390,10 @@ class Live(AbstractContextManager["Live"]):
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wanted = cell_run(cell, started_at), directory
+        arguments = cell_run(cell, started_at), directory
         self._ended.clear()
         self._follower = threading.Thread(
-            target=self._follow, args=wanted, name="wandb", daemon=True
+            target=self._follow, args=arguments, name="wandb", daemon=True
         )
         self._follower.start()
 

@@ -64,30 +64,30 @@ def members(name_or_path: str) -> list[str]:
         folder = Path(name_or_path)
         if name_or_path in available() or not folder.is_dir():
             return [name_or_path]
-        found = sorted(str(file) for file in folder.iterdir() if file.suffix in _ENDINGS)
-        if not found:
+        paths = sorted(str(file) for file in folder.iterdir() if file.suffix in _ENDINGS)
+        if not paths:
             raise ValueError(f"MATRIX: the folder {name_or_path} holds no file that ends in .yaml")
-        return found
+        return paths
     return [name for name in available() if name.startswith(f"{name_or_path}/")]
 
 
-def parse(given: Sequence[str]) -> dict[str, Any]:
+def parse(texts: Sequence[str]) -> dict[str, Any]:
     """Values by setting, of texts ``SETTING=VALUE``; values are YAML, a list makes an axis.
 
     Raises ``ValueError`` naming the option.
     """
-    found: dict[str, Any] = {}
-    for text in given:
+    changes: dict[str, Any] = {}
+    for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name.strip():
             raise ValueError(f"--set: {text!r} is not a setting and its value, as in steps=10")
         try:
-            found[name.strip()] = yaml.safe_load(_quoted(value))
+            changes[name.strip()] = yaml.safe_load(_quoted(value))
         except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(
                 f"--set: {value[:80]!r} is not YAML, such as 10 or [host, disk]"
             ) from error
-    return found
+    return changes
 
 
 def applied(document: Document, changes: Mapping[str, Any]) -> Document:
@@ -110,8 +110,8 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
     values |= {"axes": axes, "workload": workload}
     for section in ("skip", "overrides"):
         rules = [_changed(rule, changes) for rule in values.pop(section, ())]
-        if kept := [rule for rule in rules if rule]:
-            values[section] = kept
+        if remaining := [rule for rule in rules if rule]:
+            values[section] = remaining
     if not workload:
         del values["workload"]
     return replace(document, values=values, given_by=given_by)

@@ -151,16 +151,16 @@ class _Expansion:
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
         #: Values of each setting: of a constant there is one.
-        self._given = {name: self._values(("axes", name), SETTINGS) for name in self._top.axes}
+        self._settings = {name: self._values(("axes", name), SETTINGS) for name in self._top.axes}
         constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
-        for setting in constants.keys() & self._given.keys():
+        for setting in constants.keys() & self._settings.keys():
             self._file.fail(("workload", setting), "is an axis already; keep one of the two")
-        self._given |= {name: [value] for name, value in constants.items()}
+        self._settings |= {name: [value] for name, value in constants.items()}
         for field, info in Cell.model_fields.items():
             setting = FILE_NAMES.get(field, field)
-            if setting in SETTINGS and info.is_required() and setting not in self._given:
+            if setting in SETTINGS and info.is_required() and setting not in self._settings:
                 self._file.fail((), f"{setting} is missing; give it in workload or in axes")
-        strategies = [each.value for each in self._given["strategy"]]
+        strategies = [each.value for each in self._settings["strategy"]]
         self._require_a_strategy_for_each(strategies)
         if self._top.reference is not None:
             problem = "not in this matrix:"
@@ -176,10 +176,10 @@ class _Expansion:
 
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
-        order = sorted(self._given, key=lambda setting: setting == "strategy")
+        order = sorted(self._settings, key=lambda setting: setting == "strategy")
         cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
-        for values in itertools.product(*(self._given[setting] for setting in order)):
+        for values in itertools.product(*(self._settings[setting] for setting in order)):
             assignment = dict(zip(order, values, strict=True))
             reasons = (reason for reason, when in self._skips if _matches(when, assignment))
             cell = self._cell(assignment)
@@ -214,13 +214,13 @@ class _Expansion:
         for change, when in self._overrides:
             if _matches(when, assignment):
                 settings.update(change)
-        fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
+        fields = {_FIELD_NAMES.get(name, name): setting.value for name, setting in settings.items()}
         largest = fields["micro_batch"] == _LARGEST
         if largest:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
         cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
-        paths = {name: given.path for name, given in settings.items()}
+        paths = {name: setting.path for name, setting in settings.items()}
         fields["origin"] = self._workloads.origin(fields["model"], paths)
         fields["model"] = self._workloads.models[fields["model"]]
         try:
@@ -248,9 +248,9 @@ class _Expansion:
     def _values(self, path: KeyPath, allowed: Iterable[str]) -> list[_Value]:
         """Values of a setting that has a list of them, each once, or one."""
         self._file.one_of(path[-1], allowed, path, "unknown key")
-        given = self._file.at(path)
+        node = self._file.at(path)
         values: list[_Value] = []
-        for place in [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]:
+        for place in [(*path, i) for i in range(len(node))] if isinstance(node, list) else [path]:
             item = self._file.at(place)
             value = self._value(str(path[-1]), item, place)
             if value in (earlier.value for earlier in values):
@@ -270,8 +270,8 @@ class _Expansion:
         """Fail for a setting that no strategy of the matrix has."""
         have = {name for each in strategies for name in registry.find(each).settings.model_fields}
         for section in ("axes", "workload"):
-            given = getattr(self._top, section) or ()
-            for name in set(given) & {*registry.setting_names()} - have:
+            keys = getattr(self._top, section) or ()
+            for name in set(keys) & {*registry.setting_names()} - have:
                 others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
@@ -307,8 +307,8 @@ class _Expansion:
     def _when(self, path: KeyPath) -> _When:
         when: dict[str, list[Any]] = {}
         for setting in self._file.at(path):
-            values = self._values((*path, setting), self._given)
-            known = [each.value for each in self._given[setting]]
+            values = self._values((*path, setting), self._settings)
+            known = [each.value for each in self._settings[setting]]
             for each in values:
                 if each.value not in known:
                     problem = f"{self._file.at(each.path)!r} is not a value of {setting}"

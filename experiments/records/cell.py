@@ -214,8 +214,8 @@ class Cell(Strict):
     @classmethod
     def _are_its_strategys(cls, value: Any, info: ValidationInfo) -> Settings:
         kind = registry.find(str(info.data.get("strategy"))).settings
-        given = value.model_dump() if isinstance(value, Settings) else value
-        return value if type(value) is kind else kind.model_validate(given)
+        fields = value.model_dump() if isinstance(value, Settings) else value
+        return value if type(value) is kind else kind.model_validate(fields)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cell:
@@ -225,18 +225,18 @@ class Cell(Strict):
         return self
 
     @classmethod
-    def of(cls, **given: Any) -> Cell:
+    def of(cls, **values: Any) -> Cell:
         """A cell of its fields and, beside them, settings of strategies.
 
         Those that its own strategy does not have are left out: a matrix has one value of each for
         all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
         """
         of_strategies = registry.setting_names()
-        cluster = given["cluster"]
+        cluster = values["cluster"]
         nodes = cluster.get("nodes") if isinstance(cluster, dict) else cluster.nodes
-        settings = registry.find(given["strategy"]).chosen(given, nodes=nodes)
-        given = {name: value for name, value in given.items() if name not in of_strategies}
-        return cls.model_validate({**given, "settings": settings}, strict=True)
+        settings = registry.find(values["strategy"]).chosen(values, nodes=nodes)
+        values = {name: value for name, value in values.items() if name not in of_strategies}
+        return cls.model_validate({**values, "settings": settings}, strict=True)
 
     @classmethod
     def of_case(cls, case: Case) -> Cell:
@@ -268,8 +268,8 @@ class Cell(Strict):
     @property
     def extra(self) -> tuple[ExtraProcess, ...]:
         """Processes that its strategy and its objective need beside the ranks."""
-        own = self.objective.extra if isinstance(self.objective, GRPO) else ()
-        return (*registry.find(self.strategy).extra, *own)
+        of_objective = self.objective.extra if isinstance(self.objective, GRPO) else ()
+        return (*registry.find(self.strategy).extra, *of_objective)
 
     @property
     def deepspeed(self) -> Pin:
@@ -285,12 +285,12 @@ class Cell(Strict):
     @property
     def choices(self) -> tuple[str, ...]:
         """Choices for its strategy other than the defaults, in words, for comparisons."""
-        every = described(type(self))
+        by_name = described(type(self))
         return tuple(
-            every[name].written(value)
+            by_name[name].written(value)
             for name, value in self.settings
             if name != "deepspeed"  # the variant has it
-            and every[name].setting.in_id != "never"
+            and by_name[name].setting.in_id != "never"
             and value != type(self.settings).model_fields[name].default
         )
 
@@ -321,10 +321,10 @@ class Cell(Strict):
 
     def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
         """All fields as JSON has them, the settings of its strategy among them."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json", exclude=exclude).items():
-            found |= value if name == "settings" else {name: value}
-        return found
+            fields |= value if name == "settings" else {name: value}
+        return fields
 
     @property
     def tokens_per_step(self) -> int:

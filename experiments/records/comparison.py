@@ -75,8 +75,8 @@ class Comparison:
     @property
     def ratio(self) -> float | None:
         """Times as fast, in tokens per second; ``None`` where either has no speed."""
-        own, other = self.of.tokens_per_s, self.over and self.over.tokens_per_s
-        return own / other if own and other else None
+        speed, baseline = self.of.tokens_per_s, self.over and self.over.tokens_per_s
+        return speed / baseline if speed and baseline else None
 
     @property
     def interval(self) -> _Range | None:
@@ -116,7 +116,7 @@ class Comparison:
 
 def few(comparisons: Iterable[Comparison]) -> str | None:
     """A warning about comparisons of few rounds; ``None`` where there is none."""
-    count = sum(one.ratio is not None and not one.decides for one in comparisons)
+    count = sum(pair.ratio is not None and not pair.decides for pair in comparisons)
     if not count:
         return None
     return (
@@ -129,16 +129,16 @@ def paired(
     ours: Iterable[_T], theirs: Iterable[_T], alike: Callable[[_T], Hashable]
 ) -> Iterator[tuple[_T, _T]]:
     """Each of ours with the last of theirs that ``alike`` says the same of; no others."""
-    by = {alike(other): other for other in theirs}
-    return ((one, by[key]) for one in ours if (key := alike(one)) in by)
+    by_key = {alike(item): item for item in theirs}
+    return ((item, by_key[key]) for item in ours if (key := alike(item)) in by_key)
 
 
-def grouped(every: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
+def grouped(items: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
     """Group those that ``alike`` says the same of, in the order of the first of each."""
-    found: dict[Hashable, list[_T]] = {}
-    for one in every:
-        found.setdefault(alike(one), []).append(one)
-    return list(found.values())
+    by_key: dict[Hashable, list[_T]] = {}
+    for item in items:
+        by_key.setdefault(alike(item), []).append(item)
+    return list(by_key.values())
 
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
@@ -162,8 +162,8 @@ def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
     return lambda record: (record.evidence, *settings.values(record.cell, names).values())
 
 
-def reference(records: Iterable[Record], wanted: str | None = None) -> Record | None:
-    """The cell that others are compared with: the subject that is wanted, else a usual one.
+def reference(records: Iterable[Record], subject: str | None = None) -> Record | None:
+    """The cell that others are compared with: that of ``subject``, else of ``REFERENCES``.
 
     ``None`` where none of these ran to its end.
     """
@@ -171,7 +171,7 @@ def reference(records: Iterable[Record], wanted: str | None = None) -> Record | 
     for record in records:
         if record.state == "ok":
             ran.setdefault(record.cell.subject, record)
-    return next((ran[name] for name in (wanted, *REFERENCES) if name in ran), None)
+    return next((ran[name] for name in (subject, *REFERENCES) if name in ran), None)
 
 
 def once(cell: Cell) -> Cell:
@@ -195,7 +195,7 @@ def _as_one(group: list[Record]) -> Record:
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
     steps = [seconds for r in ran if r.measurement for seconds in r.measurement.in_whole_rounds]
-    phases = [found for r in ran if r.measurement and (found := r.measurement.phase_seconds)]
+    phases = [by_phase for r in ran if r.measurement and (by_phase := r.measurement.phase_seconds)]
     names = phases[0] if phases else {}
     mean = {name: sum(each[name] for each in phases) / len(phases) for name in names}
     measured = first.measurement and first.measurement.model_copy(

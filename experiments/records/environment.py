@@ -81,14 +81,14 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     }
     for value in sorted(values, key=len, reverse=True):
         edges = (r"(?<!\w)", r"(?!\w)") if len(value) < _SHORTEST_PART else ("", "")
-        found, shown = re.escape(value).join(edges), f"<{values[value]}>"
-        text = re.sub(found, lambda _, shown=shown: shown, text)  # type: ignore[misc]
+        pattern, shown = re.escape(value).join(edges), f"<{values[value]}>"
+        text = re.sub(pattern, lambda _, shown=shown: shown, text)  # type: ignore[misc]
     return text
 
 
 def _parts(name: str, value: str) -> set[str]:
     """The value, its lines and the passwords in it, as they are, as in a URL and escaped."""
-    inside = {part for found in _INSIDE.findall(value) for part in found}
+    inside = {part for groups in _INSIDE.findall(value) for part in groups}
     inside |= set(map(unquote, inside))
     whole = {line.strip() for line in (value, *value.splitlines(), unquote(value))}
     if not _SECRET.search(name):

@@ -47,8 +47,8 @@ def _shape(cell: Cell) -> Transformer:
     if isinstance(model, ConfiguredModel):
         if cell.tuning == "lora" and model.model_type not in ATTENTION:
             raise ValueError(f"what peft adapts of {model.model_type} is not counted")
-        found = models.from_config(model.configuration, cell.sequence_length)
-        return replace(found, name=model.name)
+        shape = models.from_config(model.configuration, cell.sequence_length)
+        return replace(shape, name=model.name)
     return Transformer.of(model, cell.sequence_length)
 
 

@@ -46,12 +46,12 @@ def compare(records: Sequence[Record], reference: str = REFERENCE) -> list[Parit
     sound = [record for record in trained if all(map(math.isfinite, promised(record)))]
     references = _longest(record for record in sound if record.cell.strategy == reference)
     equals = _longest(record for record in sound if _adds_in_one_order(record.cell))
-    found = []
+    parities = []
     for record in trained:
         group = _group(record)
         equal = equals.get(group) if _adds_in_one_order(record.cell) else None
-        found.append(_compare(record, reference, references.get(group), equal))
-    return found
+        parities.append(_compare(record, reference, references.get(group), equal))
+    return parities
 
 
 def promised(record: Record) -> list[float]:
@@ -80,14 +80,14 @@ def _relative(ours: float, theirs: float) -> float:
 def tolerance(cell: Cell, steps: int) -> float:
     """How far from the reference's its losses may be after so many steps, relative to them."""
     if quantised(cell):
-        each = _QUANTISED
+        per_step = _QUANTISED
     elif cell.dtype == "bfloat16":
-        each = _BFLOAT16
+        per_step = _BFLOAT16
     elif registry.find(cell.strategy).engine == "deepspeed":
-        each = _DEEPSPEED
+        per_step = _DEEPSPEED
     else:
-        each = _SUMMED
-    return min(steps * each, _MOST)
+        per_step = _SUMMED
+    return min(steps * per_step, _MOST)
 
 
 def _compare(record: Record, reference: str, theirs: Record | None, equal: Record | None) -> Parity:
@@ -149,10 +149,10 @@ def quantised(cell: Cell) -> bool:
 
 def _longest(records: Iterable[Record]) -> dict[tuple[object, ...], Record]:
     """The cell of each group that trained most steps: most can be compared with it."""
-    found: dict[tuple[object, ...], Record] = {}
+    longest: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: -len(promised(record))):
-        found.setdefault(_group(record), record)
-    return found
+        longest.setdefault(_group(record), record)
+    return longest
 
 
 def _group(record: Record) -> tuple[object, ...]:

@@ -193,10 +193,10 @@ class Measurement(Strict):
 
 #: Metrics that readers see beside those of all tables, by the names of a measurement's fields.
 METRICS: Mapping[str, Metric] = {
-    name: said
+    name: metric
     for name, field in Measurement.model_fields.items()
-    for said in field.metadata
-    if isinstance(said, Metric)
+    for metric in field.metadata
+    if isinstance(metric, Metric)
 }
 
 
@@ -257,9 +257,9 @@ def read(path: Path) -> list[Record]:
     Records may be anybody's, and folders are named by the ids in them: raises ``ValueError`` with
     file and line for an id that is not its cell's, and for a cell that has a record already.
     """
-    found = files.read_as(path, Record)
+    records = files.read_as(path, Record)
     lines: dict[tuple[str, str], int] = {}
-    for number, record in enumerate(found, start=1):
+    for number, record in enumerate(records, start=1):
         if record.cell_id != record.cell.id:
             raise ValueError(
                 f"{path}:{number}: cell_id = {record.cell_id[:80]!r}: must be its cell's, "
@@ -271,4 +271,4 @@ def read(path: Path) -> list[Record]:
                 f"{path}:{number}: {record.cell_id} has a record already, in line {first}; each "
                 "cell has one"
             )
-    return found
+    return records

@@ -59,11 +59,11 @@ class Described:
 @cache
 def described(cell: type[BaseModel]) -> Mapping[str, Described]:
     """All settings of this type of cell in the order of its fields."""
-    found: dict[str, Described] = {}
+    by_name: dict[str, Described] = {}
     for name, field in cell.model_fields.items():
         for item in _of_field(cell, name, field):
-            found.setdefault(item.name, item)
-    return found
+            by_name.setdefault(item.name, item)
+    return by_name
 
 
 def names(cell: type[BaseModel], *roles: Role, place: Place | None = None) -> list[str]:
@@ -79,64 +79,64 @@ def names(cell: type[BaseModel], *roles: Role, place: Place | None = None) -> li
 
 def values(cell: BaseModel, chosen: Collection[str]) -> dict[str, Any]:
     """The plain values of these settings in a cell, by name."""
-    every = described(type(cell))
-    return {name: every[name].of(cell) for name in chosen}
+    by_name = described(type(cell))
+    return {name: by_name[name].of(cell) for name in chosen}
 
 
 def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     """Fields that an id does not depend on, as ``model_dump`` takes them."""
-    found: dict[str, Any] = {}
+    excluded: dict[str, Any] = {}
     for name, field in type(cell).model_fields.items():
-        said = _said(type(cell), name, field)
+        setting = _setting(type(cell), name, field)
         value = getattr(cell, name)
-        if not isinstance(said, Setting):
+        if not isinstance(setting, Setting):
             if parts := left_out_of_id(value):
-                found[name] = parts
-        elif said.in_id == "never" or (said.in_id == "later" and value == field.default):
-            found[name] = True
-    return found
+                excluded[name] = parts
+        elif setting.in_id == "never" or (setting.in_id == "later" and value == field.default):
+            excluded[name] = True
+    return excluded
 
 
-def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
-    said = [item for item in field.metadata if isinstance(item, Setting | Parts)]
-    if len(said) != 1:
+def _setting(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
+    settings = [item for item in field.metadata if isinstance(item, Setting | Parts)]
+    if len(settings) != 1:
         raise TypeError(
             f"{owner.__name__}.{name} must say once what it is to ids, comparisons and tables: "
             "Annotated[..., Setting(...)]"
         )
-    return said[0]
+    return settings[0]
 
 
 def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Described]:
-    said = _said(owner, name, field)
-    if isinstance(said, Parts):
-        kinds = _types(field.annotation) if said.named else registry.settings_types()
-        return _of_parts(name, said.named, kinds)
+    setting = _setting(owner, name, field)
+    if isinstance(setting, Parts):
+        kinds = _types(field.annotation) if setting.named else registry.settings_types()
+        return _of_parts(name, setting.named, kinds)
     (kind, *_) = _types(field.annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         # By its name, which is its own within a matrix, and all that the name stands for.
-        full = replace(said, label=f"{said.label} in full", always=True)
+        full = replace(setting, label=f"{setting.label} in full", always=True)
         return [
-            Described(name, said, "string", (name, "name")),
+            Described(name, setting, "string", (name, "name")),
             Described(f"{name}_in_full", full, "string", (name,)),
         ]
-    return [Described(name, said, column(field.annotation), (name,))]
+    return [Described(name, setting, column(field.annotation), (name,))]
 
 
 def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Described]:
     """Settings of a field that is one of several types, each with fields of its own."""
-    found = []
+    settings = []
     for kind in kinds:
         for part, field in kind.model_fields.items():
-            said = _said(kind, part, field)
-            assert isinstance(said, Setting), "parts have no parts"
+            setting = _setting(kind, part, field)
+            assert isinstance(setting, Setting), "parts have no parts"
             values = column(field.annotation)
             if values == "Int64" and not all(part in other.model_fields for other in kinds):
                 values = "float64"
-            own = name if part == named else part
+            known_as = name if part == named else part
             default = field.default if named is None else None
-            found.append(Described(own, said, values, (name, part), default))
-    return found
+            settings.append(Described(known_as, setting, values, (name, part), default))
+    return settings
 
 
 def _types(annotation: Any) -> list[Any]:

@@ -29,9 +29,9 @@ def _is_function(text: str) -> str:
 Function = Annotated[str, AfterValidator(_is_function)]
 
 
-def is_path(given: str) -> bool:
+def is_path(path_or_name: str) -> bool:
     """Whether it is a path, and not a name on the hub."""
-    return given.startswith((".", "/", "~"))
+    return path_or_name.startswith((".", "/", "~"))
 
 
 class ConfiguredModel(Strict):
@@ -195,31 +195,31 @@ class Origin(Strict):
         """File, line and key of a part of the workload, or of one key of it, for errors."""
         return ".".join(filter(None, (getattr(self, part) or part, key)))
 
-    def path(self, given: str) -> Path:
+    def path(self, text: str) -> Path:
         """A path that the file gives, on this machine."""
-        return ROOT / self.folder / os.path.expanduser(given)
+        return ROOT / self.folder / os.path.expanduser(text)
 
-    def source(self, given: str, where: str) -> str:
-        """The path of what is given as one, or the name on the hub.
+    def source(self, path_or_name: str, where: str) -> str:
+        """The path that this is, on this machine, or the name on the hub.
 
         Raises ``ValueError``, about the key ``where``, for a path that is not on this node.
         """
-        if not is_path(given):
-            return given
-        found = self.path(given)
-        if not found.exists():
+        if not is_path(path_or_name):
+            return path_or_name
+        path = self.path(path_or_name)
+        if not path.exists():
             raise ValueError(
-                f"{where}: there is no {found} on this node; each node needs it, at the same path"
+                f"{where}: there is no {path} on this node; each node needs it, at the same path"
             )
-        return str(found)
+        return str(path)
 
 
 def digest(file: Path) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with file.open("rb") as content:
         while part := content.read(2**20):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def json_lines(file: Path, field: str) -> Iterator[str]:
@@ -233,19 +233,19 @@ def json_lines(file: Path, field: str) -> Iterator[str]:
                 continue
             where = f"{file.name}:{number}"
             try:
-                found: Any = json.loads(line)
+                row: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: is not JSON: {error}") from error
-            if not isinstance(found, dict):
+            if not isinstance(row, dict):
                 raise ValueError(f"{where}: is no JSON object")
-            yield text_of(found, field, where)
+            yield text_of(row, field, where)
 
 
-def text_of(found: dict[str, Any], field: str, where: str) -> str:
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """The text of an object. Raises ``ValueError`` where the field is missing or no text."""
-    if field not in found:
-        raise ValueError(f"{where}: has no field {field!r}, only {', '.join(map(repr, found))}")
-    text = found[field]
+    if field not in row:
+        raise ValueError(f"{where}: has no field {field!r}, only {', '.join(map(repr, row))}")
+    text = row[field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: {field} is a {type(text).__name__}, not text")
     try:

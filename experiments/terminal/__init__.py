@@ -84,14 +84,14 @@ def why_unusable(path: Path, error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
 
-def have_drawn(arguments: Sequence[str], given: str = "") -> str | None:
+def have_drawn(arguments: Sequence[str], stdin: str = "") -> str | None:
     """Have ``analysis`` draw, in a process of its own; return why it did not."""
     command = [sys.executable, "-m", "analysis", *arguments]
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, errors="replace", check=False
+        command, input=stdin, capture_output=True, text=True, errors="replace", check=False
     )
-    said = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-    return said[-1] if done.returncode else None
+    lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+    return lines[-1] if done.returncode else None
 
 
 def check_writable(option: str, file: Path) -> None:
