@@ -31,9 +31,9 @@ def save(family: str, folder: Path, **options: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    said = configuration(family)
+    config = configuration(family)
     torch.manual_seed(17)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+    model = auto.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(folder, **options)
     return model

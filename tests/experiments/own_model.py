@@ -122,8 +122,8 @@ class Unequal(Objective):
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if self.more == "not learnt":
             return torch.zeros((), requires_grad=True)
-        found = super().loss(model, batch)
-        return super().loss(model, batch) if self.more == "learnt" else found
+        first = super().loss(model, batch)
+        return super().loss(model, batch) if self.more == "learnt" else first
 
 
 def lengths(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

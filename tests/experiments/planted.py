@@ -32,8 +32,8 @@ PLANTED: Mapping[str, str] = {
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     """Have them be in the environment, and one more secret that is to pass."""
-    told = {**PLANTED, "FCDP_PASS": "MY_TOKEN", "MY_TOKEN": "a gated model's"}
-    for name, value in told.items():
+    variables = {**PLANTED, "FCDP_PASS": "MY_TOKEN", "MY_TOKEN": "a gated model's"}
+    for name, value in variables.items():
         patch.setenv(name, value)
 
 

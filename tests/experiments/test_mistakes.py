@@ -155,8 +155,8 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged/records.jsonl").write_text("{}\n")
     tiny, text = "family: gpt2, layers: 1, width: 8, heads: 1", matrix_file(folder).read_text()
     for name, model in (("config", "random"), ("weights", "no/folder")):
-        given = f"config: no/folder, weights: {model}"
-        (folder / f"{name}.yaml").write_text(text.replace(tiny, given))
+        keys = f"config: no/folder, weights: {model}"
+        (folder / f"{name}.yaml").write_text(text.replace(tiny, keys))
     huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
     (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
     (folder / "deep.yaml").write_text("name: " + "{a: " * 100_000)
@@ -214,5 +214,5 @@ def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
     words = set(_WORDS.findall(" ".join(lines)))
     options = load(name).params
     for option in options:
-        wanted = _WORDS.findall(str(getattr(option, "help", None) or ""))
-        assert set(wanted) <= words, (option.name, set(wanted) - words)
+        expected = _WORDS.findall(str(getattr(option, "help", None) or ""))
+        assert set(expected) <= words, (option.name, set(expected) - words)

@@ -46,13 +46,13 @@ def runs(
     directory = tmp_path_factory.mktemp(pin)
 
     def run(strategy: str) -> CellResult:
-        wanted = lora(strategy, pin)
-        found = cells.run(cluster, wanted, directory / strategy, cells.WATCHING_WORKER)
-        if any(map(math.isnan, found.measurement.losses)):
+        target = lora(strategy, pin)
+        result = cells.run(cluster, target, directory / strategy, cells.WATCHING_WORKER)
+        if any(map(math.isnan, result.measurement.losses)):
             # Seen once, of the paper's pin, its hpZ and a busy machine; why was not found.
             warnings.warn(f"DeepSpeed, pin {pin}: {strategy} learnt NaN; run again", stacklevel=1)
-            found = cells.run(cluster, wanted, directory / f"{strategy}-2", cells.WATCHING_WORKER)
-        return found
+            result = cells.run(cluster, target, directory / f"{strategy}-2", cells.WATCHING_WORKER)
+        return result
 
     preload = kinds.preloaded([lora("deepspeed-hpz", pin)])
     with EmulatedCluster(cells.CLUSTER, preload) as cluster:

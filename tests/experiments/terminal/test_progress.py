@@ -30,8 +30,8 @@ def comparison() -> list[Record]:
 
 
 def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
-    other = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
-    lines = rendered(summary([*comparison(), other]))
+    lora = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
+    lines = rendered(summary([*comparison(), lora]))
     assert lines[:7] == [
         "strategy        state    speed  speed-up    sent      sent minimum   loss  step",
         "                      tokens/s vs ZeRO-3 MB/step vs ZeRO-3 MB/step            s",
@@ -62,8 +62,8 @@ def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> No
         "llama-4x128 · full · 100 Mbit/s · accumulation 4 · emulated",
     ]
     # Another number of steps is still the same comparison; equal times differ by nothing.
-    told = [line.split()[3:5] for line in lines if line.startswith("fcdp")]
-    assert told == [["not", "sig."]] * 2
+    speed_ups = [line.split()[3:5] for line in lines if line.startswith("fcdp")]
+    assert speed_ups == [["not", "sig."]] * 2
 
 
 def test_losses_are_of_one_step_and_of_held_out_data_where_there_are_some() -> None:
@@ -82,7 +82,7 @@ def test_losses_are_of_one_step_and_of_held_out_data_where_there_are_some() -> N
     assert [line.split()[-2] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
-def test_cells_that_ended_alike_are_told_once() -> None:
+def test_cells_that_ended_alike_are_listed_once() -> None:
     error = "rank 0: Traceback\n  File x\nRuntimeError: the cause"
     records = [record(cell(seed=seed), "failed", error) for seed in range(5)]
     records += [record(cell(seed=9), "skipped", "not interesting")]

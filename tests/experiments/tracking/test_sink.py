@@ -143,7 +143,7 @@ def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracking.asked_mode() == ("online", [])
 
 
-def test_on_a_full_disk_nothing_is_said_to_be_there(
+def test_on_a_full_disk_nothing_counts_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = tracking.shutil.disk_usage(tmp_path)
