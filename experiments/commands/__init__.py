@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-#: How all commands' help is written.
+#: Style of all commands' help.
 STYLE: Mapping[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -64,5 +64,5 @@ class Lazy(TyperGroup):
 
 
 def stand_in() -> None:
-    """Is listed in the help in place of a command."""
+    """Stand in the help in place of a command."""
     raise AssertionError("a command is imported before it is called")

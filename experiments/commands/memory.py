@@ -1,4 +1,4 @@
-"""``python -m experiments memory``: settles the study's cases, shows and keeps them."""
+"""``python -m experiments memory``: settles the study's cases, shows and records them."""
 
 from __future__ import annotations
 

@@ -160,13 +160,13 @@ def _path(matrix: Matrix, output: Path | None, suite: bool) -> Path:
     """The directory of a matrix's records, logs and report."""
     if output is not None:
         return output / Path(matrix.name).name if suite else output
-    # One kind of evidence per directory: a cell has one id, whoever answers for it.
+    # One kind of evidence per directory: a cell has the same id whether it is run or simulated.
     apart = "-simulated" * (matrix.simulated and matrix.cluster.can.start_processes)
     return Path("runs") / f"{matrix.name}{apart}"
 
 
-#: Host memory of one rank's process beside what the simulator counts, in bytes: with modules that
-#: all ranks share it is about as much as it is without.
+#: Host memory of one rank's process beside what the simulator counts, in bytes: about as much
+#: whether ranks share imported modules or not.
 _PROCESS = 200e6
 
 
@@ -178,10 +178,10 @@ def _check(
     *,
     shown: bool,
 ) -> None:
-    """Refuse a cell that needs more memory than this machine has, as the simulator has it.
+    """Refuse a cell that needs more memory than this machine has, by the simulator's estimate.
 
-    Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
-    With ``instance`` its nodes are such instances, and the total has the price of their steps.
+    If ``shown``, list the cells: which would run, how long, and in how much memory. With
+    ``instance`` the nodes are such instances, and the total has the price of their steps.
     """
     done = {record.cell_id: record.state for record in finished}
     running = [

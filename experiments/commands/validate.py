@@ -37,11 +37,11 @@ from simulation.emulated import (
 from simulation.hardware import Hardware
 from simulation.prediction import predict
 
-#: Predictions, as records, and each beside its step.
+#: Predictions as records, each with its comparison with the measured step.
 Compared = list[tuple[Record, Comparison]]
 
 
-#: The matrix whose cells show what this machine's constants are.
+#: The matrix to whose cells this machine's constants are fitted.
 CALIBRATION = "calibration"
 
 
@@ -189,7 +189,7 @@ def _predicted(
 
 
 def _table(compared: dict[str, Compared]) -> Table:
-    """A row for each folder's cells with a link that was limited, and for those without."""
+    """A row for each folder's cells whose link was limited, and one for the others."""
     errors = ("median error of s/step", "largest")
     numbers = ("cells", *errors, "bytes agree", "counted/predicted")
     table = terminal.table(["records", "link"], numbers)

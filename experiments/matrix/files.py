@@ -72,7 +72,7 @@ def members(name_or_path: str) -> list[str]:
 
 
 def parse(texts: Sequence[str]) -> dict[str, Any]:
-    """Values by setting, of texts ``SETTING=VALUE``; values are YAML, a list makes an axis.
+    """Values by setting, from texts ``SETTING=VALUE``; values are YAML, and a list makes an axis.
 
     Raises ``ValueError`` naming the option.
     """
@@ -91,7 +91,7 @@ def parse(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def applied(document: Document, changes: Mapping[str, Any]) -> Document:
-    """The document as if it said so; rules about values that are gone, or that they set, go too."""
+    """The document with these changes, without rules about values that they remove or set."""
     if not changes or not isinstance(document.values, dict):
         return document
     values = dict(document.values)
@@ -118,7 +118,7 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
 
 
 def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:
-    """A rule that still says something; ``None`` if nothing of it is left."""
+    """The rule without what the changes replace; ``None`` if nothing of it is left."""
     if not isinstance(rule, dict) or not isinstance(rule.get("when"), dict):
         return rule  # the reader says what is wrong with it
     when = dict(rule["when"])
@@ -146,10 +146,10 @@ def _quoted(value: str) -> str:
 
 
 class Sections(Document):
-    """Reads its document; a mistake is a ``ValueError`` with the file, the line and the key."""
+    """Checked access to a document; a mistake is a ``ValueError`` with file, line and key."""
 
     def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
-        """The mapping at ``path`` as a ``kind``, of which ``added`` is not for the file to give."""
+        """The mapping at ``path`` as a ``kind``, whose fields in ``added`` a file must not have."""
         section = self.at(path)
         if not isinstance(section, dict) or not section:
             self.fail(path, f"{section!r} is not a mapping with at least one key")
@@ -183,5 +183,5 @@ def explain(value: object, message: str) -> str:
     hint = ""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
         hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
-    message = message.removeprefix("Value error, ")  # what a validator of our own says
+    message = message.removeprefix("Value error, ")  # of our own validators
     return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"

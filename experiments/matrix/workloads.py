@@ -1,4 +1,4 @@
-"""The models, data and losses of a matrix file: what can be checked of them without torch."""
+"""The models, data and losses of a matrix file, checked as far as torch is not needed."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,17 @@ _NETWORKS: dict[Any, type[workload.ImageModel | ModelSpec]] = {
     "convolutional": workload.Convolutional,
     "resnet": workload.ResNet,
 }
-#: Files, of which a name on the hub has one: of pretrained weights, and of tokenizers.
+#: Files of pretrained weights and of tokenizers, of which a repository on the hub has one.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
-#: Settings whose mistakes may show on nodes alone.
+#: Settings whose mistakes may first show on nodes.
 _FROM_ELSEWHERE = ("data", "loss", "objective")
 #: Keys that decide nothing of the model, and change with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
 
 class Workloads:
-    """Reads what of a matrix file's workload comes from elsewhere.
+    """Reads the parts of a matrix file's workload that are not built in.
 
     A mistake raises ``ValueError`` with the file, the line and the key.
     """
@@ -49,7 +49,7 @@ class Workloads:
         folder = folder.resolve()
         inside = folder.is_relative_to(ROOT)
         self._folder = str(folder.relative_to(ROOT) if inside else folder)
-        #: The file's models by name, and where those are that are not built in.
+        #: The file's models by name, and the places of those that are not built in.
         self.models: dict[str, workload.AnyModel] = {}
         self._from_elsewhere: dict[str, KeyPath] = {}
         for i in range(len(file.at(("models",)))):
@@ -125,7 +125,7 @@ class Workloads:
         return self._file.spec(_OPTIMIZERS[section["kind"]], path)
 
     def origin(self, model: str, settings: Mapping[str, KeyPath]) -> workload.Origin:
-        """Where the file gives what of a cell's workload comes from elsewhere."""
+        """Places in the file of the parts of a cell's workload that are not built in."""
         paths = {name: settings[name] for name in _FROM_ELSEWHERE if name in settings}
         if model in self._from_elsewhere:
             paths["model"] = self._from_elsewhere[model]
@@ -205,7 +205,7 @@ class Workloads:
         return file
 
     def _path_or_name(self, text: str, path: KeyPath) -> str:
-        """A path that is there, as ``is_path`` knows paths; else what may be a name on the hub."""
+        """An existing path, as ``is_path`` knows paths; else what may be a name on the hub."""
         if self._path(text).exists():
             return text if workload.is_path(text) else f"./{text}"
         if workload.is_path(text) or text.endswith(".json") or text.count("/") > 1:

@@ -22,7 +22,7 @@ _UNLIMITED = 1e15
 
 
 def why_not_simulated(cell: Cell) -> str | None:
-    """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
+    """Why the cell's training cannot be predicted; ``None`` if it can."""
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
     if registry.find(cell.strategy).schedule is None and cell.strategy != LUWU:

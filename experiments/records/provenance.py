@@ -35,7 +35,7 @@ class Provenance:
 
 
 def gather() -> Provenance:
-    """Look once; the answer holds for the whole run."""
+    """Gather it once; it holds for the whole run."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -12,7 +12,7 @@ from experiments.records.settings import Described, described
 from simulation import files as jsonl
 from simulation import quantities
 
-#: Other names of settings than their own: as matrix files and ids have them.
+#: Aliases of settings, as matrix files and ids have them.
 _ALIASES = {
     "k": "accumulation",
     "link": "inter_bandwidth_bits_per_s",
@@ -25,9 +25,9 @@ _SETTINGS = re.compile(r"\w+=")
 
 
 def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[Cell]:
-    """The cells that ``pattern`` means, at least one.
+    """The cells that ``pattern`` selects, at least one.
 
-    Settings and their values, with commas between, mean cells that have them all; a setting that is
+    Settings and their values, with commas between, select cells that have them all; one that is
     given twice may have either value. Anything else is a part of an id, or a glob that ids match.
     Raises ``ValueError`` where there is no such setting, or no such cell.
     """
@@ -77,14 +77,14 @@ def _has(item: Described, cell: Cell, value: str) -> bool:
     return actual is not None and value in (str(actual), item.written(actual), str(actual).lower())
 
 
-#: Files of a run: a record per cell, and what the simulator says of the same cells.
+#: Files of a run: a record per cell, and the simulator's predictions of the same cells.
 FILE, PREDICTIONS = "records.jsonl", "predicted.jsonl"
 #: Parts of a run's directory that hold no records, or those of runs since replaced.
 _NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
 
 def files(path: Path) -> list[Path]:
-    """The file itself, the one of the run in a directory, or those of all runs below it.
+    """Files of records: the file itself, that of the run in a directory, or of all runs below it.
 
     Raises ``ValueError`` if there is none.
     """

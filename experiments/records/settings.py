@@ -1,8 +1,8 @@
-"""The settings of cells, as those read them who name, compare and show cells.
+"""Settings of cells, for all that names, compares or shows cells.
 
-Ids, groups of cells that are compared, their baselines, columns of tables, panels and captions of
-figures, claims and the parity check ask here what the fields of a cell, and those of its strategy's
-own settings, say of themselves. A field that says nothing is a ``TypeError``.
+Ids, groups of compared cells, their baselines, columns of tables, panels and captions of figures,
+claims and the parity check read here the annotations of a cell's fields and of its strategy's
+settings. A field without one raises ``TypeError``.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,9 +21,9 @@ _PLACES = get_args(Place)
 
 @dataclass(frozen=True)
 class Parts:
-    """A field whose own fields are settings; ``named`` is the one that goes by its name.
+    """Annotation of a field whose own fields are settings, of which ``named`` takes its name.
 
-    Without such a one they are the settings of the cell's strategy.
+    With ``None`` they are the settings of the cell's strategy.
     """
 
     named: str | None = None
@@ -31,15 +31,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Described:
-    """A setting by the name that columns and claims know it by."""
+    """A setting under the name that columns and claims use."""
 
     name: str
     setting: Setting
-    #: The type of a column of its values, as pandas calls it.
+    #: The pandas dtype of a column of its values.
     kind: str
-    #: Fields from the cell's to its own.
+    #: Names of the fields that lead to it from a cell.
     path: tuple[str, ...]
-    #: Value by which cells that have it are compared with cells whose strategy does not.
+    #: Its value in comparisons for cells whose strategy does not have it.
     default: Any = None
 
     def of(self, cell: BaseModel) -> Any:
@@ -51,7 +51,7 @@ class Described:
 
     def written(self, value: Any) -> str:
         """A value in words, also where there is none."""
-        # No number equals itself less than NaN, which is how tables write what is missing.
+        # NaN, by which tables write what is missing, does not equal itself.
         missing = value is None or value != value
         return self.setting.absent if missing else self.setting.write(value)
 
@@ -114,7 +114,7 @@ def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Descr
         return _of_parts(name, setting.named, kinds)
     (kind, *_) = _types(field.annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        # By its name, which is its own within a matrix, and all that the name stands for.
+        # By its name, which is unique in a matrix, and by all that the name stands for.
         full = replace(setting, label=f"{setting.label} in full", always=True)
         return [
             Described(name, setting, "string", (name, "name")),
@@ -144,7 +144,7 @@ def _types(annotation: Any) -> list[Any]:
 
 
 def column(annotation: Any) -> str:
-    """How a table keeps values of this type; a number that may be missing is a float."""
+    """The pandas dtype for values of this type; a number that may be missing is a float."""
     kinds = _types(annotation)
     if kinds == [bool]:
         return "boolean"

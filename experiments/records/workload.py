@@ -40,7 +40,7 @@ class ConfiguredModel(Strict):
     name: Name
     #: A ``config.json``, the folder that has it, or a name on the hub.
     config: str
-    #: Pretrained ones are in the same folder, or go by the same name.
+    #: Pretrained weights are in the same folder, or on the hub under the same name.
     weights: Literal["random", "pretrained"] = "random"
     #: Content of ``config.json``, which the reader adds: nodes need not have the file.
     configuration: dict[str, Any]
@@ -122,9 +122,9 @@ class JsonLines(_Text):
 
     #: The file, relative to that of the matrix.
     jsonl: str
-    #: Which of an object's is the text.
+    #: The field of each object that holds the text.
     field: str = "text"
-    #: As of a text file.
+    #: SHA-256 of its content, as of a text file.
     digest: str
 
     @property
@@ -137,10 +137,10 @@ class Dataset(_Text):
 
     #: Its name, or a folder.
     dataset: str
-    #: Which of several configurations the data set has.
+    #: Which of its configurations, if it has several.
     subset: str | None = None
     split: str = "train"
-    #: Which of a row's is the text.
+    #: The field of each row that holds the text.
     field: str = "text"
 
     @property
@@ -152,10 +152,10 @@ AnyText = Library | TextFile | JsonLines | Dataset
 
 
 class Images(Strict):
-    """Images and their classes: scikit-learn's digits, or what ``torchvision`` reads of a disk."""
+    """Images and their classes: scikit-learn's digits, or what ``torchvision`` reads from disk."""
 
     images: Literal["digits", "cifar-10", "imagenet"]
-    #: Where they lie on each node; digits come with scikit-learn.
+    #: Their folder on each node; digits come with scikit-learn.
     folder: str | None = None
 
     @property
@@ -169,19 +169,19 @@ class Images(Strict):
 
 
 AnyData = AnyText | Images
-#: How to get what images are read with.
+#: Message where the packages that read images are missing.
 NEEDED = "needs the packages of the group images on each node: pip install --group images"
 
 
 class Origin(Strict):
-    """Where a matrix file gives a cell's workload, for paths in it and errors about it.
+    """Places in a matrix file of a cell's workload, for paths in it and errors about it.
 
-    Empty where nothing of the workload comes from elsewhere.
+    Empty where all of the workload is built in.
     """
 
     #: The folder of the file: relative to this repository if it is in it.
     folder: str = ""
-    #: File, line and key.
+    #: File, line and key of each part.
     model: str = ""
     data: str = ""
     loss: str = ""
@@ -200,7 +200,7 @@ class Origin(Strict):
         return ROOT / self.folder / os.path.expanduser(text)
 
     def source(self, path_or_name: str, where: str) -> str:
-        """The path that this is, on this machine, or the name on the hub.
+        """Resolve a path on this machine; return a name on the hub as it is.
 
         Raises ``ValueError``, about the key ``where``, for a path that is not on this node.
         """

@@ -20,10 +20,10 @@ _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table without those columns that its terminal has no room for: no number is cut."""
+    """A table without the columns that a terminal has no room for: no number is cut."""
 
     table: Table
-    #: Which columns go, one after the other.
+    #: Indices of the columns that are dropped, one after the other.
     losing: Sequence[int]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -68,7 +68,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     assert seconds is not None
     yield "variant", variant.name
     yield "s/step", _number(seconds, 3)
-    # Half of what the middle half of the rounds spans, over the median.
+    # Half of the interquartile range over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}"
     over = _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
     yield f"vs\n{over}", speed_up(variant)
