@@ -106,7 +106,7 @@ FAILING_WORKER = f"{__name__}:fail_in_mid_step"
 
 
 def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: str) -> None:
-    """The worker, but for one rank, which goes in the backward of its second step."""
+    """The worker, but for one rank, which ends in the backward of its second step."""
     from experiments.worker import models, worker
 
     build = models.build
@@ -131,7 +131,7 @@ WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
 
 
 def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
-    """The worker; rank 0 also writes which of DeepSpeed's secondary shards outlive a step."""
+    """The worker; each rank also writes which of DeepSpeed's secondary shards outlive a step."""
     from baselines.deepspeed.engine import DeepSpeedZero3
     from experiments.worker import worker
 
@@ -188,10 +188,7 @@ DYING_WORKER = f"{__name__}:die_once_per_step"
 
 
 def die_once_per_step(cell_file: str, output_directory: str) -> None:
-    """The worker; its last rank is killed before each step that a file in ``deaths`` names.
-
-    Once for each of the file's bytes.
-    """
+    """The worker; its last rank is killed before a step once per byte of its file in ``deaths``."""
     from experiments.worker import worker
 
     batches = worker._Training._batches

@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def configuration(family: str) -> dict[str, Any]:
-    """What a ``config.json`` of the family says."""
+    """Content of the family's ``config.json``."""
     return {"model_type": family, "vocab_size": 256, **FAMILIES[family]}
 
 

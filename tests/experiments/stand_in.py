@@ -46,7 +46,7 @@ class StandInCluster:
         self.shapes: list[int | None] = []
         #: Ids of the cells whose ranks were started, in order.
         self.started: list[str] = []
-        #: What was compiled, in order.
+        #: Arguments of what was compiled, in order.
         self.compiled: list[tuple[str, ...]] = []
 
     def __enter__(self) -> StandInCluster:

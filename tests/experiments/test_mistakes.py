@@ -14,11 +14,11 @@ from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file
 
 _WORDS = re.compile(r"--[\w-]+|\w[\w./=-]*\w|\w")
-#: What stands for a cluster that can be planned for; of an option given twice, the last counts.
+#: Options of a cluster that can be planned for; of one given twice, the last counts.
 _CLUSTER = "--model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
-#: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
 #: Seconds of a command that asks a hub once, with two to wait, after the first one's imports.
 WITHIN_S = 10
+#: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
 _MISTAKES = """\
 run volume --cluster simulated --output /proc/x
     --output = '/proc/x': records cannot be written there: nothing can be made there
@@ -206,7 +206,7 @@ def test_a_folder_of_own_matrices_runs_as_a_suite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
-    """All words of it and of its options are there as they are; the list has its first line."""
+    """All words of its options' help are whole; the list of commands has its help's first line."""
     assert load(name).help.splitlines()[0] == summary(name)
     shown = command(name, "--help", COLUMNS="80").stdout
     assert "…" not in shown

@@ -36,7 +36,7 @@ def lora(strategy: str, pin: Pin) -> Cell:
 def runs(
     request: pytest.FixtureRequest, privileged: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
-    """As in any run, ranks of the current pin are forked from what has imported it."""
+    """Cells of both strategies; ranks of the current pin are forked, as in any run."""
     pin: Pin = request.param
     if pins.version("paper") is None:
         pytest.skip(f"compares two pins, and one is not installed: {pins.COMMANDS['paper']}")

@@ -10,7 +10,7 @@ from tests.experiments.command_line import refused
 pytestmark = pytest.mark.ranks
 
 
-#: Says what has been imported after help and mistakes, a plan, and all that runs a matrix.
+#: Prints the modules imported after help and mistakes, a plan, and all that runs a matrix.
 LOOK = """
 import sys, time
 from typer.testing import CliRunner

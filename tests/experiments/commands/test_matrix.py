@@ -1,4 +1,4 @@
-"""A new matrix file runs as it is; a dry run says how long, in what, and what is left; a trace."""
+"""New matrix files, which run as they are; dry runs with times, memory and cells left; traces."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_what_this_machine_cannot_hold_is_refused(
 
 
 def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(file: Path) -> None:
-    """Of a matrix without a limit on links: of others nothing limits them there."""
+    """The matrix limits no links: nothing limits those of rented nodes."""
     words = ("run", file, "--dry-run", "--instance", "g5.48xlarge")
     words = (*words, "--set", "inter_bandwidth=unshaped")
     priced = flat(command(*words, "--set", "dtype=bfloat16"))

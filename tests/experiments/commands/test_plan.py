@@ -13,14 +13,14 @@ from tests.experiments.preflight.made_up import preflight
 from tests.simulation.planner.made_up import config_file
 
 CLUSTER = {"--nodes": "4", "--gpus": "8", "--gpu": "a40", "--inter-node": "1Gbps"}
-#: Without what is known of measured nodes, and of those to be rented.
+#: Options without those that preflight, or the table of instances, has instead.
 BARE: dict[str, str | None] = {
     "nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"
 }  # fmt: skip
 
 
 def words(model: object, *more: object, **options: str | None) -> list[object]:
-    """A plan's, with ``CLUSTER`` but for the options given; ``None`` leaves one out."""
+    """Words of a plan of ``CLUSTER``, but for ``options``; ``None`` leaves one out."""
     merged = CLUSTER | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     pairs = [part for name, value in merged.items() if value is not None for part in (name, value)]
     return ["plan", "--model", model, *pairs, *more]

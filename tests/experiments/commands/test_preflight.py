@@ -1,4 +1,4 @@
-"""The command on an emulated cluster: what it measures is the link that was set."""
+"""``preflight`` on an emulated cluster measures the link that was set."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""What a matrix file says of images, their models and optimizers; the papers' recipes."""
+"""Images, their models and optimizers in matrix files; the papers' recipes."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ IMAGES = (
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether what images are read with is there, as far as matrices can see."""
+    """Packages, and whether they are installed as far as matrices can see."""
     installed = {"sklearn": True, "torchvision": True, "datasets": True}
     look = importlib.util.find_spec
     monkeypatch.setattr(

@@ -104,7 +104,7 @@ def test_other_clusters_have_neither_and_impossible_ones_are_errors_of_their_lin
 def test_committed_records_are_of_these_cells_and_what_the_simulator_says(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Of long matrices a sample is simulated; all with ``--exhaustive``."""
+    """A sample of each long matrix is simulated; all cells with ``--exhaustive``."""
     committed = read(RESULTS / name / "records.jsonl")
     assert [record.cell_id for record in committed] == [cell.id for cell in cells(name)]
     ran = [record for record in committed if record.state != "skipped"]

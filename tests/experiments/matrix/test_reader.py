@@ -1,4 +1,4 @@
-"""Matrix files: what they expand to, and what is said about mistakes in them."""
+"""Matrix files: what they expand to, and the messages about mistakes in them."""
 
 import itertools
 import textwrap
@@ -222,7 +222,7 @@ def test_repetitions_come_in_both_orders_and_simulations_are_not_repeated(tmp_pa
     assert len(reader.read(file, simulated=True).cells) == 6
 
 
-#: Lines added to the workload, and what is said of them.
+#: Lines added to the workload, and the messages about them.
 ADDED = [
     ("data: {text: none.txt}", "data.text: there is no file or folder none.txt beside this matrix"),
     ("data: {jsonl: a.jsonl}", "data.jsonl: there is no file or folder a.jsonl beside"),

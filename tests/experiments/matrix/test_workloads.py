@@ -1,4 +1,4 @@
-"""What a matrix file says of models, data and losses that come from elsewhere."""
+"""Models, data and losses in matrix files that are not built in."""
 
 import json
 from pathlib import Path

@@ -40,7 +40,7 @@ def ran(seconds: Sequence[float], **figures: Any) -> Record:
 
 
 def by_sign_test(rounds: Sequence[float]) -> tuple[float, float]:
-    """The outermost rounds that coins do not tell from a median: where too few fall on one side."""
+    """The outermost rounds that the sign test does not tell from a median."""
     ways, below, out = 1, 0, 0  # by whole numbers
     for place in range(len(rounds)):
         below += ways
@@ -104,7 +104,7 @@ def test_more_rounds_of_the_same_kind_widen_no_interval(seconds: list[float]) ->
 
 
 def test_rounds_count_and_not_the_steps_that_wait_for_none_of_it() -> None:
-    """Medians of steps are apart by far; a step per round waits, and rounds are alike."""
+    """Medians of steps are far apart, as one step per round waits; the rounds are alike."""
     rounds = [[0.1, 0.1, wait] for wait in (1.0, 1.2, 1.1, 0.9, 1.3, 1.15, 1.05)]
     ours = ran([step for each in rounds for step in each], steps_per_round=3)
     theirs = ran([sum(each) / 3 for each in reversed(rounds)])
@@ -140,7 +140,7 @@ def test_each_is_paired_with_the_one_that_is_alike_and_no_other() -> None:
 
 @pytest.mark.system  # reads all committed records
 def test_each_published_speed_has_the_interval_that_a_second_computation_gives() -> None:
-    """From the lines as they are, by a sign test of each round."""
+    """It is computed from the lines as they are, by the sign test above."""
     compared = 0
     for file in files.below(ROOT / "results", FILE):
         if "paper" in file.parts or file.parent.name in LOSSES_ALONE:

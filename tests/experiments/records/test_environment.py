@@ -1,4 +1,4 @@
-"""What passes reaches ranks; the values of all else are cut out of texts."""
+"""Variables on a list reach ranks; the values of all others are cut out of texts."""
 
 import json
 from urllib.parse import quote, quote_plus

@@ -1,4 +1,4 @@
-"""The display: what a log and a terminal show, the table at the end, destinations refused first."""
+"""The display in a log and on a terminal, the table at the end, and checks of destinations."""
 
 import io
 import itertools
@@ -138,7 +138,7 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 
 
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
-    """As where all of a matrix's links are limited, and the cluster limits none."""
+    """This is so where all of a matrix's links are limited, and the cluster limits none."""
     matrix = reader.read("quickstart")
     cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
