@@ -13,8 +13,8 @@ for _name in COMMANDS:
     app.command(_name, help=summary(_name))(stand_in)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _say_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"fcdp {version('fcdp')}, torch {version('torch')}")

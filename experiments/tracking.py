@@ -3,8 +3,8 @@
 The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
 the tables and figures. While a cell runs, ``Live`` logs its steps: rank 0 appends each to
 ``progress.jsonl``, and a thread of the runner reads on there, with the time that rank 0 gives, so
-that W&B's clock is the training's. What is not whole then, whatever went wrong, ``export`` writes
-again under the same id, which online resumes it. A failure is a warning.
+that W&B's clock is the training's. A run that is not whole then, whatever went wrong, ``export``
+writes again under the same id, which resumes it online. A failure is a warning.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _SETTINGS: dict[str, Any] = {
     "console": "off",
     "init_timeout": 20,
 }
-#: File in the folder of a W&B run: all of it has been written.
+#: File that marks the folder of a W&B run that has been written to its end.
 _COMPLETE = "complete"
-#: Bytes that a disk has left which is not full.
+#: Free bytes below which a disk counts as full.
 _ROOM = 2**16
 
 
@@ -115,7 +115,7 @@ def export(records: Sequence[Record], directory: Path, report: Path | None = Non
 
 
 def settle() -> None:
-    """End W&B's service process, which writes files when it pleases, and all before it ends."""
+    """End W&B's service process, which writes files late, but all of them before it ends."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
 
@@ -202,6 +202,8 @@ _CHARTS = {
 
 @dataclass(frozen=True)
 class WandbRun:
+    """A W&B run to be written, which has the same id whenever its record is exported."""
+
     id: str
     #: Its name, group, job type, configuration and tags, as W&B takes them.
     about: dict[str, Any]
@@ -319,12 +321,12 @@ def _config(cell: Cell) -> dict[str, Any]:
 @contextmanager
 def _staging(directory: Path) -> Iterator[None]:
     """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
-    given = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = given or str(directory.absolute())
+    configured = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = configured or str(directory.absolute())
     try:
         yield
     finally:
-        if given is None:
+        if configured is None:
             del os.environ["WANDB_DATA_DIR"]
 
 
@@ -362,8 +364,8 @@ def _summary(record: Record) -> dict[str, Any]:
 
 #: Seconds between two looks at the steps: rare enough to be no load on cores that train.
 _INTERVAL_S = 0.5
-#: A run that ends with its cell is worth a look while it lasts: the machine's load is sampled, and
-#: W&B's file is as new as what was logged.
+#: Settings of runs that are followed live: the machine's load is sampled, and W&B's file is as new
+#: as what was logged.
 _LIVE_SETTINGS = {"x_disable_stats": False, "x_transaction_log_flush_interval": _INTERVAL_S}
 
 
@@ -377,7 +379,7 @@ class Live(AbstractContextManager["Live"]):
         self._directory = directory
         self._link = link
         self._mode, _ = asked_mode()
-        #: Follows the cell that runs until it has ``_ended``, with a ``_record`` by then.
+        #: Thread that follows the running cell until ``_ended`` is set, and ``_record`` before it.
         self._follower: threading.Thread | None = None
         self._ended = threading.Event()
         self._record: Record | None = None
@@ -390,10 +392,10 @@ class Live(AbstractContextManager["Live"]):
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        wanted = cell_run(cell, started_at), directory
+        arguments = cell_run(cell, started_at), directory
         self._ended.clear()
         self._follower = threading.Thread(
-            target=self._follow, args=wanted, name="wandb", daemon=True
+            target=self._follow, args=arguments, name="wandb", daemon=True
         )
         self._follower.start()
 
@@ -406,7 +408,7 @@ class Live(AbstractContextManager["Live"]):
             follower.join()
 
     def _follow(self, wandb_run: WandbRun, directory: Path) -> None:
-        """Log the cell's steps, then what its record says; all runs offline once W&B is lost."""
+        """Log the cell's steps, then what its record has; runs are offline once W&B is lost."""
         try:
             run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
             if self._mode == "online":
@@ -422,7 +424,7 @@ class Live(AbstractContextManager["Live"]):
             mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
     def _steps(self, directory: Path) -> Iterator[Step]:
-        """The steps as their lines are there, until the cell has ended."""
+        """The steps as their lines are written, until the cell has ended."""
         seen, ended = 0, False
         while not ended:
             ended = self._ended.wait(_INTERVAL_S)

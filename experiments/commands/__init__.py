@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-#: How all commands' help is written.
+#: Style of all commands' help.
 STYLE: Mapping[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -39,16 +39,16 @@ COMMANDS: Mapping[str, Mapping[str, Any]] = {
 
 def summary(name: str) -> str:
     """The first line of a command's docstring, of which nothing is imported."""
-    own = name.replace("-", "_")
-    source = Path(__file__).with_name(f"{own}.py").read_text(encoding="utf-8")
-    found = re.search(rf'^def {own}\(.*?"""([^\n]*)', source, re.DOTALL | re.MULTILINE)
-    assert found is not None, "a command is a function of its module's name, and says what it does"
-    return found[1]
+    module = name.replace("-", "_")
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    match = re.search(rf'^def {module}\(.*?"""([^\n]*)', source, re.DOTALL | re.MULTILINE)
+    assert match is not None, "a command is a function of its module's name, and says what it does"
+    return match[1]
 
 
 def load(name: str) -> Any:
-    own = name.replace("-", "_")
-    function = getattr(importlib.import_module(f"{__name__}.{own}"), own)
+    module = name.replace("-", "_")
+    function = getattr(importlib.import_module(f"{__name__}.{module}"), module)
     alone = typer.Typer(**STYLE)
     alone.command(name, **COMMANDS[name])(function)
     return get_command(alone)
@@ -59,10 +59,10 @@ class Lazy(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is called, imported; raises as typer does for an unknown one."""
-        name, found, rest = super().resolve_command(ctx, args)
-        return name, found if name is None else load(name), rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
 
 
 def stand_in() -> None:
-    """Is listed in the help in place of a command."""
+    """Stand in the help in place of a command."""
     raise AssertionError("a command is imported before it is called")

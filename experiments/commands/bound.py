@@ -23,20 +23,20 @@ def bound(
     The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
     """
     commit = provenance.gather().commit
-    found = [settle(point, commit) for point in points()]
+    records = [settle(point, commit) for point in points()]
     file = output / "bound.jsonl"
     with terminal.stopping():
         terminal.check_writable("--output", file)
-        files.write(found, file)
-    terminal.console().print(_table(found))
+        files.write(records, file)
+    terminal.console().print(_table(records))
     terminal.say("records", file)
 
 
-def _table(found: Sequence[BoundRecord]) -> Table:
+def _table(records: Sequence[BoundRecord]) -> Table:
     columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
     table = terminal.table(["model"], columns)
     table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens per sequence: closed form, simulated"
-    for record in found:
+    for record in records:
         point = record.point
         table.add_row(
             point.model,

@@ -28,24 +28,24 @@ def compare(
     nothing to compare.
     """
     with terminal.stopping():
-        one, other = select.records(a), select.records(b)
-        if len(one) == len(other) == 1:
-            pairs = [Comparison(other[0], one[0])]
+        a_records, b_records = select.records(a), select.records(b)
+        if len(a_records) == len(b_records) == 1:
+            pairs = [Comparison(b_records[0], a_records[0])]
         else:
             # Cells that are alike but for matrix and what changes no step.
-            pairs = [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
+            pairs = [Comparison(b, a) for a, b in paired(a_records, reversed(b_records), _key)]
         if not pairs:
             raise ValueError(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
             )
     console = terminal.console()
     if len(pairs) == 1:  # ids are for copying: no width cuts them
-        terminal.say_as_it_is(f"A  {one[0].cell_id}\nB  {other[0].cell_id}")
+        terminal.say_as_it_is(f"A  {a_records[0].cell_id}\nB  {b_records[0].cell_id}")
     console.print(_in_full(pairs[0]) if len(pairs) == 1 else _listed(pairs))
-    if said := few(pairs):
-        console.print(said)
+    if warning := few(pairs):
+        console.print(warning)
     apart = sum(pair.differs for pair in pairs)
-    left = max(len(one), len(other)) - len(pairs)
+    left = max(len(a_records), len(b_records)) - len(pairs)
     alone = f"; {left} cells of the larger run have none in the other" if left else ""
     console.print(f"{apart} of {len(pairs)} cells differ beyond their intervals{alone}")
 
@@ -93,16 +93,16 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
+def _settings(a: Record, b: Record) -> Mapping[str, tuple[str, str]]:
     """Settings in which two cells differ, by label: both values in words."""
-    found = {}
+    by_label = {}
     for item in of_cells.described(Cell).values():
-        mine, theirs = item.of(one.cell), item.of(other.cell)
+        mine, theirs = item.of(a.cell), item.of(b.cell)
         if mine != theirs and not item.name.endswith("_in_full"):
-            found[item.setting.label] = item.written(mine), item.written(theirs)
-    if one.evidence != other.evidence:
-        found["Evidence"] = one.evidence, other.evidence
-    return found
+            by_label[item.setting.label] = item.written(mine), item.written(theirs)
+    if a.evidence != b.evidence:
+        by_label["Evidence"] = a.evidence, b.evidence
+    return by_label
 
 
 def _key(record: Record) -> tuple[object, ...]:

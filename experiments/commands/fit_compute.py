@@ -35,8 +35,8 @@ def fit_compute(
     console = terminal.console()
     with terminal.stopping():
         if check is not None:
-            found = calibration.errors(read_rows(check), compute.read().fitted())
-            console.print(_checks([found]))
+            errors = calibration.errors(read_rows(check), compute.read().fitted())
+            console.print(_checks([errors]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
@@ -50,20 +50,16 @@ def fit_compute(
 
 def _constants(constants: Iterable[compute.Constant]) -> Table:
     table = terminal.table(["constant"], ["value", "from", "to"])
-    for one in constants:
-        table.add_row(one.name, f"{one.value:.3g}", f"{one.low:.3g}", f"{one.high:.3g}")
+    for constant in constants:
+        numbers = (constant.value, constant.low, constant.high)
+        table.add_row(constant.name, *(f"{number:.3g}" for number in numbers))
     return table
 
 
 def _checks(checks: Iterable[compute.Check]) -> Table:
     numbers = ("rows", "median error", "nine of ten within", "worst")
     table = terminal.table(["left out and predicted"], numbers)
-    for one in checks:
-        table.add_row(
-            one.what,
-            f"{one.rows}",
-            f"{one.median:.1%}",
-            f"{one.nine_of_ten:.1%}",
-            f"{one.worst:.1%}",
-        )
+    for check in checks:
+        shares = (check.median, check.nine_of_ten, check.worst)
+        table.add_row(check.what, f"{check.rows}", *(f"{share:.1%}" for share in shares))
     return table

@@ -1,4 +1,4 @@
-"""The kinds of clusters that a command can be told to use; each is imported when it is used."""
+"""The kinds of clusters that commands run on; each is imported when it is used."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from experiments.clusters.simulated import SimulatedCluster
 from experiments.records.abilities import Kind
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 
-#: Imported once by an emulated cluster, before the first cell; all ranks start from there.
+#: Modules that an emulated cluster imports once, before the first cell, to fork ranks.
 PRELOADED = (
     "torch",
     "transformers.models.gpt2.modeling_gpt2",
@@ -42,7 +42,7 @@ def cluster(
     if simulated or spec.kind == "simulated":
         return SimulatedCluster(spec)
     spec = spec.model_copy(update={"port": port(os.environ, spec.port)})
-    # Those that reach nodes, and pyroute2 with them, take their time.
+    # Clusters of processes, and pyroute2 with them, take long to import.
     if spec.kind == "rented":
         from experiments.clusters.rented import RentedCluster
 
@@ -53,6 +53,6 @@ def cluster(
 
 
 def enter_namespace() -> None:
-    """Become able to emulate a cluster; this starts the command anew where it is not yet."""
+    """Enter a user namespace if emulating a cluster needs one; this starts the command anew."""
     with terminal.stopping(ClusterError):
         privileges.enter_user_namespace_if_needed()

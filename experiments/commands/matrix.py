@@ -30,10 +30,10 @@ def matrix(
         with file.open("x", encoding="utf-8") as new:
             new.write(_TEMPLATE.read_text(encoding="utf-8").replace("NAME", file.stem))
     try:
-        found = reader.read(str(file.absolute()))
+        expanded = reader.read(str(file.absolute()))
     except ValueError as error:  # a name that no matrix may have
         file.unlink()
         terminal.stop(f"FILE = {str(file)!r}: {error}")
     terminal.say("matrix", file)
-    said = f"{len(found.cells)} cells; try: python -m experiments run {file} --dry-run"
-    terminal.console().print(said)
+    hint = f"{len(expanded.cells)} cells; try: python -m experiments run {file} --dry-run"
+    terminal.console().print(hint)

@@ -1,4 +1,4 @@
-"""``python -m experiments memory``: settles the study's cases, shows and keeps them."""
+"""``python -m experiments memory``: settles the study's cases, shows and records them."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def memory(
     DIR/memory.jsonl has already are not run again. Exit status: 1 if a case failed.
     """
     terminal.raise_them()
-    given = model or [], strategy or [], length or []
+    selection = model or [], strategy or [], length or []
     try:
         with terminal.stopping():
-            settled = settle(*given, output, processes, terminal.console())
+            settled = settle(*selection, output, processes, terminal.console())
     except KeyboardInterrupt:
         terminal.say_error("interrupted: finished cases are kept; the same command goes on")
         raise typer.Exit(terminal.INTERRUPTED) from None

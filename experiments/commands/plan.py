@@ -157,7 +157,7 @@ def plan(
     with terminal.stopping():
         if gpu is not None and ":" in gpu:
             gpu = described(gpu)
-        said = {
+        options = {
             "--nodes": nodes,
             "--gpus": gpus,
             "--inter-node": inter_node,
@@ -166,25 +166,25 @@ def plan(
             "--price-per-gpu-hour": price_per_gpu_hour,
             "--server": server,
         }
-        offered = None if instances is None else _offered(instances, gpu, product_dtype, said)
+        offered = None if instances is None else _offered(instances, gpu, product_dtype, options)
         if within is not None and offered is None:
             raise ValueError(f"--within = {within!r}: needs --instances")
         if offered is not None:
             # Each offer is checked with its own GPUs.
             hardware = replace(offered[0].cluster(1), ranks_per_node=1)
         else:
-            hardware = _nodes(preflight, gpu, said)
+            hardware = _nodes(preflight, gpu, options)
         for name, value in (("--fabric", fabric), ("--oversubscription", oversubscription)):
             if value is not None and (offered is not None or preflight is not None):
                 raise ValueError(
                     f"{name} = {value!r}: allowed for nodes by data sheets, without --preflight "
                     "and --instances"
                 )
-        times = _given("--oversubscription", oversubscription, q.count)
+        times = _parsed("--oversubscription", oversubscription, q.count)
         if fabric is not None or times is not None:
             hardware = hardware.over(fabric or "unknown", times or 1.0)
         machine = None if server is None else _server(server, hardware)
-        batch = _given("--global-batch", global_batch, q.whole)
+        batch = _parsed("--global-batch", global_batch, q.whole)
         wholes = partial(q.each, parse=q.whole)
         named: dict[str, Any] = {} if offered is None else {"strategies": rent.STRATEGIES}
         if strategies is not None:
@@ -192,10 +192,10 @@ def plan(
         request = Request(
             model=model,
             hardware=hardware,
-            lora_rank=_given("--peft", peft, q.lora_rank),
+            lora_rank=_parsed("--peft", peft, q.lora_rank),
             lora_targets=cast(Any, lora_targets),
-            sequence_lengths=_given("--sequence-length", sequence_length, wholes) or (),
-            micro_batches=_given("--micro-batch", micro_batch, wholes) or (),
+            sequence_lengths=_parsed("--sequence-length", sequence_length, wholes) or (),
+            micro_batches=_parsed("--micro-batch", micro_batch, wholes) or (),
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
             kernels=cast(Any, kernels),
             frozen_dtype=cast(Any, frozen_dtype),
@@ -207,7 +207,7 @@ def plan(
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,
             tokens=q.count("--tokens", tokens),
-            price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
+            price_per_gpu_hour=_parsed("--price-per-gpu-hour", price_per_gpu_hour, q.count),
             **named,
         )
         if figure is not None and offered is not None:
@@ -217,13 +217,13 @@ def plan(
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            found = planner.plan(request)
-            if found is None:
+            planned = planner.plan(request)
+            if planned is None:
                 raise ValueError(planner.refusal(request))
-            shown, table = report.table(found), report.rows(found)
-            document = report.document(found) if figure is None else report.curves(found)
+            shown, table = report.table(planned), report.rows(planned)
+            document = report.document(planned) if figure is None else report.curves(planned)
         else:
-            limit = _given("--within", within, q.hours)
+            limit = _parsed("--within", within, q.hours)
             market = rent.rent(request, offered, limit)
             if not market.offers:
                 raise ValueError(rent.refused(market, request, offered))
@@ -247,59 +247,59 @@ def plan(
         terminal.say("plan", file)
 
 
-def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
+def _parsed(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
     """An option's value; ``None`` where it was not given."""
     return None if text is None else parse(option, text)
 
 
 def _offered(
-    source: str, gpu: str | None, product_dtype: str, said: Mapping[str, object]
+    source: str, gpu: str | None, product_dtype: str, options: Mapping[str, object]
 ) -> list[rent.Instance]:
     """The instances that were asked for, with the GPU and the products that are.
 
-    Raises ``ValueError`` for whatever else is ``said`` of the nodes.
+    Raises ``ValueError`` if one of ``options`` is set, which describe other nodes.
     """
-    for name, value in said.items():
+    for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
-    every = [one for one in rent.read(source) if product_dtype != "fp8" or card(one.gpu).fp8]
-    found = [one for one in every if gpu is None or one.gpu == gpu]
-    if not found:
-        names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"
+    capable = [each for each in rent.read(source) if product_dtype != "fp8" or card(each.gpu).fp8]
+    matching = [each for each in capable if gpu is None or each.gpu == gpu]
+    if not matching:
+        names = ", ".join(sorted({each.gpu for each in capable})) or "none: it is empty"
         raise ValueError(f"--gpu = {gpu!r}: allowed with --instances {source} are {names}")
-    return found
+    return matching
 
 
-def _nodes(file: Path | None, gpu: str | None, said: Mapping[str, str | None]) -> Hardware:
-    """The cluster as preflight found it, but for what is said; or by the data sheets.
+def _nodes(file: Path | None, gpu: str | None, options: Mapping[str, str | None]) -> Hardware:
+    """The cluster as preflight measured it, but for ``options``; without a file, by data sheets.
 
-    By these, computation is at rates that were fitted.
+    With these, computation has the rates that were fitted to published runs.
     """
-    count, ranks = (_given(name, said[name], q.whole) for name in ("--nodes", "--gpus"))
-    memory = _given("--host-memory", said["--host-memory"], q.size_bytes)
-    nominal = _given("--inter-node", said["--inter-node"], q.bits_per_s)
+    count, ranks = (_parsed(name, options[name], q.whole) for name in ("--nodes", "--gpus"))
+    memory = _parsed("--host-memory", options["--host-memory"], q.size_bytes)
+    nominal = _parsed("--inter-node", options["--inter-node"], q.bits_per_s)
     if file is None:
         count = _needed("--nodes", count)
         alone = count == 1 and nominal is None  # nothing crosses it
-        found = cluster(
+        hardware = cluster(
             _needed("--gpu", gpu),
             nodes=count,
             inter_bits_per_s=math.inf if alone else _needed("--inter-node", nominal),
             ranks_per_node=_needed("--gpus", ranks),
             host_memory_bytes=memory or q.size_bytes("--host-memory", _HOST_MEMORY),
         )
-        return with_rates(reported(found))
+        return with_rates(reported(hardware))
     from experiments.preflight.schema import Preflight, hardware_of  # records' schema: start-up
 
     measured = Preflight.read(file)
     others = {"nodes": count, "ranks_per_node": ranks, "host_memory_bytes": memory}
-    given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
-    found = replace(hardware_of(measured, gpu), **given)
+    overrides: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
+    hardware = replace(hardware_of(measured, gpu), **overrides)
     if nominal is not None:
-        return found.with_inter_bandwidth(LINK_EFFICIENCY * nominal)
-    if found.nodes > 1 and measured.links.inter_node_all_gather is None:
+        return hardware.with_inter_bandwidth(LINK_EFFICIENCY * nominal)
+    if hardware.nodes > 1 and measured.links.inter_node_all_gather is None:
         raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
-    return found
+    return hardware
 
 
 def _needed(option: str, value: _T | None) -> _T:

@@ -93,11 +93,11 @@ def run(
     on; 75 if a node is lost and 130 if interrupted (go on with --resume).
     """
     with terminal.stopping(ClusterError):
-        given = files.parse(changes or ())
+        settings = files.parse(changes or ())
         if instance is not None and (not dry_run or cluster not in (None, "rented")):
             raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
         rented = None if instance is None else rent.named(instance)
-        matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
+        matrices = [_read(name, cluster, settings, rented) for name in files.members(matrix)]
         names = Counter(Path(each.name).name for each in matrices)
         for name, count in names.items():
             if count > 1:  # their records would go to one folder
@@ -110,20 +110,20 @@ def run(
         if tracking.sweep_run() and cells_in_all > 1:
             raise ValueError(f"--only: a W&B sweep's run is of one cell, and not {cells_in_all}")
         resumed = resume or retry_failed
-        for each, cells, path in chosen:
-            here = each.cluster.can.make_nodes and not each.simulated
+        for expanded, cells, path in chosen:
+            here = expanded.cluster.can.make_nodes and not expanded.simulated
             if dry_run or here:
-                kept = RunDirectory(path).kept(each, retry_failed) if resumed else []
-                _check(each, cells, kept, rented, shown=dry_run)
+                finished = RunDirectory(path).kept(expanded, retry_failed) if resumed else []
+                _check(expanded, cells, finished, rented, shown=dry_run)
     if dry_run:
         return
     well = True
-    for each, cells, path in chosen:
-        with session.opened(each, path, resume=resumed, retry_failed=retry_failed) as opened:
+    for expanded, cells, path in chosen:
+        with session.opened(expanded, path, resume=resumed, retry_failed=retry_failed) as opened:
             directory, finished = opened
-            records = session.run_cells(each, cells, finished, directory, wandb=not no_wandb)
+            records = session.run_cells(expanded, cells, finished, directory, wandb=not no_wandb)
             drawn = session.finish(records, directory, wandb=not no_wandb)
-            reached = session.reach_reference(each, directory)
+            reached = session.reach_reference(expanded, directory)
         failed = any(record.state in RETRIED for record in records)
         well &= drawn and reached and not failed
     if not well:
@@ -137,36 +137,36 @@ def _read(
     read = partial(reader.read, name, changes=changes)
     if rented is None and cluster != "emulated":
         return read(kinds.override(cluster), simulated=cluster == "simulated")
-    own = read().cluster
+    spec = read().cluster
     if rented is not None:
-        return read(ClusterSpec(kind="rented", nodes=own.nodes, ranks_per_node=rented.gpus))
-    if isinstance(own, SimulatedSpec):
+        return read(ClusterSpec(kind="rented", nodes=spec.nodes, ranks_per_node=rented.gpus))
+    if isinstance(spec, SimulatedSpec):
         raise ValueError(
-            f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
-            f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
+            f"--cluster emulated: the matrix is for {spec.nodes} × {spec.ranks_per_node} simulated "
+            f"{spec.gpu}, whose cells this machine cannot train; allowed: simulated"
         )
-    return read(own.model_copy(update={"kind": "emulated"}))
+    return read(spec.model_copy(update={"kind": "emulated"}))
 
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
     """The matrices with the cells asked for; one without any is left out."""
-    every = [entry for matrix in matrices for entry in matrix.cells]
-    wanted = {entry.cell.id for entry in runner.select(every, only)}
-    found = [(matrix, [p for p in matrix.cells if p.cell.id in wanted]) for matrix in matrices]
-    return [(matrix, cells) for matrix, cells in found if cells]
+    entries = [entry for matrix in matrices for entry in matrix.cells]
+    ids = {entry.cell.id for entry in runner.select(entries, only)}
+    selected = [(matrix, [p for p in matrix.cells if p.cell.id in ids]) for matrix in matrices]
+    return [(matrix, cells) for matrix, cells in selected if cells]
 
 
 def _path(matrix: Matrix, output: Path | None, suite: bool) -> Path:
     """The directory of a matrix's records, logs and report."""
     if output is not None:
         return output / Path(matrix.name).name if suite else output
-    # One kind of evidence per directory: a cell has one id, whoever answers for it.
+    # One kind of evidence per directory: a cell has the same id whether it is run or simulated.
     apart = "-simulated" * (matrix.simulated and matrix.cluster.can.start_processes)
     return Path("runs") / f"{matrix.name}{apart}"
 
 
-#: Host memory of one rank's process beside what the simulator counts, in bytes: with modules that
-#: all ranks share it is about as much as it is without.
+#: Host memory of one rank's process beside what the simulator counts, in bytes: about as much
+#: whether ranks share imported modules or not.
 _PROCESS = 200e6
 
 
@@ -178,30 +178,30 @@ def _check(
     *,
     shown: bool,
 ) -> None:
-    """Refuse a cell that needs more memory than this machine has, as the simulator has it.
+    """Refuse a cell that needs more memory than this machine has, by the simulator's estimate.
 
-    Where they are ``shown``, list the cells: which would run, how long, and in how much memory.
-    With ``instance`` its nodes are such instances, and the total has the price of their steps.
+    If ``shown``, list the cells: which would run, how long, and in how much memory. With
+    ``instance`` the nodes are such instances, and the total has the price of their steps.
     """
     done = {record.cell_id: record.state for record in finished}
     running = [
         entry.cell for entry in cells if entry.skip_reason is None and entry.cell.id not in done
     ]
-    found = {cell.id: _estimate(cell, instance) for cell in running}
+    estimates = {cell.id: _estimate(cell, instance) for cell in running}
     if shown:
         for entry in cells:
             cell_id = entry.cell.id
-            if cell_id in found:
-                said = found[cell_id][0]
+            if cell_id in estimates:
+                status = estimates[cell_id][0]
             elif entry.skip_reason is not None:
-                said = f"skipped: {entry.skip_reason}"
+                status = f"skipped: {entry.skip_reason}"
             else:
-                said = f"has a record: {done[cell_id]}"
-            terminal.say_as_it_is(f"{cell_id}  {said}", "" if cell_id in found else "dim")
+                status = f"has a record: {done[cell_id]}"
+            terminal.say_as_it_is(f"{cell_id}  {status}", "" if cell_id in estimates else "dim")
         skipped = sum(entry.skip_reason is not None for entry in cells)
         steps = sum(cell.warmup_steps + cell.steps for cell in running)
         counts = f"{len(running)} cells to run, {steps} steps in all, {skipped} skipped"
-        known = [seconds for _, seconds, _ in found.values() if seconds is not None]
+        known = [seconds for _, seconds, _ in estimates.values() if seconds is not None]
         if known and not matrix.simulated:
             counts += f"; simulated, {clock(sum(known))} of steps"
             if instance is not None:
@@ -211,7 +211,7 @@ def _check(
         terminal.console().print(f"{matrix.name}: {counts}", style="bold", highlight=False)
     has = provenance.memory_bytes()
     most, largest = max(
-        ((here, cell_id) for cell_id, (_, _, here) in found.items()), default=(0.0, "")
+        ((here, cell_id) for cell_id, (_, _, here) in estimates.items()), default=(0.0, "")
     )
     if most > has:
         raise ValueError(
@@ -239,15 +239,15 @@ def _estimate(cell: Cell, instance: rent.Instance | None) -> tuple[str, float | 
         return why, None, 0.0
     hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:
-        found = predict(workload_of(cell), hardware)
+        prediction = predict(workload_of(cell), hardware)
     except ValueError as error:
         return f"is not simulated: {error}", None, 0.0
-    needs, cluster, here = found.footprint, cell.cluster, 0.0
+    needs, cluster, here = prediction.footprint, cell.cluster, 0.0
     memory = f"{sizes.written(needs.device_bytes)} per device"
     memory += f", {sizes.written(needs.host_bytes)} per host" if needs.host_bytes else ""
     if cluster.can.make_nodes:
-        each = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
-        here = cluster.nodes * each
+        per_node = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
+        here = cluster.nodes * per_node
         memory = f"{sizes.written(here)} of this machine"
-    seconds = found.step_seconds * (cell.warmup_steps + cell.steps)
-    return f"{found.step_seconds:.3g} s/step, {memory}", seconds, here
+    seconds = prediction.step_seconds * (cell.warmup_steps + cell.steps)
+    return f"{prediction.step_seconds:.3g} s/step, {memory}", seconds, here

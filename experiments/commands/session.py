@@ -71,11 +71,11 @@ def run_cells(
 ) -> list[Record]:
     """Run the cells that have no record yet, and show how far they are, on ``wandb`` too."""
     if not matrix.simulated and (busy := runner.look().why_busy):
-        said = (
+        warning = (
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
             "of the steps is shown as none"
         )
-        terminal.say_as_it_is(said, "yellow")
+        terminal.say_as_it_is(warning, "yellow")
     console = terminal.console()
     try:
         with Progress(matrix, cells, finished, console) as progress, ExitStack() as stack:
@@ -110,10 +110,10 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     if exported.mode != "disabled" and exported.whole:
         terminal.say("W&B", directory.wandb)
         if exported.mode == "offline" and directory.wandb.exists():
-            said = (
+            hint = (
                 f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
             )
-            terminal.say_as_it_is(said, "dim")
+            terminal.say_as_it_is(hint, "dim")
     return drawn
 
 
@@ -124,21 +124,21 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
     """
     if matrix.reference is None or matrix.simulated:
         return True
-    found = parity.compare(read(directory.records), matrix.reference)
-    for of in found:
+    parities = parity.compare(read(directory.records), matrix.reference)
+    for of in parities:
         for problem in of.problems:
             terminal.say_error(f"{of.record.cell_id}: {problem}")
-    well = sum(not of.problems for of in found)
+    well = sum(not of.problems for of in parities)
     terminal.console().print(
-        f"losses   {well} of {len(found)} cells reach {matrix.reference}'s", highlight=False
+        f"losses   {well} of {len(parities)} cells reach {matrix.reference}'s", highlight=False
     )
-    return well == len(found)
+    return well == len(parities)
 
 
 def draw(directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
-    given, records = str(directory.records), terminal.shown(directory.records)
-    reason = terminal.have_drawn(["report", given, "--output", str(directory.report)])
+    source, records = str(directory.records), terminal.shown(directory.records)
+    reason = terminal.have_drawn(["report", source, "--output", str(directory.report)])
     if reason is not None:
         terminal.say_error(f"the report could not be drawn: {reason}")
         terminal.say_error(f"try again with: python -m analysis report {records}")

@@ -63,7 +63,7 @@ def _runs(files: Sequence[Path], path: Path) -> Table:
     return table
 
 
-#: Columns of text that all but ids take.
+#: Width that all columns but that of ids take, in characters.
 _BESIDE_IDS = 50
 
 

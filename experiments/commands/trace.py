@@ -35,8 +35,8 @@ def trace(
         expanded = reader.read(matrix, simulated=True)
         chosen = [entry.cell for entry in runner.select(expanded.cells, only)]
         if len(chosen) > 1:
-            found = ", ".join(cell.id for cell in chosen[:3])
-            raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
+            examples = ", ".join(cell.id for cell in chosen[:3])
+            raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {examples}, …")
         SimulatedCluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = predict(workload_of(chosen[0]), cluster_of(chosen[0]))
         terminal.check_writable("--output", output)
@@ -44,6 +44,6 @@ def trace(
         written["otherData"]["cell"] = chosen[0].id
         output.write_text(json.dumps(written) + "\n", encoding="utf-8")
     short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
-    said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"
-    terminal.say_as_it_is(f"{said}; simulated{short}")
+    line = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"
+    terminal.say_as_it_is(f"{line}; simulated{short}")
     terminal.say("trace", output)

@@ -37,11 +37,11 @@ from simulation.emulated import (
 from simulation.hardware import Hardware
 from simulation.prediction import predict
 
-#: Predictions, as records, and each beside its step.
+#: Predictions as records, each with its comparison with the measured step.
 Compared = list[tuple[Record, Comparison]]
 
 
-#: The matrix whose cells show what this machine's constants are.
+#: The matrix to whose cells this machine's constants are fitted.
 CALIBRATION = "calibration"
 
 
@@ -122,12 +122,12 @@ def validate(
         known = _Known(constants, nodes)
         folders = results or [Path("results")]
         for file in (file for folder in folders for file in select.files(folder)):
-            found = _compare(read(file), known, file.parent, origin)
-            if found:
+            pairs = _compare(read(file), known, file.parent, origin)
+            if pairs:
                 predictions = file.with_name(select.PREDICTIONS)
-                compared[terminal.shown(file.parent)] = found
+                compared[terminal.shown(file.parent)] = pairs
                 terminal.check_writable("RESULTS", predictions)
-                files.write([predicted for predicted, _ in found], predictions)
+                files.write([predicted for predicted, _ in pairs], predictions)
     if not compared:
         where = ", ".join(map(str, folders))
         terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
@@ -157,14 +157,14 @@ def _compare(
     unknown = Counter(filter(None, (why_not_simulated(record.cell) for record in records)))
     for reason, count in unknown.items():
         terminal.say_error(f"{folder}: {count} cells are left out, each of which {reason}")
-    found = []
+    pairs = []
     for record in filter(known.knows, records):
         if record.measurement is None or why_not_simulated(record.cell):
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:
-            found.append(_predicted(record, step, known, origin))
-    return found
+            pairs.append(_predicted(record, step, known, origin))
+    return pairs
 
 
 def _predicted(
@@ -189,15 +189,15 @@ def _predicted(
 
 
 def _table(compared: dict[str, Compared]) -> Table:
-    """A row for each folder's cells with a link that was limited, and for those without."""
+    """A row for each folder's cells whose link was limited, and one for the others."""
     errors = ("median error of s/step", "largest")
     numbers = ("cells", *errors, "bytes agree", "counted/predicted")
     table = terminal.table(["records", "link"], numbers)
-    for folder, found in compared.items():
+    for folder, pairs in compared.items():
         for link in ("limited", "unshaped"):
             cells = [
-                each
-                for record, each in found
+                comparison
+                for record, comparison in pairs
                 if (record.cell.inter_bandwidth_bits_per_s is None) == (link == "unshaped")
             ]
             if not cells:

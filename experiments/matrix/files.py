@@ -64,34 +64,34 @@ def members(name_or_path: str) -> list[str]:
         folder = Path(name_or_path)
         if name_or_path in available() or not folder.is_dir():
             return [name_or_path]
-        found = sorted(str(file) for file in folder.iterdir() if file.suffix in _ENDINGS)
-        if not found:
+        paths = sorted(str(file) for file in folder.iterdir() if file.suffix in _ENDINGS)
+        if not paths:
             raise ValueError(f"MATRIX: the folder {name_or_path} holds no file that ends in .yaml")
-        return found
+        return paths
     return [name for name in available() if name.startswith(f"{name_or_path}/")]
 
 
-def parse(given: Sequence[str]) -> dict[str, Any]:
-    """Values by setting, of texts ``SETTING=VALUE``; values are YAML, a list makes an axis.
+def parse(texts: Sequence[str]) -> dict[str, Any]:
+    """Values by setting, from texts ``SETTING=VALUE``; values are YAML, and a list makes an axis.
 
     Raises ``ValueError`` naming the option.
     """
-    found: dict[str, Any] = {}
-    for text in given:
+    changes: dict[str, Any] = {}
+    for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name.strip():
             raise ValueError(f"--set: {text!r} is not a setting and its value, as in steps=10")
         try:
-            found[name.strip()] = yaml.safe_load(_quoted(value))
+            changes[name.strip()] = yaml.safe_load(_quoted(value))
         except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(
                 f"--set: {value[:80]!r} is not YAML, such as 10 or [host, disk]"
             ) from error
-    return found
+    return changes
 
 
 def applied(document: Document, changes: Mapping[str, Any]) -> Document:
-    """The document as if it said so; rules about values that are gone, or that they set, go too."""
+    """The document with these changes, without rules about values that they remove or set."""
     if not changes or not isinstance(document.values, dict):
         return document
     values = dict(document.values)
@@ -110,15 +110,15 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
     values |= {"axes": axes, "workload": workload}
     for section in ("skip", "overrides"):
         rules = [_changed(rule, changes) for rule in values.pop(section, ())]
-        if kept := [rule for rule in rules if rule]:
-            values[section] = kept
+        if remaining := [rule for rule in rules if rule]:
+            values[section] = remaining
     if not workload:
         del values["workload"]
     return replace(document, values=values, given_by=given_by)
 
 
 def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:
-    """A rule that still says something; ``None`` if nothing of it is left."""
+    """The rule without what the changes replace; ``None`` if nothing of it is left."""
     if not isinstance(rule, dict) or not isinstance(rule.get("when"), dict):
         return rule  # the reader says what is wrong with it
     when = dict(rule["when"])
@@ -146,10 +146,10 @@ def _quoted(value: str) -> str:
 
 
 class Sections(Document):
-    """Reads its document; a mistake is a ``ValueError`` with the file, the line and the key."""
+    """Checked access to a document; a mistake is a ``ValueError`` with file, line and key."""
 
     def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
-        """The mapping at ``path`` as a ``kind``, of which ``added`` is not for the file to give."""
+        """The mapping at ``path`` as a ``kind``, whose fields in ``added`` a file must not have."""
         section = self.at(path)
         if not isinstance(section, dict) or not section:
             self.fail(path, f"{section!r} is not a mapping with at least one key")
@@ -183,5 +183,5 @@ def explain(value: object, message: str) -> str:
     hint = ""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
         hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
-    message = message.removeprefix("Value error, ")  # what a validator of our own says
+    message = message.removeprefix("Value error, ")  # of our own validators
     return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"

@@ -28,9 +28,9 @@ from simulation.files import Strict
 from simulation.yaml_lines import Document, KeyPath, load
 
 _FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
-#: Fields of a simulated cluster, which is what a cell wants it to be.
+#: Fields of a simulated cluster that a file may give cell by cell.
 _OF_CLUSTER = ("nodes", "inter_efficiency")
-#: Settings that a file may give cell by cell; matrix and cluster are the same for all of them.
+#: All settings that a file may give so; matrix and cluster are the same for all cells.
 SETTINGS = (
     *_OF_CLUSTER,
     *(
@@ -40,7 +40,7 @@ SETTINGS = (
     ),
     *registry.setting_names(),
 )
-#: A micro-batch: the largest that the simulator finds to fit, or 1 if none does.
+#: Value of ``micro_batch``: the largest that fits by the simulator, or 1 if none does.
 _LARGEST = "max"
 
 
@@ -62,7 +62,7 @@ class _Override(Strict):
 
 
 class MatrixFile(Strict):
-    """The keys of a matrix file; what stands in them is read where it is known what it may be."""
+    """The keys of a matrix file; their values are checked later, where their types are known."""
 
     name: str
     description: str
@@ -78,7 +78,7 @@ class MatrixFile(Strict):
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """A cell of a matrix, and why it is not run if it is not."""
+    """A cell of a matrix, and the reason why it is skipped, if it is."""
 
     cell: Cell
     skip_reason: str | None
@@ -92,7 +92,7 @@ class Matrix:
     description: str
     cluster: AnyCluster
     cells: tuple[MatrixCell, ...]
-    #: Whether they are simulated, on whatever cluster they are.
+    #: Whether its cells are simulated, whatever the kind of the cluster.
     simulated: bool = False
     #: The strategy whose losses all others must reach, if they are to be compared.
     reference: str | None = None
@@ -112,7 +112,7 @@ class _Value:
     path: KeyPath
 
 
-#: Values of settings, by which a rule says what cells it is about.
+#: Values by setting: a rule applies to the cells that have them.
 _When = Mapping[str, Sequence[Any]]
 
 
@@ -125,8 +125,8 @@ def read(
 ) -> Matrix:
     """Read a matrix file and expand it to its cells, for another cluster than its own if given.
 
-    With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
-    no reason to skip one. ``changes`` are settings and their values in place of the file's.
+    With ``simulated`` cells are simulated, whatever the cluster: what this machine lacks is then no
+    reason to skip one. ``changes`` are settings and their values in place of the file's.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
@@ -150,17 +150,17 @@ class _Expansion:
             self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._workloads = Workloads(self._file, folder)
-        #: Values of each setting: of a constant there is one.
-        self._given = {name: self._values(("axes", name), SETTINGS) for name in self._top.axes}
+        #: Values of each setting; a constant has one.
+        self._settings = {name: self._values(("axes", name), SETTINGS) for name in self._top.axes}
         constants = self._single_values(("workload",), SETTINGS) if self._top.workload else {}
-        for setting in constants.keys() & self._given.keys():
+        for setting in constants.keys() & self._settings.keys():
             self._file.fail(("workload", setting), "is an axis already; keep one of the two")
-        self._given |= {name: [value] for name, value in constants.items()}
+        self._settings |= {name: [value] for name, value in constants.items()}
         for field, info in Cell.model_fields.items():
             setting = FILE_NAMES.get(field, field)
-            if setting in SETTINGS and info.is_required() and setting not in self._given:
+            if setting in SETTINGS and info.is_required() and setting not in self._settings:
                 self._file.fail((), f"{setting} is missing; give it in workload or in axes")
-        strategies = [each.value for each in self._given["strategy"]]
+        strategies = [each.value for each in self._settings["strategy"]]
         self._require_a_strategy_for_each(strategies)
         if self._top.reference is not None:
             problem = "not in this matrix:"
@@ -176,10 +176,10 @@ class _Expansion:
 
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
-        order = sorted(self._given, key=lambda setting: setting == "strategy")
+        order = sorted(self._settings, key=lambda setting: setting == "strategy")
         cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
-        for values in itertools.product(*(self._given[setting] for setting in order)):
+        for values in itertools.product(*(self._settings[setting] for setting in order)):
             assignment = dict(zip(order, values, strict=True))
             reasons = (reason for reason, when in self._skips if _matches(when, assignment))
             cell = self._cell(assignment)
@@ -202,7 +202,7 @@ class _Expansion:
         )
 
     def _repeated(self, cells: list[MatrixCell]) -> Iterator[MatrixCell]:
-        """All cells, and again in reverse, in turn: a drift meets none more than others."""
+        """All cells, again and again in alternating order: a drift meets none more than others."""
         yield from cells
         running = [entry for entry in cells if entry.skip_reason is None]
         for repeat in range(1, 1 if self._simulated else self._top.repeats):
@@ -214,13 +214,13 @@ class _Expansion:
         for change, when in self._overrides:
             if _matches(when, assignment):
                 settings.update(change)
-        fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
+        fields = {_FIELD_NAMES.get(name, name): setting.value for name, setting in settings.items()}
         largest = fields["micro_batch"] == _LARGEST
         if largest:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
         cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
-        paths = {name: given.path for name, given in settings.items()}
+        paths = {name: setting.path for name, setting in settings.items()}
         fields["origin"] = self._workloads.origin(fields["model"], paths)
         fields["model"] = self._workloads.models[fields["model"]]
         try:
@@ -246,11 +246,11 @@ class _Expansion:
         return self._file.spec(ClusterSpec, ("cluster",))
 
     def _values(self, path: KeyPath, allowed: Iterable[str]) -> list[_Value]:
-        """Values of a setting that has a list of them, each once, or one."""
+        """Values of a setting: those of a list, without duplicates, or a single one."""
         self._file.one_of(path[-1], allowed, path, "unknown key")
-        given = self._file.at(path)
+        node = self._file.at(path)
         values: list[_Value] = []
-        for place in [(*path, i) for i in range(len(given))] if isinstance(given, list) else [path]:
+        for place in [(*path, i) for i in range(len(node))] if isinstance(node, list) else [path]:
             item = self._file.at(place)
             value = self._value(str(path[-1]), item, place)
             if value in (earlier.value for earlier in values):
@@ -270,8 +270,8 @@ class _Expansion:
         """Fail for a setting that no strategy of the matrix has."""
         have = {name for each in strategies for name in registry.find(each).settings.model_fields}
         for section in ("axes", "workload"):
-            given = getattr(self._top, section) or ()
-            for name in set(given) & {*registry.setting_names()} - have:
+            keys = getattr(self._top, section) or ()
+            for name in set(keys) & {*registry.setting_names()} - have:
                 others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
@@ -307,8 +307,8 @@ class _Expansion:
     def _when(self, path: KeyPath) -> _When:
         when: dict[str, list[Any]] = {}
         for setting in self._file.at(path):
-            values = self._values((*path, setting), self._given)
-            known = [each.value for each in self._given[setting]]
+            values = self._values((*path, setting), self._settings)
+            known = [each.value for each in self._settings[setting]]
             for each in values:
                 if each.value not in known:
                     problem = f"{self._file.at(each.path)!r} is not a value of {setting}"
@@ -322,7 +322,7 @@ def _matches(when: _When, assignment: Mapping[str, _Value]) -> bool:
 
 
 def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:
-    """The limit of a link, if a cluster of such rates can set it."""
+    """The limit of a link. Raises ``ValueError`` if a cluster with these rates cannot set it."""
     if bits_per_s is None or rates is None or rates[0] <= bits_per_s <= rates[1]:
         return bits_per_s
     lowest, highest = (quantities.format_link(rate) for rate in rates)

@@ -1,4 +1,4 @@
-"""The models, data and losses of a matrix file: what can be checked of them without torch."""
+"""The models, data and losses of a matrix file, checked as far as torch is not needed."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,17 @@ _NETWORKS: dict[Any, type[workload.ImageModel | ModelSpec]] = {
     "convolutional": workload.Convolutional,
     "resnet": workload.ResNet,
 }
-#: Files, of which a name on the hub has one: of pretrained weights, and of tokenizers.
+#: Files of pretrained weights and of tokenizers, of which a repository on the hub has one.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
-#: Settings whose mistakes may show on nodes alone.
+#: Settings whose mistakes may first show on nodes.
 _FROM_ELSEWHERE = ("data", "loss", "objective")
 #: Keys that decide nothing of the model, and change with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
 
 class Workloads:
-    """Reads what of a matrix file's workload comes from elsewhere.
+    """Reads the parts of a matrix file's workload that are not built in.
 
     A mistake raises ``ValueError`` with the file, the line and the key.
     """
@@ -49,7 +49,7 @@ class Workloads:
         folder = folder.resolve()
         inside = folder.is_relative_to(ROOT)
         self._folder = str(folder.relative_to(ROOT) if inside else folder)
-        #: The file's models by name, and where those are that are not built in.
+        #: The file's models by name, and the places of those that are not built in.
         self.models: dict[str, workload.AnyModel] = {}
         self._from_elsewhere: dict[str, KeyPath] = {}
         for i in range(len(file.at(("models",)))):
@@ -62,17 +62,17 @@ class Workloads:
 
     def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
-        given = section if isinstance(section, dict) else {}
-        if "function" in given:
+        keys = section if isinstance(section, dict) else {}
+        if "function" in keys:
             model = self._file.spec(workload.OwnModel, path)
             self._has_module(model.function, (*path, "function"))
             return model
-        if "config" in given:
+        if "config" in keys:
             return self._configured(path)
-        if "family" in given:
+        if "family" in keys:
             families = (*get_args(Family), *_NETWORKS)
-            self._file.one_of(given["family"], families, (*path, "family"), "unknown family")
-        return self._file.spec(_NETWORKS.get(given.get("family"), ModelSpec), path)
+            self._file.one_of(keys["family"], families, (*path, "family"), "unknown family")
+        return self._file.spec(_NETWORKS.get(keys.get("family"), ModelSpec), path)
 
     def data(self, path: KeyPath) -> workload.AnyData:
         section = self._file.at(path)
@@ -105,9 +105,9 @@ class Workloads:
     def objective(self, path: KeyPath) -> objectives.AnyObjective:
         section = self._file.at(path)
         if isinstance(section, dict) and "function" in section:
-            own = self._file.spec(objectives.OwnObjective, path)
-            self._has_module(own.function, (*path, "function"))
-            return own
+            spec = self._file.spec(objectives.OwnObjective, path)
+            self._has_module(spec.function, (*path, "function"))
+            return spec
         if not isinstance(section, dict) or "kind" not in section:
             self._file.fail(path, f"{section!r} is not a mapping such as {{kind: dpo}}")
         self._file.one_of(section["kind"], OBJECTIVES, (*path, "kind"), "unknown objective")
@@ -125,7 +125,7 @@ class Workloads:
         return self._file.spec(_OPTIMIZERS[section["kind"]], path)
 
     def origin(self, model: str, settings: Mapping[str, KeyPath]) -> workload.Origin:
-        """Where the file gives what of a cell's workload comes from elsewhere."""
+        """Places in the file of the parts of a cell's workload that are not built in."""
         paths = {name: settings[name] for name in _FROM_ELSEWHERE if name in settings}
         if model in self._from_elsewhere:
             paths["model"] = self._from_elsewhere[model]
@@ -142,32 +142,32 @@ class Workloads:
         # Before anything is fetched.
         model = self._file.spec(workload.ConfiguredModel, path, configuration={})
         source = self._path_or_name(config, place)
-        given = self._path(config)
+        local = self._path(config)
         try:
-            read = shapes.read(given if workload.is_path(source) else source)
+            read = shapes.read(local if workload.is_path(source) else source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):
             self._file.fail(place, f"{config} says no model_type")
-        said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
+        configuration = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
         if model.weights == "pretrained" and workload.is_path(source):
-            folder = given if given.is_dir() else given.parent
+            folder = local if local.is_dir() else local.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
         elif model.weights == "pretrained":
             self._is_on_hub(source, _WEIGHTS, (*path, "weights"))
-        return model.model_copy(update={"config": source, "configuration": said})
+        return model.model_copy(update={"config": source, "configuration": configuration})
 
     def _images(self, path: KeyPath) -> workload.Images:
-        given = self._file.spec(workload.Images, path)
-        if given.images == "digits":
-            if given.folder is not None:
+        images = self._file.spec(workload.Images, path)
+        if images.images == "digits":
+            if images.folder is not None:
                 self._file.fail((*path, "folder"), "is not for digits, which scikit-learn brings")
-        elif given.folder is None:
-            self._file.fail(path, f"folder is missing: the one that {given.images} lies in")
-        elif not self._path(given.folder).is_dir():
-            self._no_file(given.folder, (*path, "folder"))
-        return given
+        elif images.folder is None:
+            self._file.fail(path, f"folder is missing: the one that {images.images} lies in")
+        elif not self._path(images.folder).is_dir():
+            self._no_file(images.folder, (*path, "folder"))
+        return images
 
     def _from(self, source: str, path: KeyPath) -> workload.AnyText:
         if source == "library":
@@ -192,25 +192,25 @@ class Workloads:
         return lines
 
     def _existing_file(self, path: KeyPath) -> Path:
-        given = self._file.at(path)
-        if not isinstance(given, str):
-            self._file.fail(path, f"{given!r} is not text")
-        file = self._path(given)
+        name = self._file.at(path)
+        if not isinstance(name, str):
+            self._file.fail(path, f"{name!r} is not text")
+        file = self._path(name)
         if file.is_dir():
-            self._file.fail(path, f"{given} is a folder, not a file")
+            self._file.fail(path, f"{name} is a folder, not a file")
         if not file.is_file():
-            self._no_file(given, path)
+            self._no_file(name, path)
         if not file.stat().st_size:
-            self._file.fail(path, f"{given} is empty")
+            self._file.fail(path, f"{name} is empty")
         return file
 
-    def _path_or_name(self, given: str, path: KeyPath) -> str:
-        """A path that is there, as ``is_path`` knows paths; else what may be a name on the hub."""
-        if self._path(given).exists():
-            return given if workload.is_path(given) else f"./{given}"
-        if workload.is_path(given) or given.endswith(".json") or given.count("/") > 1:
-            self._no_file(given, path)
-        return given
+    def _path_or_name(self, text: str, path: KeyPath) -> str:
+        """An existing path, as ``is_path`` knows paths; else what may be a name on the hub."""
+        if self._path(text).exists():
+            return text if workload.is_path(text) else f"./{text}"
+        if workload.is_path(text) or text.endswith(".json") or text.count("/") > 1:
+            self._no_file(text, path)
+        return text
 
     def _is_on_hub(self, name: str, files: Sequence[str], path: KeyPath) -> None:
         try:
@@ -218,11 +218,11 @@ class Workloads:
         except ValueError as error:
             self._file.fail(path, str(error))
 
-    def _no_file(self, given: str, path: KeyPath) -> NoReturn:
-        self._file.fail(path, f"there is no file or folder {given} beside this matrix file")
+    def _no_file(self, name: str, path: KeyPath) -> NoReturn:
+        self._file.fail(path, f"there is no file or folder {name} beside this matrix file")
 
-    def _path(self, given: str) -> Path:
-        return workload.Origin(folder=self._folder).path(given)
+    def _path(self, text: str) -> Path:
+        return workload.Origin(folder=self._folder).path(text)
 
     def _has_module(self, function: str, path: KeyPath) -> None:
         module = function.partition(":")[0]

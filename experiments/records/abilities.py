@@ -1,4 +1,4 @@
-"""Abilities of clusters, by their kind: who wants to know asks for that, never for the kind."""
+"""Abilities of each kind of cluster: code asks for an ability, never for a kind."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from typing import Literal
 Evidence = Literal["measured", "emulated", "simulated"]
 Kind = Literal["emulated", "rented", "simulated"]
 
-#: Bits per second between which shaping works: below, a frame takes seconds; above, the rate in
-#: bytes per second no longer fits the 32 bits of the kernel's message.
+#: Range of rates that traffic shaping can set, in bits per second: below, a frame takes seconds;
+#: above, the rate in bytes per second no longer fits the 32 bits of the kernel's message.
 LOWEST_RATE = 10_000
 HIGHEST_RATE = 8 * (2**32 - 1)
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of one kind of cluster: those that are said."""
+    """The abilities of one kind of cluster; it lacks those that are not set."""
 
     #: How the figures of its records are obtained.
     evidence: Evidence
-    #: Limit the links between nodes to a bandwidth of the cell's.
+    #: Whether it limits the links between nodes to the cell's bandwidth.
     limit_links: bool = False
-    #: Start the processes of a cell's ranks; what starts none predicts them.
+    #: Whether it starts the processes of a cell's ranks; cells are simulated otherwise.
     start_processes: bool = False
-    #: Start processes beside the ranks, each on a machine of its own.
+    #: Whether it starts processes beside the ranks, each on a machine of its own.
     start_extra: bool = False
-    #: Make the nodes themselves, from network namespaces, which takes rights.
+    #: Whether it makes its nodes from network namespaces, which takes privileges.
     make_nodes: bool = False
-    #: Say what hardware its nodes have, so that cells can be simulated on it.
+    #: Whether the hardware of its nodes is known, so that cells can be simulated on it.
     describe_hardware: bool = False
-    #: Bits per second between which it limits links, if only between some.
+    #: Range of rates that it can limit links to, in bits per second; ``None``: any.
     rates: tuple[int, int] | None = None
 
 

@@ -40,7 +40,7 @@ from simulation.transformer import ModelSpec, Tuning
 if TYPE_CHECKING:
     from simulation.imitated.records import Case
 
-#: A matrix's: that of its suite, if it is in one, a slash, and its own.
+#: Name of a matrix, after that of its suite and a slash if it is in one.
 MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
@@ -71,8 +71,8 @@ class ClusterSpec(_Nodes):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
     kind: Annotated[Literal["emulated", "rented"], _run("Cluster")] = "emulated"
-    #: Groups of as many consecutive nodes each; links between them have a limit of their own, and
-    #: counters. Emulated clusters only.
+    #: Number of groups of consecutive nodes, all of one size; links between groups have a limit and
+    #: counters of their own. Emulated clusters only.
     groups: Annotated[_Count, _later("Groups of nodes", place="run")] = 1
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
@@ -93,11 +93,10 @@ class ClusterSpec(_Nodes):
 
 
 class SimulatedSpec(_Nodes):
-    """A cluster that need not exist: nodes of one kind of GPU, simulated.
+    """A simulated cluster of nodes with one kind of GPU, of those in ``simulation.hardware``.
 
-    ``simulation.hardware`` knows the GPUs. The link between nodes is the
-    cell's bandwidth, of which ``inter_efficiency`` is reached, or ``link_efficiency`` as of the
-    links inside a node.
+    Between nodes ``inter_efficiency`` of the cell's bandwidth is reached; where it is ``None``,
+    ``link_efficiency``, as inside a node.
     """
 
     kind: Annotated[Literal["simulated"], _run("Cluster")]
@@ -122,7 +121,7 @@ class SimulatedSpec(_Nodes):
 AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
 
 
-#: How matrix files name a field of a cell, where it is not by the field's own name.
+#: Keys of matrix files for fields of a cell that have another name there.
 FILE_NAMES = {
     "inter_bandwidth_bits_per_s": "inter_bandwidth",
     "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
@@ -130,7 +129,7 @@ FILE_NAMES = {
 }
 
 
-#: Engines whose strategies are called as models between steps too.
+#: Engines whose model can also be called outside of a training step.
 _WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
 
 
@@ -149,19 +148,19 @@ class Cell(Strict):
     inter_bandwidth_bits_per_s: Annotated[int | None, _link("Link", place="axis", always=True)] = (
         Field(gt=0)
     )
-    #: The same of what each node sends to other groups, where a cluster has several.
+    #: Limit of what each node sends to other groups, where a cluster has several.
     inter_group_bandwidth_bits_per_s: Annotated[
         int | None, _link("Link between groups", in_id="later")
     ] = Field(default=None, gt=0)
-    #: Tokens per sequence; of images, each of which counts as one token, 1.
+    #: Tokens per sequence; 1 for images, each of which counts as one token.
     sequence_length: Annotated[_Count, Setting("Sequence", learns=True)] = 1
     #: Sequences, or images, per rank and micro-batch.
     micro_batch: Annotated[_Count, Setting("Micro-batch", learns=True)]
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[_Count, Setting("Accumulation", learns=True)]
-    #: Type of gathered parameters and of compute; those that are stepped are float32.
+    #: Type of gathered parameters and of compute; the optimizer steps float32 parameters.
     dtype: Annotated[DType, Setting("Type", learns=True)]
-    #: Choices that its strategy leaves, of the type that ``baselines.registry`` names.
+    #: Settings of its strategy, of the type that ``baselines.registry`` has for it.
     settings: Annotated[SerializeAsAny[Settings], Parts()] = Field(
         default=Settings(), validate_default=True
     )
@@ -169,8 +168,8 @@ class Cell(Strict):
     recomputed: Annotated[float, Field(ge=0, le=1), _later("Recomputed")] = 0.0
     #: Rank of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[_Count, Setting("LoRA rank", place="model", learns=True)]
-    #: Type in which frozen parameters are held: float32, or that of a user's own model; or
-    #: bfloat16, where ``dtype`` is.
+    #: Type of frozen parameters: float32, or what a user's own model has; bfloat16 only where
+    #: ``dtype`` is bfloat16 too.
     frozen_dtype: Annotated[DType, _later("Frozen type", learns=True)] = "float32"
     learning_rate: Annotated[_Above, Setting("Learning rate", learns=True)]
     optimizer: Annotated[AnyOptimizer, _later("Optimizer", learns=True)] = AdamW()
@@ -187,18 +186,18 @@ class Cell(Strict):
     )
     #: Computation of a step: losses alone, or post-training around them.
     objective: Annotated[AnyObjective, _later("Objective", learns=True)] = CausalLM()
-    #: Sequences of the data's end, or images, on which the model is measured after training.
+    #: Sequences at the end of the data, or images, on which the trained model is evaluated.
     held_out: Annotated[_Natural, _later("Held-out examples", learns=True)] = 0
-    #: Steps between measurements on them, the last of which is after training; 0: that one alone.
-    #: Times and bytes then leave out what is fetched, or waited for, by then.
+    #: Steps between evaluations on them, the last of which is after training; 0: only that one.
+    #: Times and bytes of steps leave out what evaluations have fetched or waited for.
     held_out_every: Annotated[_Natural, _later("Held out every", "incidental")] = 0
-    #: Whether one step more is trained under torch's profiler; a simulated cell has `trace`.
+    #: Whether one more step is trained under torch.profiler; simulated cells have `trace`.
     profile: Annotated[bool, _later("Profiled", "incidental")] = False
-    #: Steps between checkpoints, from which a cell goes on whose ranks were ended; 0: none. For
-    #: strategies over FCDP's cache, where nodes share the folder.
+    #: Steps between checkpoints, from which a cell resumes if its ranks were ended; 0: none. For
+    #: strategies with FCDP's cache, on nodes that share the folder.
     checkpoint_every: Annotated[_Natural, _later("Checkpoint every", "incidental")] = 0
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
-    #: Which repetition of the cell it is, of those that its matrix wants.
+    #: Index of this repetition, of those that its matrix asks for.
     repeat: Annotated[_Natural, _later("Repetition", "incidental")] = 0
     #: Seconds after which a cell is ended.
     timeout_s: Annotated[_Above, Setting("Time limit", "incidental", in_id="never")]
@@ -214,8 +213,8 @@ class Cell(Strict):
     @classmethod
     def _are_its_strategys(cls, value: Any, info: ValidationInfo) -> Settings:
         kind = registry.find(str(info.data.get("strategy"))).settings
-        given = value.model_dump() if isinstance(value, Settings) else value
-        return value if type(value) is kind else kind.model_validate(given)
+        fields = value.model_dump() if isinstance(value, Settings) else value
+        return value if type(value) is kind else kind.model_validate(fields)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cell:
@@ -225,18 +224,18 @@ class Cell(Strict):
         return self
 
     @classmethod
-    def of(cls, **given: Any) -> Cell:
-        """A cell of its fields and, beside them, settings of strategies.
+    def of(cls, **values: Any) -> Cell:
+        """Make a cell of its fields and of settings of strategies.
 
-        Those that its own strategy does not have are left out: a matrix has one value of each for
+        Settings that its strategy does not have are left out: a matrix has one value of each for
         all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
         """
         of_strategies = registry.setting_names()
-        cluster = given["cluster"]
+        cluster = values["cluster"]
         nodes = cluster.get("nodes") if isinstance(cluster, dict) else cluster.nodes
-        settings = registry.find(given["strategy"]).chosen(given, nodes=nodes)
-        given = {name: value for name, value in given.items() if name not in of_strategies}
-        return cls.model_validate({**given, "settings": settings}, strict=True)
+        settings = registry.find(values["strategy"]).chosen(values, nodes=nodes)
+        values = {name: value for name, value in values.items() if name not in of_strategies}
+        return cls.model_validate({**values, "settings": settings}, strict=True)
 
     @classmethod
     def of_case(cls, case: Case) -> Cell:
@@ -268,8 +267,8 @@ class Cell(Strict):
     @property
     def extra(self) -> tuple[ExtraProcess, ...]:
         """Processes that its strategy and its objective need beside the ranks."""
-        own = self.objective.extra if isinstance(self.objective, GRPO) else ()
-        return (*registry.find(self.strategy).extra, *own)
+        of_objective = self.objective.extra if isinstance(self.objective, GRPO) else ()
+        return (*registry.find(self.strategy).extra, *of_objective)
 
     @property
     def deepspeed(self) -> Pin:
@@ -284,19 +283,19 @@ class Cell(Strict):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Choices for its strategy other than the defaults, in words, for comparisons."""
-        every = described(type(self))
+        """Settings of its strategy that are not the defaults, in words, for comparisons."""
+        by_name = described(type(self))
         return tuple(
-            every[name].written(value)
+            by_name[name].written(value)
             for name, value in self.settings
             if name != "deepspeed"  # the variant has it
-            and every[name].setting.in_id != "never"
+            and by_name[name].setting.in_id != "never"
             and value != type(self.settings).model_fields[name].default
         )
 
     @property
     def subject(self) -> str:
-        """The strategy with all that it chooses, as it is compared."""
+        """The variant with its choices, as it is compared."""
         return " ".join((self.variant, *self.choices))
 
     @property
@@ -320,11 +319,11 @@ class Cell(Strict):
         )
 
     def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
-        """All fields as JSON has them, the settings of its strategy among them."""
-        found: dict[str, Any] = {}
+        """All fields as JSON has them, the settings of its strategy on the same level."""
+        fields: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json", exclude=exclude).items():
-            found |= value if name == "settings" else {name: value}
-        return found
+            fields |= value if name == "settings" else {name: value}
+        return fields
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,6 +1,6 @@
-"""A cell's speed beside another's: what is compared with what, and as far as their rounds tell.
+"""Comparisons of cells' speeds: which cells are compared, and how sure their ratio is.
 
-Speed is the median of rounds, and so are its spread and its interval of rounds: one step of a round
+A speed is the median of rounds, and its spread and interval are of rounds: one step of a round
 waits for what the others do not. Where all steps are alike, each is a round.
 """
 
@@ -15,15 +15,15 @@ from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 
-#: A cell's interval misses the median of such rounds in one of as many cases at most, whatever
-#: their distribution; a quotient's, from end to end, as rarely where one cell's noise is most of
-#: it, and else more rarely.
+#: A cell's interval misses the true median in at most one of so many cases, whatever the
+#: distribution of rounds. The interval of a ratio, made of both cells' ends, misses it as rarely
+#: where most of the noise is one cell's, and more rarely elsewhere.
 ONE_IN = 20
-#: Fewer rounds are wholly on one side of the median more often than that: they decide nothing.
+#: Fewest rounds that decide: fewer are all on one side of the median more often than that.
 FEWEST = 6
 
-#: Subjects of cells, the first that is there, and what columns call each: ZeRO-3 as it ships, then
-#: this library without its cache, then with its defaults.
+#: Subjects that others are compared with, the first of those that ran, and their names in columns:
+#: ZeRO-3 as it ships, then this library without its cache, then with its defaults.
 REFERENCES: Mapping[str, str] = {
     "deepspeed-zero3": "ZeRO-3",
     "fsdp2": "FSDP2",
@@ -37,9 +37,9 @@ _Range = tuple[float, float]
 
 @cache
 def left_out(rounds: int) -> int:
-    """The number of rounds at each end beyond a cell's interval: none, of few rounds.
+    """The number of rounds at each end that lie outside a cell's interval; 0 for few rounds.
 
-    The sign test's: of ``n`` rounds, as many are below their distribution's median as heads fall.
+    By the sign test: as many rounds are below their distribution's median as coins show heads.
     """
     scale = lgamma(rounds + 1) - rounds * log(2) + log(2 * ONE_IN)
     tail = 0.0
@@ -51,7 +51,7 @@ def left_out(rounds: int) -> int:
 
 
 def interval(seconds: Sequence[float]) -> _Range:
-    """The two rounds between which their median lies, as sure as ``ONE_IN`` says; of few, all."""
+    """The two rounds between which the median lies, as surely as ``ONE_IN`` says; of few, all."""
     ordered, out = sorted(seconds), left_out(len(seconds))
     return ordered[out], ordered[~out]
 
@@ -74,13 +74,13 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Times as fast, in tokens per second; ``None`` where either has no speed."""
-        own, other = self.of.tokens_per_s, self.over and self.over.tokens_per_s
-        return own / other if own and other else None
+        """How many times as fast, by tokens per second; ``None`` where either has no speed."""
+        speed, baseline = self.of.tokens_per_s, self.over and self.over.tokens_per_s
+        return speed / baseline if speed and baseline else None
 
     @property
     def interval(self) -> _Range | None:
-        """The ends of the ratio: each of one cell's over the other of the other's."""
+        """The interval of the ratio: the ends of one cell's over the other ends of the other's."""
         if self.ratio is None:
             return None
         (low, high), (least, most) = map(interval, self._rounds)
@@ -90,22 +90,22 @@ class Comparison:
 
     @property
     def timed(self) -> bool:
-        """Whether clocks were read: what is simulated is as it is."""
+        """Whether both were timed by clocks: simulated times have no noise."""
         return "simulated" not in (self.of.evidence, self.over and self.over.evidence)
 
     @property
     def rounds(self) -> int:
-        """The fewest of both cells."""
+        """The number of rounds of the cell that has fewer."""
         return min(map(len, self._rounds), default=0)
 
     @property
     def decides(self) -> bool:
-        """Whether its interval is one, rather than all of too few rounds."""
+        """Whether there are rounds enough for an interval, or no noise."""
         return self.rounds >= FEWEST or not self.timed
 
     @property
     def differs(self) -> bool:
-        """Whether one is the faster: 1 is beyond the interval."""
+        """Whether one cell is faster: 1 is outside of the interval."""
         return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
 
     @property
@@ -116,7 +116,7 @@ class Comparison:
 
 def few(comparisons: Iterable[Comparison]) -> str | None:
     """A warning about comparisons of few rounds; ``None`` where there is none."""
-    count = sum(one.ratio is not None and not one.decides for one in comparisons)
+    count = sum(pair.ratio is not None and not pair.decides for pair in comparisons)
     if not count:
         return None
     return (
@@ -128,29 +128,29 @@ def few(comparisons: Iterable[Comparison]) -> str | None:
 def paired(
     ours: Iterable[_T], theirs: Iterable[_T], alike: Callable[[_T], Hashable]
 ) -> Iterator[tuple[_T, _T]]:
-    """Each of ours with the last of theirs that ``alike`` says the same of; no others."""
-    by = {alike(other): other for other in theirs}
-    return ((one, by[key]) for one in ours if (key := alike(one)) in by)
+    """Pairs of each of ours and the last of theirs with the same value of ``alike``; no others."""
+    by_key = {alike(item): item for item in theirs}
+    return ((item, by_key[key]) for item in ours if (key := alike(item)) in by_key)
 
 
-def grouped(every: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """Group those that ``alike`` says the same of, in the order of the first of each."""
-    found: dict[Hashable, list[_T]] = {}
-    for one in every:
-        found.setdefault(alike(one), []).append(one)
-    return list(found.values())
+def grouped(items: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """Groups of items with the same value of ``alike``, in the order of the first of each."""
+    by_key: dict[Hashable, list[_T]] = {}
+    for item in items:
+        by_key.setdefault(alike(item), []).append(item)
+    return list(by_key.values())
 
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
-    """Cells that may be compared, in the order of the first of each."""
+    """Groups of records that may be compared, in the order of the first of each."""
     of_matrices = grouped(records, lambda record: record.cell.matrix)
     return [group for matrix in of_matrices for group in grouped(matrix, _condition(matrix))]
 
 
 def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
-    """Settings that cells must share to be compared, among these of one matrix.
+    """Return a function from a record to the values that comparable records of this matrix share.
 
-    Not the micro-batch where each strategy has its own: in simulations, the largest that fits.
+    Without the micro-batch where each strategy has its own: in simulations, the largest that fits.
     """
     names = settings.names(Cell, "condition")
     ran = [record for record in matrix if record.state != "skipped"]
@@ -162,8 +162,8 @@ def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
     return lambda record: (record.evidence, *settings.values(record.cell, names).values())
 
 
-def reference(records: Iterable[Record], wanted: str | None = None) -> Record | None:
-    """The cell that others are compared with: the subject that is wanted, else a usual one.
+def reference(records: Iterable[Record], subject: str | None = None) -> Record | None:
+    """The cell that others are compared with: that of ``subject``, else of ``REFERENCES``.
 
     ``None`` where none of these ran to its end.
     """
@@ -171,19 +171,19 @@ def reference(records: Iterable[Record], wanted: str | None = None) -> Record | 
     for record in records:
         if record.state == "ok":
             ran.setdefault(record.cell.subject, record)
-    return next((ran[name] for name in (wanted, *REFERENCES) if name in ran), None)
+    return next((ran[name] for name in (subject, *REFERENCES) if name in ran), None)
 
 
 def once(cell: Cell) -> Cell:
-    """The cell itself, of whichever of its repetitions."""
+    """The cell without the index of its repetition."""
     return cell.model_copy(update={"repeat": 0})
 
 
 def pooled(records: Iterable[Record]) -> list[Record]:
     """One record for all repetitions of a cell, in the order of the first of each.
 
-    It has the whole rounds of all that ran to their end, in turn, and the mean of their phases;
-    of the machine, the one whose host took most; all else is that of the first of them.
+    It has the whole rounds of all that ran to their end, in turn, the mean of their phases, and the
+    machine whose host took most of the time; all else is that of the first of them.
     """
     alike = grouped(records, lambda record: (once(record.cell).id, record.evidence))
     return [_as_one(group) for group in alike]
@@ -195,7 +195,7 @@ def _as_one(group: list[Record]) -> Record:
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
     steps = [seconds for r in ran if r.measurement for seconds in r.measurement.in_whole_rounds]
-    phases = [found for r in ran if r.measurement and (found := r.measurement.phase_seconds)]
+    phases = [by_phase for r in ran if r.measurement and (by_phase := r.measurement.phase_seconds)]
     names = phases[0] if phases else {}
     mean = {name: sum(each[name] for each in phases) / len(phases) for name in names}
     measured = first.measurement and first.measurement.model_copy(

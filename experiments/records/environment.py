@@ -1,6 +1,6 @@
-"""The environment of ranks, by a list of what passes; values of the rest are secrets.
+"""Environment variables of ranks, by an allowlist; values of all others are secrets.
 
-A list of what does not pass would have to know the name of every key and of every password.
+A denylist would have to know the name of every key and of every password.
 """
 
 import json
@@ -9,10 +9,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from urllib.parse import quote, quote_plus, unquote
 
-#: Names of further variables that reach ranks, with commas between them.
+#: Variable with the names of further variables that reach ranks, separated by commas.
 PASS = "FCDP_PASS"
-#: Names, and beginnings of names, of what processes, the loader, compilers of operators, PyTorch,
-#: NCCL, CUDA, OpenMP, DeepSpeed and Hugging Face's caches go by.
+#: Names and prefixes of the variables that processes, the loader, compilers of operators, PyTorch,
+#: NCCL, CUDA, OpenMP, DeepSpeed and Hugging Face's caches read.
 _PASSES = """
 PATH HOME USER LOGNAME SHELL TERM PWD OLDPWD HOSTNAME LANG LANGUAGE LC_* TZ TZDIR TMPDIR TEMP TMP
 XDG_CACHE_HOME XDG_RUNTIME_DIR LD_* MALLOC_* GLIBC_TUNABLES PYTHON* VIRTUAL_ENV CONDA_PREFIX CC CXX
@@ -26,7 +26,7 @@ FCDP_PASS FCDP_(?!PREFIX|DOCKER_OPTIONS)*
 """
 _NAMES = frozenset(_PASSES.split())
 _ALLOWED = re.compile("|".join(name.replace("*", r"\w*") for name in _NAMES))
-#: A key or a password by a word of its name: ``HF_HUB_TOKEN`` begins as one that passes.
+#: Words in the names of keys and passwords: ``HF_HUB_TOKEN`` begins like a variable that passes.
 _SECRET = re.compile(
     r"(?:^|_)(?:TOKENS?|(?:API_?|ACCESS_?|SECRET_?)?KEY|PAT|PWD|BEARER|JWT|AUTH|SECRETS?|CREDENTIALS?"
     r"|\w*PASS(?:WORD|WD|PHRASE)?)(?:_|$)",
@@ -36,10 +36,10 @@ _SECRET = re.compile(
 _LOGIN = re.compile(r"://\S*@|^[^/:\s]+:[^/\s]*@")
 #: Passwords in URLs and in lists of settings.
 _INSIDE = re.compile(r":([^/:@\s][^\s]*)@|(?i:password|passwd|pwd|key|secret|token)=([^\s;&]+)")
-#: Variables that ``srun`` and ``ssh`` need beside, which ranks do not.
+#: Further variables that ``srun`` and ``ssh`` need, and ranks do not.
 _OF_LAUNCHERS = re.compile(r"SLURM_(?!JWT)\w*|SSH_AUTH_SOCK|KRB5CCNAME")
-#: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text; below
-#: the second number a password is found as a whole word, and another value is taken for a word.
+#: A value shorter than the first is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any
+#: text; shorter than the second, a password is cut out as a whole word, and any other value stays.
 _SHORTEST, _SHORTEST_PART = 4, 8
 
 
@@ -49,7 +49,7 @@ def named(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def passed_on(environment: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Variables that reach ranks: what they need, and what is ``named``."""
+    """Variables that reach ranks: those that they need, and those in ``names``."""
     return {
         name: value
         for name, value in environment.items()
@@ -71,7 +71,7 @@ def _is_needed(name: str, value: str) -> bool:
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """The text without values that reach no rank, or do so only because they are ``named``.
 
-    Paths that are on this machine stay: they are no secrets.
+    Paths that exist on this machine stay: they are no secrets.
     """
     values = {
         part: name
@@ -81,14 +81,14 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     }
     for value in sorted(values, key=len, reverse=True):
         edges = (r"(?<!\w)", r"(?!\w)") if len(value) < _SHORTEST_PART else ("", "")
-        found, shown = re.escape(value).join(edges), f"<{values[value]}>"
-        text = re.sub(found, lambda _, shown=shown: shown, text)  # type: ignore[misc]
+        pattern, shown = re.escape(value).join(edges), f"<{values[value]}>"
+        text = re.sub(pattern, lambda _, shown=shown: shown, text)  # type: ignore[misc]
     return text
 
 
 def _parts(name: str, value: str) -> set[str]:
     """The value, its lines and the passwords in it, as they are, as in a URL and escaped."""
-    inside = {part for found in _INSIDE.findall(value) for part in found}
+    inside = {part for groups in _INSIDE.findall(value) for part in groups}
     inside |= set(map(unquote, inside))
     whole = {line.strip() for line in (value, *value.splitlines(), unquote(value))}
     if not _SECRET.search(name):
@@ -98,7 +98,7 @@ def _parts(name: str, value: str) -> set[str]:
 
 
 def _forms(part: str) -> Iterator[str]:
-    """As it is, as in URLs, and with the escapes of Python and JSON."""
+    """The text as it is, as in URLs, and with the escapes of Python and JSON."""
     yield part
     for quoted in (quote(part), quote(part, safe=""), quote_plus(part)):
         yield from (quoted, re.sub("%..", lambda escape: escape[0].lower(), quoted))

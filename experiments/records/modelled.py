@@ -22,7 +22,7 @@ _UNLIMITED = 1e15
 
 
 def why_not_simulated(cell: Cell) -> str | None:
-    """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
+    """Why the cell's training cannot be predicted; ``None`` if it can."""
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
     if registry.find(cell.strategy).schedule is None and cell.strategy != LUWU:
@@ -47,8 +47,8 @@ def _shape(cell: Cell) -> Transformer:
     if isinstance(model, ConfiguredModel):
         if cell.tuning == "lora" and model.model_type not in ATTENTION:
             raise ValueError(f"what peft adapts of {model.model_type} is not counted")
-        found = models.from_config(model.configuration, cell.sequence_length)
-        return replace(found, name=model.name)
+        shape = models.from_config(model.configuration, cell.sequence_length)
+        return replace(shape, name=model.name)
     return Transformer.of(model, cell.sequence_length)
 
 

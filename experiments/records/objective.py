@@ -31,7 +31,7 @@ class DPO(Strict):
 
     kind: Literal["dpo"]
     name: ClassVar[str] = "DPO"
-    #: How much the reference counts.
+    #: Weight of the divergence from the reference.
     beta: _Above = 0.1
 
 
@@ -49,18 +49,18 @@ class GRPO(Strict):
     group: Annotated[int, Field(ge=2)]
     #: Optimizer steps on the same answers.
     epochs: _Count = 1
-    #: Bound of the ratio of probabilities.
+    #: How far from 1 the ratio of probabilities may go before it is clipped.
     clip: _Above = 0.2
-    #: How much the reference counts.
+    #: Weight of the divergence from the reference.
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.04
     temperature: _Above = 1.0
-    #: The share of digits, or of the prompt's tokens in turn; a function takes prompts, answers and
-    #: which tokens count.
+    #: An answer's share of digits, or of tokens that repeat the prompt's in turn; or a function of
+    #: prompts, answers and which tokens count.
     reward: Literal["digits", "copy"] | Function = "digits"
-    #: After it nothing counts.
+    #: Token after which nothing of an answer counts.
     end_token: Annotated[int, Field(ge=0)] | None = None
-    #: Who generates: the trainer; a process on a machine of its own, with what ``fcdp.publish``
-    #: writes; or such a one that is a version behind, while the trainer updates.
+    #: Who generates: the trainer; a process on a machine of its own, with the weights that
+    #: ``fcdp.publish`` writes; or such a process one version behind, while the trainer updates.
     rollout: Literal["trainer", "process", "behind"] = "trainer"
 
     @property
@@ -89,7 +89,7 @@ class Distillation(Strict):
 
 
 class OwnObjective(Strict):
-    """A user's own; the function makes an ``Objective``."""
+    """A user's own objective; the function makes an ``Objective``."""
 
     function: Function
 

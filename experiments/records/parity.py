@@ -15,12 +15,12 @@ from experiments.records.cell import Cell
 from experiments.records.record import Record
 from experiments.records.settings import described
 
-#: Strategy that others are compared with where nothing else is said.
+#: Strategy that others are compared with by default.
 REFERENCE = "fsdp2"
-#: Relative difference of a loss for each step that was trained. A change of the summation order is
-#: a rounding, which training makes larger; DeepSpeed has optimizers of its own on the CPU too.
+#: Tolerated relative difference of a loss, for each step that was trained. Another order of a sum
+#: rounds otherwise, which training amplifies; DeepSpeed also has optimizers of its own on the CPU.
 _SUMMED, _DEEPSPEED, _BFLOAT16, _QUANTISED = 2.5e-7, 1e-5, 1e-4, 5e-3
-#: However many steps: what differs by more has learned something else.
+#: Tolerance after any number of steps: a cell that differs by more has learned something else.
 _MOST = 0.05
 
 
@@ -35,10 +35,10 @@ class Parity:
 
 
 def compare(records: Sequence[Record], reference: str = REFERENCE) -> list[Parity]:
-    """One for each cell that was to train, in the order of the records.
+    """Compare each cell that was to train with the reference, in the order of the records.
 
-    Those are the ones that were neither skipped nor simulated. Raises ``ValueError`` where all
-    were simulated: there are no losses.
+    Cells that were skipped or simulated are left out. Raises ``ValueError`` where all were
+    simulated: there are no losses.
     """
     trained = [r for r in records if r.state != "skipped" and r.evidence != "simulated"]
     if not trained and any(record.evidence == "simulated" for record in records):
@@ -46,12 +46,12 @@ def compare(records: Sequence[Record], reference: str = REFERENCE) -> list[Parit
     sound = [record for record in trained if all(map(math.isfinite, promised(record)))]
     references = _longest(record for record in sound if record.cell.strategy == reference)
     equals = _longest(record for record in sound if _adds_in_one_order(record.cell))
-    found = []
+    parities = []
     for record in trained:
         group = _group(record)
         equal = equals.get(group) if _adds_in_one_order(record.cell) else None
-        found.append(_compare(record, reference, references.get(group), equal))
-    return found
+        parities.append(_compare(record, reference, references.get(group), equal))
+    return parities
 
 
 def promised(record: Record) -> list[float]:
@@ -78,16 +78,16 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def tolerance(cell: Cell, steps: int) -> float:
-    """How far from the reference's its losses may be after so many steps, relative to them."""
+    """Largest relative difference from the reference's losses that is allowed after ``steps``."""
     if quantised(cell):
-        each = _QUANTISED
+        per_step = _QUANTISED
     elif cell.dtype == "bfloat16":
-        each = _BFLOAT16
+        per_step = _BFLOAT16
     elif registry.find(cell.strategy).engine == "deepspeed":
-        each = _DEEPSPEED
+        per_step = _DEEPSPEED
     else:
-        each = _SUMMED
-    return min(steps * each, _MOST)
+        per_step = _SUMMED
+    return min(steps * per_step, _MOST)
 
 
 def _compare(record: Record, reference: str, theirs: Record | None, equal: Record | None) -> Parity:
@@ -118,10 +118,10 @@ def _compare(record: Record, reference: str, theirs: Record | None, equal: Recor
 def _adds_in_one_order(cell: Cell) -> bool:
     """Whether our engine adds up this cell's gradients in the order of ``zero3``, unquantised.
 
-    What gathers and reduces by the library does: a cache changes no sum. ``mics``, flat exchanges
-    and what is replicated have reductions of their own. Where nodes, and ranks of a node, are
-    pairs, no sum inside or across has more than two terms, which have one order only; but what is
-    replicated is summed over micro-batches first.
+    Strategies that gather and reduce by the library do: a cache changes no sum. ``mics``, flat
+    exchanges and replicated parameters have reductions of their own. With at most two nodes of two
+    ranks no sum inside or across nodes has more than two terms, which have one order only; but
+    replicated gradients are summed over micro-batches first.
     """
     if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
         return False
@@ -149,13 +149,13 @@ def quantised(cell: Cell) -> bool:
 
 def _longest(records: Iterable[Record]) -> dict[tuple[object, ...], Record]:
     """The cell of each group that trained most steps: most can be compared with it."""
-    found: dict[tuple[object, ...], Record] = {}
+    longest: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: -len(promised(record))):
-        found.setdefault(_group(record), record)
-    return found
+        longest.setdefault(_group(record), record)
+    return longest
 
 
 def _group(record: Record) -> tuple[object, ...]:
-    """Settings that cells have in common that train the same parameters on the same batches."""
+    """Settings shared by cells that train the same parameters on the same batches."""
     learned = (item for item in described(Cell).values() if item.setting.learns)
     return record.evidence, *(item.of(record.cell) for item in learned)

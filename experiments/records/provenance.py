@@ -35,7 +35,7 @@ class Provenance:
 
 
 def gather() -> Provenance:
-    """Look once; the answer holds for the whole run."""
+    """Gather it once; it holds for the whole run."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -90,8 +90,8 @@ def _git(*arguments: str) -> str | None:
 def _gpus() -> dict[str, Any]:
     """Names of the GPUs, as the driver's files give them; nothing where there is none."""
     files = sorted(_NVIDIA.glob("gpus/*/information"))
-    said = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    models = re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    models = re.findall(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)
     return {"gpu": ", ".join(sorted(set(models))), "gpus": len(models)} if models else {}
 
 

@@ -13,7 +13,7 @@ from experiments.records.cell import Cell
 from simulation import files
 from simulation.files import Strict
 
-#: Above these a machine is busy: load for each core, and share of the processors' time.
+#: Limits above which a machine is busy: load per core, and share of the processors' time.
 _BUSY_LOAD, _BUSY_STEAL = 0.5, 0.05
 
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
@@ -21,7 +21,7 @@ State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 
 @dataclass(frozen=True)
 class Metric:
-    """How readers see a number that cells measure: the report's table, the terminal's, claims.
+    """How a measured number is shown in the report's table and the terminal's, and to claims.
 
     A field of ``Measurement`` that has one is a column of the tables wherever a cell has a value,
     and a quantity of that name for claims.
@@ -29,11 +29,11 @@ class Metric:
 
     #: Heading of the column, with its unit.
     title: str
-    #: Factor of the number, and how it is written then.
+    #: Factor that the number is multiplied by, and the format of the product.
     scale: float = 1.0
     form: str = ".4g"
     unit: str = ""
-    #: The two lines above its column in the terminal, whose table is narrow; without, it has none.
+    #: The two lines above its column in the terminal's narrow table; ``None``: it has no column.
     brief: tuple[str, str] | None = None
 
     def written(self, value: float) -> str:
@@ -47,10 +47,10 @@ class Simulation(Strict):
     #: Model FLOPS utilisation (a frozen weight counts 4, a trained one 6), and with recomputation.
     mfu: float
     hfu: float
-    #: The resource in use most, and the share of the step that each is in full use.
+    #: The resource in use most, and the share of the step for which each is fully used.
     bottleneck: str
     busy: dict[str, float]
-    #: Seconds of the tasks that follow one another without a gap, by stream.
+    #: Seconds of the critical path, whose tasks follow one another without a gap, by stream.
     critical_seconds: dict[str, float]
     #: By part: one rank's device, one node's host.
     device_bytes: dict[str, float]
@@ -58,7 +58,7 @@ class Simulation(Strict):
 
 
 class Cached(Strict):
-    """Work and content of one rank's cache: the mean over ranks of counts, the most of bytes."""
+    """Work and content of one rank's cache: the mean of counts over ranks, the largest of bytes."""
 
     #: Gathers a step: served from the cache, and across nodes.
     hits_per_step: float
@@ -96,8 +96,8 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
-    #: After which steps ranks were started again, from a checkpoint; each step is counted once, and
-    #: no time or byte of a checkpoint.
+    #: Steps after which ranks were restarted from a checkpoint. Each step is counted once; time
+    #: and bytes of checkpoints are not.
     resumed_at: list[int] = Field(default=[])
     #: Optimizer steps from one exchange between workers to the next.
     steps_per_round: int = 1
@@ -140,12 +140,12 @@ class Measurement(Strict):
     held_out_loss: Annotated[
         float | None, Metric("held-out loss", form=".4f", brief=("held out", "loss"))
     ] = None
-    #: The same loss by the steps before it, the last after all; ``None`` where it is asked once.
+    #: The same loss by the steps before it, the last after all; ``None`` if evaluated only then.
     held_out_losses: dict[int, float] | None = None
     held_out_accuracy: Annotated[
         float | None, Metric("held-out accuracy", 100, ".2f", " %", brief=("right", "%"))
     ] = None
-    #: Cache of strategies that have one; not in records of before there were ablations.
+    #: Cache of strategies that have one; ``None`` in the oldest records.
     cache: Cached | None = None
     #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
     #: ranks; ``None`` on accelerators, whose host does not wait, and in older records.
@@ -167,7 +167,7 @@ class Measurement(Strict):
     #: the device: shards and optimizer states among them, and not what waits in host memory.
     iteration_device_bytes: Annotated[int | None, Metric("device memory MB", 1e-6)] = None
     #: Where a rollout generates, means per iteration: versions that its answers are behind, the
-    #: share of the followed words that a version changes, and bits that tell it, per word.
+    #: share of the followed words that a version changes, and bits per word that encode it.
     versions_behind: Annotated[float | None, Metric("versions behind")] = None
     changed_share: Annotated[float | None, Metric("words changed", 100, ".3g", " %")] = None
     bits_per_parameter: Annotated[float | None, Metric("bits per parameter", form=".3f")] = None
@@ -193,17 +193,17 @@ class Measurement(Strict):
 
 #: Metrics that readers see beside those of all tables, by the names of a measurement's fields.
 METRICS: Mapping[str, Metric] = {
-    name: said
+    name: metric
     for name, field in Measurement.model_fields.items()
-    for said in field.metadata
-    if isinstance(said, Metric)
+    for metric in field.metadata
+    if isinstance(metric, Metric)
 }
 
 
 class Machine(Strict):
     """How busy with others' work the machine was that started the ranks."""
 
-    #: Load average over a minute, before the run's first cell, and cores that it is to be held to.
+    #: Load average over a minute, before the run's first cell, and the cores that share it.
     load: float
     cores: int
     #: Share of the processors' time that the machine's own host took while the cell ran.
@@ -254,12 +254,12 @@ class Record(Strict):
 def read(path: Path) -> list[Record]:
     """Read a JSON Lines file of records; see ``simulation.files.read_as``.
 
-    Records may be anybody's, and folders are named by the ids in them: raises ``ValueError`` with
-    file and line for an id that is not its cell's, and for a cell that has a record already.
+    Files may be anybody's, and folders are named by ids in them. Raises ``ValueError`` with file
+    and line for an id that is not its cell's, and for a cell that has a record already.
     """
-    found = files.read_as(path, Record)
+    records = files.read_as(path, Record)
     lines: dict[tuple[str, str], int] = {}
-    for number, record in enumerate(found, start=1):
+    for number, record in enumerate(records, start=1):
         if record.cell_id != record.cell.id:
             raise ValueError(
                 f"{path}:{number}: cell_id = {record.cell_id[:80]!r}: must be its cell's, "
@@ -271,4 +271,4 @@ def read(path: Path) -> list[Record]:
                 f"{path}:{number}: {record.cell_id} has a record already, in line {first}; each "
                 "cell has one"
             )
-    return found
+    return records

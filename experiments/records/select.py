@@ -12,7 +12,7 @@ from experiments.records.settings import Described, described
 from simulation import files as jsonl
 from simulation import quantities
 
-#: Other names of settings than their own: as matrix files and ids have them.
+#: Aliases of settings, as matrix files and ids have them.
 _ALIASES = {
     "k": "accumulation",
     "link": "inter_bandwidth_bits_per_s",
@@ -25,9 +25,9 @@ _SETTINGS = re.compile(r"\w+=")
 
 
 def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[Cell]:
-    """The cells that ``pattern`` means, at least one.
+    """The cells that ``pattern`` selects, at least one.
 
-    Settings and their values, with commas between, mean cells that have them all; a setting that is
+    Settings and their values, with commas between, select cells that have them all; one that is
     given twice may have either value. Anything else is a part of an id, or a glob that ids match.
     Raises ``ValueError`` where there is no such setting, or no such cell.
     """
@@ -37,18 +37,18 @@ def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[
         )
     if _SETTINGS.match(pattern):
         return _with_settings(cells, pattern, option)
-    found = [cell for cell in cells if pattern in cell.id or fnmatchcase(cell.id, pattern)]
-    if not found:
+    matches = [cell for cell in cells if pattern in cell.id or fnmatchcase(cell.id, pattern)]
+    if not matches:
         raise ValueError(
             f"{option}: no cell id matches {pattern!r}; an id looks like {cells[0].id!r}"
         )
-    return found
+    return matches
 
 
 def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cell]:
-    wanted: dict[str, list[str]] = {}
-    every = described(Cell)
-    known = {**every, **_ALIASES}
+    accepted: dict[str, list[str]] = {}
+    by_name = described(Cell)
+    known = {**by_name, **_ALIASES}
     for part in quantities.each(option, pattern, quantities.name):
         name, separator, value = part.partition("=")
         if not separator:
@@ -57,10 +57,10 @@ def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cel
             )
         if (name := name.strip()) not in known:
             raise ValueError(f"{option}: there is no setting {quantities.choice(name, known)}")
-        wanted.setdefault(_ALIASES.get(name, name), []).append(value.strip())
+        accepted.setdefault(_ALIASES.get(name, name), []).append(value.strip())
     left = list(cells)
-    for name, values in wanted.items():
-        item, before = every[name], left
+    for name, values in accepted.items():
+        item, before = by_name[name], left
         left = [cell for cell in before if any(_has(item, cell, value) for value in values)]
         if not left:
             there = dict.fromkeys(item.written(item.of(cell)) for cell in before)
@@ -71,20 +71,20 @@ def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cel
 
 
 def _has(item: Described, cell: Cell, value: str) -> bool:
-    own = item.of(cell)
-    if item.name not in _LINKS:
-        return own is not None and value in (str(own), item.written(own), str(own).lower())
-    return value == str(own) if value.isdigit() else own == quantities.link(value)
+    actual = item.of(cell)
+    if item.name in _LINKS:
+        return value == str(actual) if value.isdigit() else actual == quantities.link(value)
+    return actual is not None and value in (str(actual), item.written(actual), str(actual).lower())
 
 
-#: Files of a run: a record per cell, and what the simulator says of the same cells.
+#: Files of a run: a record per cell, and the simulator's predictions of the same cells.
 FILE, PREDICTIONS = "records.jsonl", "predicted.jsonl"
 #: Parts of a run's directory that hold no records, or those of runs since replaced.
 _NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
 
 def files(path: Path) -> list[Path]:
-    """The file itself, the one of the run in a directory, or those of all runs below it.
+    """Files of records: the file itself, that of the run in a directory, or of all runs below it.
 
     Raises ``ValueError`` if there is none.
     """
@@ -93,11 +93,11 @@ def files(path: Path) -> list[Path]:
         return [file]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or directory")
-    found = jsonl.below(path, FILE)
-    found = [file for file in found if not _NO_RECORDS & set(file.relative_to(path).parts)]
-    if not found:
+    runs = jsonl.below(path, FILE)
+    runs = [file for file in runs if not _NO_RECORDS & set(file.relative_to(path).parts)]
+    if not runs:
         raise ValueError(f"{path}: holds no {FILE}; python -m experiments run writes them")
-    return found
+    return runs
 
 
 def records(text: str) -> list[Record]:
@@ -107,14 +107,14 @@ def records(text: str) -> list[Record]:
     no single run, or has no such cells.
     """
     where, _, pattern = (text, "", "") if Path(text).exists() else text.partition(":")
-    found = files(Path(where))
-    if len(found) > 1:
-        some = ", ".join(str(file.parent) for file in found[:3])
-        raise ValueError(f"{where}: holds {len(found)} runs; give one: {some}, …")
-    every = pooled(read(found[0]))
-    if not every:
-        raise ValueError(f"{found[0]}: has no records yet")
+    runs = files(Path(where))
+    if len(runs) > 1:
+        some = ", ".join(str(file.parent) for file in runs[:3])
+        raise ValueError(f"{where}: holds {len(runs)} runs; give one: {some}, …")
+    pooled_records = pooled(read(runs[0]))
+    if not pooled_records:
+        raise ValueError(f"{runs[0]}: has no records yet")
     if not pattern:
-        return every
-    wanted = {cell.id for cell in chosen([record.cell for record in every], pattern, where)}
-    return [record for record in every if record.cell_id in wanted]
+        return pooled_records
+    ids = {cell.id for cell in chosen([record.cell for record in pooled_records], pattern, where)}
+    return [record for record in pooled_records if record.cell_id in ids]

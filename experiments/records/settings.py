@@ -1,8 +1,8 @@
-"""The settings of cells, as those read them who name, compare and show cells.
+"""Settings of cells, for all that names, compares or shows cells.
 
-Ids, groups of cells that are compared, their baselines, columns of tables, panels and captions of
-figures, claims and the parity check ask here what the fields of a cell, and those of its strategy's
-own settings, say of themselves. A field that says nothing is a ``TypeError``.
+Ids, groups of compared cells, their baselines, columns of tables, panels and captions of figures,
+claims and the parity check read here the annotations of a cell's fields and of its strategy's
+settings. A field without one raises ``TypeError``.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,9 +21,9 @@ _PLACES = get_args(Place)
 
 @dataclass(frozen=True)
 class Parts:
-    """A field whose own fields are settings; ``named`` is the one that goes by its name.
+    """Annotation of a field whose own fields are settings, of which ``named`` takes its name.
 
-    Without such a one they are the settings of the cell's strategy.
+    With ``None`` they are the settings of the cell's strategy.
     """
 
     named: str | None = None
@@ -31,15 +31,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Described:
-    """A setting by the name that columns and claims know it by."""
+    """A setting under the name that columns and claims use."""
 
     name: str
     setting: Setting
-    #: The type of a column of its values, as pandas calls it.
+    #: The pandas dtype of a column of its values.
     kind: str
-    #: Fields from the cell's to its own.
+    #: Names of the fields that lead to it from a cell.
     path: tuple[str, ...]
-    #: Value by which cells that have it are compared with cells whose strategy does not.
+    #: Its value in comparisons for cells whose strategy does not have it.
     default: Any = None
 
     def of(self, cell: BaseModel) -> Any:
@@ -51,7 +51,7 @@ class Described:
 
     def written(self, value: Any) -> str:
         """A value in words, also where there is none."""
-        # No number equals itself less than NaN, which is how tables write what is missing.
+        # NaN, by which tables write what is missing, does not equal itself.
         missing = value is None or value != value
         return self.setting.absent if missing else self.setting.write(value)
 
@@ -59,11 +59,11 @@ class Described:
 @cache
 def described(cell: type[BaseModel]) -> Mapping[str, Described]:
     """All settings of this type of cell in the order of its fields."""
-    found: dict[str, Described] = {}
+    by_name: dict[str, Described] = {}
     for name, field in cell.model_fields.items():
         for item in _of_field(cell, name, field):
-            found.setdefault(item.name, item)
-    return found
+            by_name.setdefault(item.name, item)
+    return by_name
 
 
 def names(cell: type[BaseModel], *roles: Role, place: Place | None = None) -> list[str]:
@@ -79,64 +79,64 @@ def names(cell: type[BaseModel], *roles: Role, place: Place | None = None) -> li
 
 def values(cell: BaseModel, chosen: Collection[str]) -> dict[str, Any]:
     """The plain values of these settings in a cell, by name."""
-    every = described(type(cell))
-    return {name: every[name].of(cell) for name in chosen}
+    by_name = described(type(cell))
+    return {name: by_name[name].of(cell) for name in chosen}
 
 
 def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     """Fields that an id does not depend on, as ``model_dump`` takes them."""
-    found: dict[str, Any] = {}
+    excluded: dict[str, Any] = {}
     for name, field in type(cell).model_fields.items():
-        said = _said(type(cell), name, field)
+        setting = _setting(type(cell), name, field)
         value = getattr(cell, name)
-        if not isinstance(said, Setting):
+        if not isinstance(setting, Setting):
             if parts := left_out_of_id(value):
-                found[name] = parts
-        elif said.in_id == "never" or (said.in_id == "later" and value == field.default):
-            found[name] = True
-    return found
+                excluded[name] = parts
+        elif setting.in_id == "never" or (setting.in_id == "later" and value == field.default):
+            excluded[name] = True
+    return excluded
 
 
-def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
-    said = [item for item in field.metadata if isinstance(item, Setting | Parts)]
-    if len(said) != 1:
+def _setting(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
+    settings = [item for item in field.metadata if isinstance(item, Setting | Parts)]
+    if len(settings) != 1:
         raise TypeError(
             f"{owner.__name__}.{name} must say once what it is to ids, comparisons and tables: "
             "Annotated[..., Setting(...)]"
         )
-    return said[0]
+    return settings[0]
 
 
 def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Described]:
-    said = _said(owner, name, field)
-    if isinstance(said, Parts):
-        kinds = _types(field.annotation) if said.named else registry.settings_types()
-        return _of_parts(name, said.named, kinds)
+    setting = _setting(owner, name, field)
+    if isinstance(setting, Parts):
+        kinds = _types(field.annotation) if setting.named else registry.settings_types()
+        return _of_parts(name, setting.named, kinds)
     (kind, *_) = _types(field.annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        # By its name, which is its own within a matrix, and all that the name stands for.
-        full = replace(said, label=f"{said.label} in full", always=True)
+        # By its name, which is unique in a matrix, and by all that the name stands for.
+        full = replace(setting, label=f"{setting.label} in full", always=True)
         return [
-            Described(name, said, "string", (name, "name")),
+            Described(name, setting, "string", (name, "name")),
             Described(f"{name}_in_full", full, "string", (name,)),
         ]
-    return [Described(name, said, column(field.annotation), (name,))]
+    return [Described(name, setting, column(field.annotation), (name,))]
 
 
 def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Described]:
     """Settings of a field that is one of several types, each with fields of its own."""
-    found = []
+    settings = []
     for kind in kinds:
         for part, field in kind.model_fields.items():
-            said = _said(kind, part, field)
-            assert isinstance(said, Setting), "parts have no parts"
+            setting = _setting(kind, part, field)
+            assert isinstance(setting, Setting), "parts have no parts"
             values = column(field.annotation)
             if values == "Int64" and not all(part in other.model_fields for other in kinds):
                 values = "float64"
-            own = name if part == named else part
+            known_as = name if part == named else part
             default = field.default if named is None else None
-            found.append(Described(own, said, values, (name, part), default))
-    return found
+            settings.append(Described(known_as, setting, values, (name, part), default))
+    return settings
 
 
 def _types(annotation: Any) -> list[Any]:
@@ -144,7 +144,7 @@ def _types(annotation: Any) -> list[Any]:
 
 
 def column(annotation: Any) -> str:
-    """How a table keeps values of this type; a number that may be missing is a float."""
+    """The pandas dtype for values of this type; a number that may be missing is a float."""
     kinds = _types(annotation)
     if kinds == [bool]:
         return "boolean"

@@ -29,9 +29,9 @@ def _is_function(text: str) -> str:
 Function = Annotated[str, AfterValidator(_is_function)]
 
 
-def is_path(given: str) -> bool:
+def is_path(path_or_name: str) -> bool:
     """Whether it is a path, and not a name on the hub."""
-    return given.startswith((".", "/", "~"))
+    return path_or_name.startswith((".", "/", "~"))
 
 
 class ConfiguredModel(Strict):
@@ -40,7 +40,7 @@ class ConfiguredModel(Strict):
     name: Name
     #: A ``config.json``, the folder that has it, or a name on the hub.
     config: str
-    #: Pretrained ones are in the same folder, or go by the same name.
+    #: Pretrained weights are in the same folder, or on the hub under the same name.
     weights: Literal["random", "pretrained"] = "random"
     #: Content of ``config.json``, which the reader adds: nodes need not have the file.
     configuration: dict[str, Any]
@@ -122,9 +122,9 @@ class JsonLines(_Text):
 
     #: The file, relative to that of the matrix.
     jsonl: str
-    #: Which of an object's is the text.
+    #: The field of each object that holds the text.
     field: str = "text"
-    #: As of a text file.
+    #: SHA-256 of its content, as of a text file.
     digest: str
 
     @property
@@ -137,10 +137,10 @@ class Dataset(_Text):
 
     #: Its name, or a folder.
     dataset: str
-    #: Which of several configurations the data set has.
+    #: Which of its configurations, if it has several.
     subset: str | None = None
     split: str = "train"
-    #: Which of a row's is the text.
+    #: The field of each row that holds the text.
     field: str = "text"
 
     @property
@@ -152,10 +152,10 @@ AnyText = Library | TextFile | JsonLines | Dataset
 
 
 class Images(Strict):
-    """Images and their classes: scikit-learn's digits, or what ``torchvision`` reads of a disk."""
+    """Images and their classes: scikit-learn's digits, or what ``torchvision`` reads from disk."""
 
     images: Literal["digits", "cifar-10", "imagenet"]
-    #: Where they lie on each node; digits come with scikit-learn.
+    #: Their folder on each node; digits come with scikit-learn.
     folder: str | None = None
 
     @property
@@ -169,19 +169,19 @@ class Images(Strict):
 
 
 AnyData = AnyText | Images
-#: How to get what images are read with.
+#: Message where the packages that read images are missing.
 NEEDED = "needs the packages of the group images on each node: pip install --group images"
 
 
 class Origin(Strict):
-    """Where a matrix file gives a cell's workload, for paths in it and errors about it.
+    """Places in a matrix file of a cell's workload, for paths in it and errors about it.
 
-    Empty where nothing of the workload comes from elsewhere.
+    Empty where all of the workload is built in.
     """
 
     #: The folder of the file: relative to this repository if it is in it.
     folder: str = ""
-    #: File, line and key.
+    #: File, line and key of each part.
     model: str = ""
     data: str = ""
     loss: str = ""
@@ -195,31 +195,31 @@ class Origin(Strict):
         """File, line and key of a part of the workload, or of one key of it, for errors."""
         return ".".join(filter(None, (getattr(self, part) or part, key)))
 
-    def path(self, given: str) -> Path:
+    def path(self, text: str) -> Path:
         """A path that the file gives, on this machine."""
-        return ROOT / self.folder / os.path.expanduser(given)
+        return ROOT / self.folder / os.path.expanduser(text)
 
-    def source(self, given: str, where: str) -> str:
-        """The path of what is given as one, or the name on the hub.
+    def source(self, path_or_name: str, where: str) -> str:
+        """Resolve a path on this machine; return a name on the hub as it is.
 
         Raises ``ValueError``, about the key ``where``, for a path that is not on this node.
         """
-        if not is_path(given):
-            return given
-        found = self.path(given)
-        if not found.exists():
+        if not is_path(path_or_name):
+            return path_or_name
+        path = self.path(path_or_name)
+        if not path.exists():
             raise ValueError(
-                f"{where}: there is no {found} on this node; each node needs it, at the same path"
+                f"{where}: there is no {path} on this node; each node needs it, at the same path"
             )
-        return str(found)
+        return str(path)
 
 
 def digest(file: Path) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with file.open("rb") as content:
         while part := content.read(2**20):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def json_lines(file: Path, field: str) -> Iterator[str]:
@@ -233,19 +233,19 @@ def json_lines(file: Path, field: str) -> Iterator[str]:
                 continue
             where = f"{file.name}:{number}"
             try:
-                found: Any = json.loads(line)
+                row: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: is not JSON: {error}") from error
-            if not isinstance(found, dict):
+            if not isinstance(row, dict):
                 raise ValueError(f"{where}: is no JSON object")
-            yield text_of(found, field, where)
+            yield text_of(row, field, where)
 
 
-def text_of(found: dict[str, Any], field: str, where: str) -> str:
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """The text of an object. Raises ``ValueError`` where the field is missing or no text."""
-    if field not in found:
-        raise ValueError(f"{where}: has no field {field!r}, only {', '.join(map(repr, found))}")
-    text = found[field]
+    if field not in row:
+        raise ValueError(f"{where}: has no field {field!r}, only {', '.join(map(repr, row))}")
+    text = row[field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: {field} is a {type(text).__name__}, not text")
     try:

@@ -34,12 +34,12 @@ def say(what: str, path: Path) -> None:
 
 
 def say_as_it_is(text: str, style: str = "") -> None:
-    """Print a line that no width cuts, and that nothing in it changes."""
+    """Print a line as it is: not wrapped, not highlighted, not read as markup."""
     console().print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def table(words: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
-    """Rich's table without a box, with these columns; those of numbers stand to the right."""
+    """Rich's table without a box, with these columns; those of numbers are aligned right."""
     made = Table(*words, box=None, **look)
     for title in numbers:
         made.add_column(title, justify="right")
@@ -66,7 +66,7 @@ def stop(problem: str | Exception, status: int = UNUSABLE) -> NoReturn:
 
 @contextmanager
 def stopping(*errors: type[Exception]) -> Iterator[None]:
-    """Have errors of values and files in the body, and these, end the command with a line."""
+    """End the command with one line at errors of values and files in the body, and at these."""
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, *errors)
     try:
         yield
@@ -84,14 +84,14 @@ def why_unusable(path: Path, error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
 
-def have_drawn(arguments: Sequence[str], given: str = "") -> str | None:
+def have_drawn(arguments: Sequence[str], stdin: str = "") -> str | None:
     """Have ``analysis`` draw, in a process of its own; return why it did not."""
     command = [sys.executable, "-m", "analysis", *arguments]
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, errors="replace", check=False
+        command, input=stdin, capture_output=True, text=True, errors="replace", check=False
     )
-    said = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-    return said[-1] if done.returncode else None
+    lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+    return lines[-1] if done.returncode else None
 
 
 def check_writable(option: str, file: Path) -> None:
@@ -108,7 +108,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def raise_them() -> None:
-    """Have the first interrupt raise ``KeyboardInterrupt``, and ignore what follows."""
+    """Have the first interrupt raise ``KeyboardInterrupt``, and ignore later ones."""
     _on_signals(_interrupt)
     _spare_forks()
 

@@ -168,9 +168,9 @@ def seconds_left(
 ) -> float | None:
     """Seconds that the remaining cells will take.
 
-    Of the first of them, which is running, ``elapsed`` are over and ``step`` is its last one: the
-    steps to come will take as long each. Another cell is expected to take as long as those with its
-    bandwidth do, which is what a step's time depends on most. ``None`` before anything is known.
+    The first of them is running: ``elapsed`` seconds are over, and each step to come is expected to
+    take as long as ``step``, its last one. Other cells are expected to take as long as those with
+    their bandwidth, on which a step's time depends most. ``None`` before anything is known.
     """
     if not remaining:
         return 0.0 if finished else None
@@ -188,7 +188,7 @@ def seconds_left(
 
 
 def _expected(cell: Cell, seconds: Sequence[tuple[int | None, float]]) -> float:
-    """The mean of the cells with its bandwidth, or of all."""
+    """The mean seconds of the cells with its bandwidth, or of all."""
     alike = [taken for link, taken in seconds if link == cell.inter_bandwidth_bits_per_s]
     known = alike or [taken for _, taken in seconds]
     return sum(known) / len(known)

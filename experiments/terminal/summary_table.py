@@ -39,8 +39,8 @@ def summary(records: Sequence[Record]) -> RenderableType:
         return Group(*_notes(records, []))
     extra = varying_settings([record.cell for record in ran])
     usual = reference(ran)
-    wanted = None if usual is None else usual.cell.subject
-    versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
+    subject = None if usual is None else usual.cell.subject
+    versus = "" if subject is None else f"vs {REFERENCES[subject]}"
     metrics: dict[_Title, str] = {
         metric.brief: name
         for name, metric in METRICS.items()
@@ -49,8 +49,8 @@ def summary(records: Sequence[Record]) -> RenderableType:
     compared: list[Comparison] = []
     tables: list[tuple[list[Record], list[_Row], Text]] = []
     for group in groups(ran):
-        found = reference(group, wanted)
-        baseline = found if found and found.cell.subject == wanted else None
+        candidate = reference(group, subject)
+        baseline = candidate if candidate and candidate.cell.subject == subject else None
         compared += [Comparison(of, baseline) for of in group if of is not baseline]
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         last = min(steps, default=0)  # that every cell with losses has trained
@@ -100,9 +100,9 @@ def _figures(
     yield ("state", ""), Text(record.state, style=STATE_STYLES[record.state])
     tokens = record.tokens_per_s
     yield ("speed", "tokens/s"), _text(tokens, "{:,.1f}" if (tokens or 0) < 100 else "{:,.0f}")
-    told, ratio = variants_table.speed_up(speed), speed.ratio or 1.0
+    speed_up, ratio = variants_table.speed_up(speed), speed.ratio or 1.0
     changed = "green" if ratio > 1 else "red" if ratio < 1 else ""
-    yield ("speed-up", versus), Text(told, style=changed if told.endswith("×") else "dim")
+    yield ("speed-up", versus), Text(speed_up, style=changed if speed_up.endswith("×") else "dim")
     yield ("sent", "MB/step"), _megabytes(sent)
     share = sent / others if sent is not None and others else None
     yield ("sent", versus), _text(share, "{:.2f}×")
@@ -161,9 +161,9 @@ def _heading(group: Sequence[Record], extra: Sequence[settings.Described], cut: 
     first = cells[0]
     parts = [first.model.name, first.tuning, format_link(first.inter_bandwidth_bits_per_s)]
     for item in extra:
-        label, own = item.setting.label.lower(), {item.of(cell) for cell in cells}
+        label, values = item.setting.label.lower(), {item.of(cell) for cell in cells}
         parts.append(
-            f"{label} {item.written(own.pop())}" if len(own) == 1 else f"each at its own {label}"
+            f"each at its own {label}" if len(values) > 1 else f"{label} {item.written(*values)}"
         )
     if cut is not None:
         # Losses of different steps would look like different results.
@@ -185,8 +185,8 @@ def _notes(records: Sequence[Record], compared: Sequence[Comparison]) -> list[Re
     if machines:
         worst = max(machines, key=lambda machine: machine.steal_share)
         notes.append(Text(f"\nthe machine was busy: {worst.why_busy}", style="yellow"))
-    if said := few(compared):
-        notes.append(Text(f"\n{said}", style="dim"))
+    if warning := few(compared):
+        notes.append(Text(f"\n{warning}", style="dim"))
     for (state, error), ids in alike.items():
         count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
         notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))

@@ -20,21 +20,21 @@ _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table without those columns that its terminal has no room for: no number is cut."""
+    """A table without the columns that a terminal has no room for: no number is cut."""
 
     table: Table
-    #: Which columns go, one after the other.
+    #: Indices of the columns that are dropped, one after the other.
     losing: Sequence[int]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown, kept = copy(self.table), [*self.table.columns]
+        shown, columns = copy(self.table), [*self.table.columns]
         wide = options.update(max_width=1000)
         for at in self.losing:
             if Measurement.get(console, wide, shown).maximum <= options.max_width:
                 break
-            kept.remove(self.table.columns[at])
+            columns.remove(self.table.columns[at])
             # Rich pads a column by its place.
-            shown.columns = [replace(column, _index=place) for place, column in enumerate(kept)]
+            shown.columns = [replace(column, _index=place) for place, column in enumerate(columns)]
         yield shown
 
 
@@ -43,16 +43,16 @@ def table(comparison: Sequence[Record]) -> Fitted | None:
     variants = ranked(comparison)
     if sum(getattr(each.of.measurement, "cache", None) is not None for each in variants) < 2:
         return None
-    found = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     rows = [row(variant) for variant in variants]
     for title in rows[0]:
         if any(values[title] != _ABSENT for values in rows):
             words = title == "variant"
-            found.add_column(title, justify="left" if words else "right", no_wrap=not words)
+            grid.add_column(title, justify="left" if words else "right", no_wrap=not words)
     for values in rows:
-        shown = [str(column.header) for column in found.columns]
-        found.add_row(*(Text(values[title]) for title in shown))
-    return Fitted(found, range(len(found.columns) - 1, 0, -1))
+        shown = [str(column.header) for column in grid.columns]
+        grid.add_row(*(Text(values[title]) for title in shown))
+    return Fitted(grid, range(len(grid.columns) - 1, 0, -1))
 
 
 def row(variant: Variant) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     assert seconds is not None
     yield "variant", variant.name
     yield "s/step", _number(seconds, 3)
-    # Half of what the middle half of the rounds spans, over the median.
+    # Half of the interquartile range over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}"
     over = _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
     yield f"vs\n{over}", speed_up(variant)

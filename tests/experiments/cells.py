@@ -84,29 +84,29 @@ def run(
 
 
 class Runner:
-    """Runs cells on a cluster, each once: who asks again gets what was found."""
+    """Runs cells on a cluster, each once: a second call returns the first one's result."""
 
     def __init__(self, cluster: Cluster, spec: ClusterSpec, folder: Path) -> None:
         self._cluster = cluster
         self._spec = spec
         self._folder = folder
-        self._found: dict[tuple[str, ...], CellResult] = {}
+        self._results: dict[tuple[str, ...], CellResult] = {}
 
     def __call__(self, strategy: str, *entry: str, **settings: Any) -> CellResult:
         """Run the cell; ``entry`` is a worker in place of the usual one, and its arguments."""
-        wanted = cell(strategy, **{"cluster": self._spec, **settings})
-        key = (wanted.id, *entry)
-        if key not in self._found:
-            directory = self._folder / f"{len(self._found)}"
-            self._found[key] = run(self._cluster, wanted, directory, *entry)
-        return self._found[key]
+        target = cell(strategy, **{"cluster": self._spec, **settings})
+        key = (target.id, *entry)
+        if key not in self._results:
+            directory = self._folder / f"{len(self._results)}"
+            self._results[key] = run(self._cluster, target, directory, *entry)
+        return self._results[key]
 
 
 FAILING_WORKER = f"{__name__}:fail_in_mid_step"
 
 
 def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: str) -> None:
-    """The worker, but for one rank, which goes in the backward of its second step."""
+    """The worker, but for one rank, which ends in the backward of its second step."""
     from experiments.worker import models, worker
 
     build = models.build
@@ -131,7 +131,7 @@ WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
 
 
 def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
-    """The worker; rank 0 also writes which of DeepSpeed's secondary shards outlive a step."""
+    """The worker; each rank also writes which of DeepSpeed's secondary shards outlive a step."""
     from baselines.deepspeed.engine import DeepSpeedZero3
     from experiments.worker import worker
 
@@ -139,12 +139,12 @@ def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
 
     def step_and_look(self: Any, micro_batches: Any) -> Any:
         loss = step(self, micro_batches)
-        kept = [
+        shards = [
             {"trained": param.requires_grad, "kept": param.ds_secondary_tensor is not None}
             for param in self.model.module.parameters()
             if not param.ds_persist  # whole on every rank: nothing to gather
         ]
-        Path(output_directory, f"secondary{os.environ['RANK']}.json").write_text(json.dumps(kept))
+        Path(output_directory, f"secondary{os.environ['RANK']}.json").write_text(json.dumps(shards))
         return loss
 
     DeepSpeedZero3.step = step_and_look
@@ -164,7 +164,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
 
     configuration = made_by.configuration
 
-    def nothing_kept_alive(*arguments: Any) -> dict[str, Any]:
+    def without_live_parameters(*arguments: Any) -> dict[str, Any]:
         made = configuration(*arguments)
         for limit in ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"):
             made["zero_optimization"][f"stage3_{limit}"] = 0
@@ -173,7 +173,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
 
     with (
         mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
-        mock.patch.object(made_by, "configuration", nothing_kept_alive),
+        mock.patch.object(made_by, "configuration", without_live_parameters),
     ):
         worker.main(cell_file, output_directory)
 
@@ -188,10 +188,7 @@ DYING_WORKER = f"{__name__}:die_once_per_step"
 
 
 def die_once_per_step(cell_file: str, output_directory: str) -> None:
-    """The worker; its last rank is killed before each step that a file in ``deaths`` names.
-
-    Once for each of the file's bytes.
-    """
+    """The worker; its last rank is killed before a step once per byte of its file in ``deaths``."""
     from experiments.worker import worker
 
     batches = worker._Training._batches

@@ -19,14 +19,14 @@ def flat(result: Result) -> str:
 
 
 def printed(*arguments: object) -> str:
-    """Output of a command that must end well."""
+    """Output of a command that must succeed."""
     result = command(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def refused(*arguments: object) -> str:
-    """Words of a command about a mistake, without line breaks."""
+    """Message of a command about a mistake, without line breaks."""
     result = command(*arguments)
     assert result.exit_code == 2, result.output
     return flat(result)

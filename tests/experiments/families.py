@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def configuration(family: str) -> dict[str, Any]:
-    """What a ``config.json`` of the family says."""
+    """Content of the family's ``config.json``."""
     return {"model_type": family, "vocab_size": 256, **FAMILIES[family]}
 
 
@@ -31,9 +31,9 @@ def save(family: str, folder: Path, **options: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    said = configuration(family)
+    config = configuration(family)
     torch.manual_seed(17)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+    model = auto.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(folder, **options)
     return model

@@ -32,7 +32,7 @@ def build(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 
 def partly_narrow(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Frozen already, partly in types of its own; one of them has whole numbers."""
+    """A model that is frozen already, partly in types of its own, one of them of integers."""
     model = Model()
     model.requires_grad_(False)
     model.embedding.to(torch.bfloat16)
@@ -104,7 +104,7 @@ def objective(sequence_length: int) -> Objective:
 
 
 class Unequal(Objective):
-    """One whose rank 1 does something once more than rank 0, or less."""
+    """An objective whose rank 1 does something once more than rank 0, or once less."""
 
     def __init__(self, what: str) -> None:
         self.more = what if dist.get_rank() else ""
@@ -122,8 +122,8 @@ class Unequal(Objective):
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if self.more == "not learnt":
             return torch.zeros((), requires_grad=True)
-        found = super().loss(model, batch)
-        return super().loss(model, batch) if self.more == "learnt" else found
+        first = super().loss(model, batch)
+        return super().loss(model, batch) if self.more == "learnt" else first
 
 
 def lengths(prompts: torch.Tensor, answers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

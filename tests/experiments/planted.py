@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-#: By name; what no rank may see of the value is its "marker" with what follows.
+#: Values by variable; "marker" and what follows it is the part that no rank may see.
 PLANTED: Mapping[str, str] = {
     "PGPASSWORD": "marker1",
     "GH_PAT": "ghp_marker2marker2",
@@ -31,9 +31,9 @@ PLANTED: Mapping[str, str] = {
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    """Have them be in the environment, and one more secret that is to pass."""
-    told = {**PLANTED, "FCDP_PASS": "MY_TOKEN", "MY_TOKEN": "a gated model's"}
-    for name, value in told.items():
+    """Put them into the environment, with one more secret that is to pass."""
+    variables = {**PLANTED, "FCDP_PASS": "MY_TOKEN", "MY_TOKEN": "a gated model's"}
+    for name, value in variables.items():
         patch.setenv(name, value)
 
 

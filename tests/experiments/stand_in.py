@@ -46,7 +46,7 @@ class StandInCluster:
         self.shapes: list[int | None] = []
         #: Ids of the cells whose ranks were started, in order.
         self.started: list[str] = []
-        #: What was compiled, in order.
+        #: Arguments of what was compiled, in order.
         self.compiled: list[tuple[str, ...]] = []
 
     def __enter__(self) -> StandInCluster:
@@ -97,8 +97,8 @@ class StandInCluster:
                 where = f'Traceback\n  File "{ROOT}/worker.py"'
                 return Outcome("failed", 1, f"{where}\nRuntimeError: rank 1 raises\n")
             case "abort":
-                said = "\n".join([*map(str, range(100)), "terminate called"])
-                (logs / "rank1.log").write_text(said)
+                log = "\n".join([*map(str, range(100)), "terminate called"])
+                (logs / "rank1.log").write_text(log)
                 return Outcome("failed", 1, "killed by signal SIGABRT")
             case "learn otherwise":
                 made.losses[-1] += 1e-5
@@ -238,11 +238,11 @@ def main() -> None:
     app()
 
 
-def take_the_place_of_clusters(put: Callable[[Any, str, Any], None], given: dict[str, Any]) -> None:
-    """Have commands run their cells here; ``given`` are the cluster's arguments, and ``report``."""
+def take_the_place_of_clusters(put: Callable[[Any, str, Any], None], spec: dict[str, Any]) -> None:
+    """Have commands run their cells here; ``spec`` has the cluster's arguments, and ``report``."""
     from experiments.commands import kinds, session
 
-    arguments = dict(given)
+    arguments = dict(spec)
     if not arguments.pop("report", False):
         put(session, "draw", lambda *_: True)
     put(kinds, "enter_namespace", lambda: None)

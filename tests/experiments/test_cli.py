@@ -70,8 +70,8 @@ def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> Non
     rented = "kind: rented, nodes: 2, ranks_per_node: 1"
     words = ("--only", "fsdp2", "--cluster", "emulated")
     stand_in(*options(tmp_path, *words, cluster=rented))
-    found = read_records(tmp_path / "run" / "records.jsonl")
-    assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
+    records = read_records(tmp_path / "run" / "records.jsonl")
+    assert [(r.cell.cluster.kind, r.state) for r in records] == [("emulated", "ok")] * 2
 
 
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> 
     assert "was not compared: no fsdp2 trained with the same settings" in result.stderr
 
 
-def test_a_report_that_cannot_be_drawn_is_said(
+def test_a_report_that_cannot_be_drawn_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "have_drawn", lambda *_: "a reason")
@@ -137,11 +137,11 @@ def test_no_secret_is_in_an_output_or_a_file(tmp_path: Path) -> None:
     output = tmp_path / "run"
     file = matrix_file(tmp_path, strategies="fsdp2, fcdp", links="10 Mbit/s")
     words = ("run", str(file), "--output", str(output))
-    told = {"STAND_IN": json.dumps({"behaviours": {"fcdp": "quote"}}), "WANDB_MODE": "offline"}
+    variables = {"STAND_IN": json.dumps({"behaviours": {"fcdp": "quote"}}), "WANDB_MODE": "offline"}
     words = ("-m", "tests.experiments.stand_in", *words)
-    result = programs.ended(sys.executable, *words, **PLANTED, **told)
+    result = programs.ended(sys.executable, *words, **PLANTED, **variables)
     assert result.returncode == 1
     assert markers(result.stdout + result.stderr) == []
-    found = [path for path in output.rglob("*") if path.is_file()]
-    assert len(found) > 10
-    assert [markers(path.read_text(errors="replace")) for path in found] == [[]] * len(found)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [markers(path.read_text(errors="replace")) for path in files] == [[]] * len(files)

@@ -14,11 +14,11 @@ from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file
 
 _WORDS = re.compile(r"--[\w-]+|\w[\w./=-]*\w|\w")
-#: What stands for a cluster that can be planned for; of an option given twice, the last counts.
+#: Options of a cluster that can be planned for; of one given twice, the last counts.
 _CLUSTER = "--model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
-#: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
 #: Seconds of a command that asks a hub once, with two to wait, after the first one's imports.
 WITHIN_S = 10
+#: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
 _MISTAKES = """\
 run volume --cluster simulated --output /proc/x
     --output = '/proc/x': records cannot be written there: nothing can be made there
@@ -155,8 +155,8 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged/records.jsonl").write_text("{}\n")
     tiny, text = "family: gpt2, layers: 1, width: 8, heads: 1", matrix_file(folder).read_text()
     for name, model in (("config", "random"), ("weights", "no/folder")):
-        given = f"config: no/folder, weights: {model}"
-        (folder / f"{name}.yaml").write_text(text.replace(tiny, given))
+        keys = f"config: no/folder, weights: {model}"
+        (folder / f"{name}.yaml").write_text(text.replace(tiny, keys))
     huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
     (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
     (folder / "deep.yaml").write_text("name: " + "{a: " * 100_000)
@@ -206,7 +206,7 @@ def test_a_folder_of_own_matrices_runs_as_a_suite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
-    """All words of it and of its options are there as they are; the list has its first line."""
+    """All words of its options' help are whole; the list of commands has its help's first line."""
     assert load(name).help.splitlines()[0] == summary(name)
     shown = command(name, "--help", COLUMNS="80").stdout
     assert "…" not in shown
@@ -214,5 +214,5 @@ def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
     words = set(_WORDS.findall(" ".join(lines)))
     options = load(name).params
     for option in options:
-        wanted = _WORDS.findall(str(getattr(option, "help", None) or ""))
-        assert set(wanted) <= words, (option.name, set(wanted) - words)
+        expected = _WORDS.findall(str(getattr(option, "help", None) or ""))
+        assert set(expected) <= words, (option.name, set(expected) - words)

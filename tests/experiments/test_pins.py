@@ -36,7 +36,7 @@ def lora(strategy: str, pin: Pin) -> Cell:
 def runs(
     request: pytest.FixtureRequest, privileged: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
-    """As in any run, ranks of the current pin are forked from what has imported it."""
+    """Cells of both strategies; ranks of the current pin are forked, as in any run."""
     pin: Pin = request.param
     if pins.version("paper") is None:
         pytest.skip(f"compares two pins, and one is not installed: {pins.COMMANDS['paper']}")
@@ -46,13 +46,13 @@ def runs(
     directory = tmp_path_factory.mktemp(pin)
 
     def run(strategy: str) -> CellResult:
-        wanted = lora(strategy, pin)
-        found = cells.run(cluster, wanted, directory / strategy, cells.WATCHING_WORKER)
-        if any(map(math.isnan, found.measurement.losses)):
+        target = lora(strategy, pin)
+        result = cells.run(cluster, target, directory / strategy, cells.WATCHING_WORKER)
+        if any(map(math.isnan, result.measurement.losses)):
             # Seen once, of the paper's pin, its hpZ and a busy machine; why was not found.
             warnings.warn(f"DeepSpeed, pin {pin}: {strategy} learnt NaN; run again", stacklevel=1)
-            found = cells.run(cluster, wanted, directory / f"{strategy}-2", cells.WATCHING_WORKER)
-        return found
+            result = cells.run(cluster, target, directory / f"{strategy}-2", cells.WATCHING_WORKER)
+        return result
 
     preload = kinds.preloaded([lora("deepspeed-hpz", pin)])
     with EmulatedCluster(cells.CLUSTER, preload) as cluster:

@@ -1,4 +1,4 @@
-"""The bytes that the project's first measurements found are found again, with this code.
+"""The bytes of the project's first measurements are measured again, with this code.
 
 They were taken on GPT-2 with 4 layers of width 256 and 3.45 M parameters in bfloat16, 2 × 2 ranks,
 LoRA of rank 8 on c_attn, and a DeepSpeed that kept no gathered parameter alive. The matrix

@@ -10,7 +10,7 @@ from tests.experiments.command_line import refused
 pytestmark = pytest.mark.ranks
 
 
-#: Says what has been imported after help and mistakes, a plan, and all that runs a matrix.
+#: Prints the modules imported after help and mistakes, a plan, and all that runs a matrix.
 LOOK = """
 import sys, time
 from typer.testing import CliRunner
@@ -19,8 +19,8 @@ from experiments.__main__ import app
 for words in ([], ["--help"], ["plam"]):
     CliRunner().invoke(app, words)
 print(*sys.modules)
-found = CliRunner().invoke(app, sys.argv[1:])
-print(found.exit_code, time.process_time() < 5, *sys.modules)
+result = CliRunner().invoke(app, sys.argv[1:])
+print(result.exit_code, time.process_time() < 5, *sys.modules)
 from experiments import tracking
 from experiments.matrix import reader
 from experiments.records import provenance
@@ -42,6 +42,6 @@ def test_a_command_is_imported_where_it_is_called_and_what_is_slow_by_ranks_alon
     slow = {"torch", "deepspeed", "transformers", "peft", "pandas", "wandb", "matplotlib", "numpy"}
     assert not (slow | {"experiments.records.cell"}) & {*planned}
     assert not slow & {*ran}
-    said = refused("plam")
-    assert "No such command 'plam'" in said
-    assert "plan" in said
+    message = refused("plam")
+    assert "No such command 'plam'" in message
+    assert "plan" in message

@@ -1,4 +1,4 @@
-"""A new matrix file runs as it is; a dry run says how long, in what, and what is left; a trace."""
+"""New matrix files, which run as they are; dry runs with times, memory and cells left; traces."""
 
 import json
 from pathlib import Path
@@ -13,57 +13,57 @@ from tests.experiments.stand_in import matrix_file, record
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def file(tmp_path: Path) -> Path:
     file = tmp_path / "folder" / "own.yaml"
     printed("matrix", "new", file)
     return file
 
 
-def test_a_new_file_is_a_matrix(own: Path) -> None:
-    matrix = reader.read(str(own))
+def test_a_new_file_is_a_matrix(file: Path) -> None:
+    matrix = reader.read(str(file))
     assert matrix.name == "own"
     # The policy does not multiply FSDP2's cells.
     subjects = [entry.cell.subject for entry in matrix.cells]
     assert sorted(subjects) == ["fcdp"] * 2 + ["fcdp none"] * 2 + ["fsdp2"] * 2
 
 
-def test_no_file_is_overwritten(own: Path) -> None:
-    before = own.read_text()
-    assert "is there already, and stays as it is" in refused("matrix", "new", own)
-    assert own.read_text() == before
-    refused("matrix", "new", own.with_suffix(".txt"))
+def test_no_file_is_overwritten(file: Path) -> None:
+    before = file.read_text()
+    assert "is there already, and stays as it is" in refused("matrix", "new", file)
+    assert file.read_text() == before
+    refused("matrix", "new", file.with_suffix(".txt"))
 
 
-def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
-    lines = printed("run", own, "--dry-run").splitlines()
+def test_a_dry_run_has_simulated_times_and_memory(file: Path) -> None:
+    lines = printed("run", file, "--dry-run").splitlines()
     assert len(lines) == 7
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
     assert "GB per device" in printed("run", "paper/volume", "--dry-run")
 
 
-def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
-    cells = [entry.cell for entry in reader.read(str(own)).cells]
+def test_a_dry_run_honours_resume(file: Path, tmp_path: Path) -> None:
+    cells = [entry.cell for entry in reader.read(str(file)).cells]
     for cell, state in ((cells[0], "ok"), (cells[1], "failed")):
         files.append(record(cell, state, "an error"), tmp_path / "run" / "records.jsonl")
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
     for option, count in (("--no-wandb", 6), ("--resume", 4), ("--retry-failed", 5)):
-        shown = printed("run", own, "--dry-run", "--output", tmp_path / "run", option)
+        shown = printed("run", file, "--dry-run", "--output", tmp_path / "run", option)
         assert f"own: {count} cells to run" in shown
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
 def test_what_this_machine_cannot_hold_is_refused(
-    own: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
-    said = " MB, and this machine has 500 MB: make it smaller"
-    assert said in refused("run", own, "--dry-run")
+    message = " MB, and this machine has 500 MB: make it smaller"
+    assert message in refused("run", file, "--dry-run")
 
 
-def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(own: Path) -> None:
-    """Of a matrix without a limit on links: of others nothing limits them there."""
-    words = ("run", own, "--dry-run", "--instance", "g5.48xlarge")
+def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(file: Path) -> None:
+    """The matrix limits no links: nothing limits those of rented nodes."""
+    words = ("run", file, "--dry-run", "--instance", "g5.48xlarge")
     words = (*words, "--set", "inter_bandwidth=unshaped")
     priced = flat(command(*words, "--set", "dtype=bfloat16"))
     assert " MB per device" in priced

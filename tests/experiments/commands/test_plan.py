@@ -13,25 +13,25 @@ from tests.experiments.preflight.made_up import preflight
 from tests.simulation.planner.made_up import config_file
 
 CLUSTER = {"--nodes": "4", "--gpus": "8", "--gpu": "a40", "--inter-node": "1Gbps"}
-#: Without what is known of measured nodes, and of those to be rented.
+#: Options without those that preflight, or the table of instances, has instead.
 BARE: dict[str, str | None] = {
     "nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"
 }  # fmt: skip
 
 
 def words(model: object, *more: object, **options: str | None) -> list[object]:
-    """A plan's, with ``CLUSTER`` but for the options given; ``None`` leaves one out."""
-    given = CLUSTER | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    pairs = [part for name, value in given.items() if value is not None for part in (name, value)]
+    """Words of a plan of ``CLUSTER``, but for ``options``; ``None`` leaves one out."""
+    merged = CLUSTER | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    pairs = [part for name, value in merged.items() if value is not None for part in (name, value)]
     return ["plan", "--model", model, *pairs, *more]
 
 
-def planned(*given: object, **options: str | None) -> str:
-    return printed(*words(*given, **options))
+def planned(*arguments: object, **options: str | None) -> str:
+    return printed(*words(*arguments, **options))
 
 
-def error(*given: object, **options: str | None) -> str:
-    return refused(*words(*given, **options))
+def error(*arguments: object, **options: str | None) -> str:
+    return refused(*words(*arguments, **options))
 
 
 def test_a_plan_for_adapters() -> None:
@@ -62,48 +62,48 @@ def test_the_json_has_the_grid_and_says_how_it_was_obtained(tmp_path: Path) -> N
 
 def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None:
     sizes = {"sequence_length": "1024,2048", "micro_batch": "2", "global_batch": "256"}
-    said = planned(config_file(tmp_path), strategies="fcdp", **sizes)
-    assert "1024, 2048 tokens a sequence" in " ".join(said.split())
-    (row,) = (line.split() for line in said.splitlines() if line.startswith("fcdp "))
+    output = planned(config_file(tmp_path), strategies="fcdp", **sizes)
+    assert "1024, 2048 tokens a sequence" in " ".join(output.split())
+    (row,) = (line.split() for line in output.splitlines() if line.startswith("fcdp "))
     assert row[1:3] == ["2048", "2×4"]  # a slow link favours long steps
 
 
 def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     file.write_text(preflight(across=2.5e9, free=10**11).model_dump_json())
-    given = (config_file(tmp_path), "--preflight", file)
+    arguments = (config_file(tmp_path), "--preflight", file)
     measured = "8 a40 · 20 Gbit/s reached between nodes · 100 GB host memory"
-    for changes, said in (
+    for changes, expected in (
         ({}, f"2 nodes × {measured}"),
         ({"nodes": "4"}, f"4 nodes × {measured}"),
         ({"inter_node": "10Gbps"}, "8 Gbit/s reached between nodes"),
     ):
-        assert said in planned(*given, **BARE | changes)
-    said = error(*given, **BARE | {"gpu": None})
-    assert said.startswith("error: gpu: is missing; a GPU was measured")
+        assert expected in planned(*arguments, **BARE | changes)
+    message = error(*arguments, **BARE | {"gpu": None})
+    assert message.startswith("error: gpu: is missing; a GPU was measured")
 
 
 def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     file.write_text(preflight(nodes=1).model_dump_json())
-    given = (config_file(tmp_path), "--preflight", file)
-    said = planned(*given, "--json", tmp_path / "plan.json", **BARE)
-    assert said.splitlines()[1].startswith("1 node × 8 a40 · 1000 GB")
+    arguments = (config_file(tmp_path), "--preflight", file)
+    output = planned(*arguments, "--json", tmp_path / "plan.json", **BARE)
+    assert output.splitlines()[1].startswith("1 node × 8 a40 · 1000 GB")
     document = json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
     assert document["inter_bytes_per_s"] is None
     missing = f"error: --inter-node is missing: {file} has measured no link between nodes"
-    assert error(*given, **BARE | {"nodes": "4"}) == missing
-    said = planned(*given, **BARE | {"nodes": "4", "inter_node": "10Gbps"})
-    assert "4 nodes × 8 a40 · 8 Gbit/s reached between nodes" in said
+    assert error(*arguments, **BARE | {"nodes": "4"}) == missing
+    output = planned(*arguments, **BARE | {"nodes": "4", "inter_node": "10Gbps"})
+    assert "4 nodes × 8 a40 · 8 Gbit/s reached between nodes" in output
 
 
 def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     cpu = Compute(device="cpu", matmul_flops_per_s={"float32": 1e10}, memory_bytes=None)
     measured, plan = tmp_path / "preflight.json", tmp_path / "plan.json"
     measured.write_text(preflight(across=1e6, backend="gloo", compute=cpu).model_dump_json())
-    given = {"gpu": None, "strategies": "fcdp", "micro_batch": "1"}
+    options = {"gpu": None, "strategies": "fcdp", "micro_batch": "1"}
     model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
-    planned(model, "--preflight", measured, "--json", plan, **BARE | given)
+    planned(model, "--preflight", measured, "--json", plan, **BARE | options)
     best = json.loads(plan.read_text())["strategies"][0]["best"]
     parameters = shape(str(model), 512).parameters
     assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
@@ -111,48 +111,48 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
 
 def test_one_node_needs_no_link(tmp_path: Path) -> None:
     alone = {"nodes": "1", "inter_node": None}
-    said = planned(config_file(tmp_path), **alone, strategies="fsdp2,fcdp")
-    assert "1 node × 8 a40 · 512 GB host memory" in said
-    assert "take fsdp2: " in said
+    output = planned(config_file(tmp_path), **alone, strategies="fsdp2,fcdp")
+    assert "1 node × 8 a40 · 512 GB host memory" in output
+    assert "take fsdp2: " in output
     figure = ("--figure", tmp_path / "plan.svg")
-    said = error("gemma-2b", *figure, **alone, strategies="fsdp2")
-    assert "--figure: needs the bandwidth of a node's link" in said
+    message = error("gemma-2b", *figure, **alone, strategies="fsdp2")
+    assert "--figure: needs the bandwidth of a node's link" in message
 
 
 def test_what_to_rent(tmp_path: Path) -> None:
     file, rows = tmp_path / "rent.json", tmp_path / "rent.csv"
-    given = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
+    options = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
     bare = BARE | {"gpu": None}
     files = ("--instances", "all", "--json", file, "--csv", rows)
-    said = planned("llama-3-8b", *files, **bare | given)
-    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in said
+    output = planned("llama-3-8b", *files, **bare | options)
+    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in output
     offers = json.loads(file.read_text())["offers"]
     costs = [offer["cost_usd"] for offer in offers]
     assert costs == sorted(costs)
     assert all(offer["hours"] <= 24 and offer["source"] for offer in offers)
     read = list(csv.DictReader(rows.open()))
     assert [float(row["cost_usd"]) for row in read] == costs
-    said = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
-    assert said == "error: --nodes = '2': not allowed with --instances, which says it"
+    message = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
+    assert message == "error: --nodes = '2': not allowed with --instances, which says it"
     assert error("llama-3-8b", within="24h") == "error: --within = '24h': needs --instances"
 
 
 def test_nothing_fits() -> None:
-    said = error("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
-    assert said.startswith("error: nothing fits 1x8-a40: the closest, ")
-    assert "what would help: " in said
+    message = error("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
+    assert message.startswith("error: nothing fits 1x8-a40: the closest, ")
+    assert "what would help: " in message
 
 
 def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
     model, file = config_file(tmp_path), tmp_path / "plan.json"
-    given = {"strategies": "fsdp2", "server": "100Gbps,12"}
-    said = planned(model, "--json", file, **given)
-    assert "luwu, whose model lies on a server with 12 NVMe drives: " in said
+    options = {"strategies": "fsdp2", "server": "100Gbps,12"}
+    output = planned(model, "--json", file, **options)
+    assert "luwu, whose model lies on a server with 12 NVMe drives: " in output
     assert json.loads(file.read_text())["luwu"]["seconds"] > 0
     assert "luwu, whose" not in planned(model, strategies="fsdp2")
     # Then the link of a single node counts too.
-    planned(model, **given, nodes="1")
-    assert "--inter-node is missing" in error(model, **given, nodes="1", inter_node=None)
+    planned(model, **options, nodes="1")
+    assert "--inter-node is missing" in error(model, **options, nodes="1", inter_node=None)
 
 
 @pytest.mark.ranks
@@ -161,12 +161,12 @@ def test_a_picture_over_nodes_and_links(tmp_path: Path) -> None:
     options = {"strategies": "fsdp2,fcdp", "price_per_gpu_hour": "2"}
     planned("gemma-2b", "--json", file, "--figure", picture, **options)
     curves = json.loads(file.read_text())["curves"]
-    nodes = [one["nodes"] for one in curves["nodes"] if one["strategy"] == "fcdp"]
+    nodes = [point["nodes"] for point in curves["nodes"] if point["strategy"] == "fcdp"]
     assert nodes == [1, 2, 4, 8, 16, 32]
-    speeds = [one["tokens_per_s"] for one in curves["gbit_s"] if one["strategy"] == "fsdp2"]
+    speeds = [point["tokens_per_s"] for point in curves["gbit_s"] if point["strategy"] == "fsdp2"]
     assert len(speeds) == 7
     assert speeds == sorted(speeds)
-    assert all(one["low"] < one["tokens_per_s"] < one["high"] for one in curves["nodes"])
+    assert all(point["low"] < point["tokens_per_s"] < point["high"] for point in curves["nodes"])
     assert picture.read_text().count("<path") > 50
     wrong = ("--figure", tmp_path / "plan.txt")
     assert "ends in none of .svg, .png, .pdf" in error("gemma-2b", *wrong, strategies="fsdp2")

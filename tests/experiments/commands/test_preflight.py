@@ -1,4 +1,4 @@
-"""The command on an emulated cluster: what it measures is the link that was set."""
+"""``preflight`` on an emulated cluster measures the link that was set."""
 
 import shlex
 import sys
@@ -21,7 +21,7 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: P
     file = tmp_path / "preflight.json"
     words = ("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
     command = (sys.executable, "-m", "experiments", "preflight", *words)
-    said = programs.printed(*command, within_s=200)
+    output = programs.printed(*command, within_s=200)
     measured = Preflight.read(file)
     assert measured.evidence == "emulated"
     assert measured.network["rate_bits_per_s"] == 10**8
@@ -31,9 +31,9 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: P
     assert measured.links.intra_node_all_gather is None
     assert measured.compute.device == "cpu"
     assert measured.host.to_device_bytes_per_s is None
-    assert "between nodes, gather, a node sends" in said
-    assert f"figures  {file}" in said
-    plan = shlex.split(said.splitlines()[-1].partition("python -m experiments ")[2])
+    assert "between nodes, gather, a node sends" in output
+    assert f"figures  {file}" in output
+    plan = shlex.split(output.splitlines()[-1].partition("python -m experiments ")[2])
     assert plan == ["plan", "--preflight", str(file), "--model", "MODEL"]
     model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
     assert "take " in printed(*plan[:-1], model)

@@ -32,8 +32,8 @@ def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
     shown = printed("show", path)
     ids = {each.cell_id for each in pooled(read(path / FILE))}
     assert all(each in shown for each in ids)
-    said = f"0 of {len(ids)} cells differ beyond their intervals"
-    assert said in flat(command("compare", path, path))
+    expected = f"0 of {len(ids)} cells differ beyond their intervals"
+    assert expected in flat(command("compare", path, path))
 
 
 @pytest.mark.system  # reads all committed records
@@ -75,9 +75,9 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     again = run.parent / "again"
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
         files.append(record(cell(policy=policy), step_seconds=seconds), again / "records.jsonl")
-    said = flat(command("compare", run, again))
-    assert "1 of 2 cells differ beyond their intervals; 1 cells of the larger" in said
-    assert "2.00×" in said
+    output = flat(command("compare", run, again))
+    assert "1 of 2 cells differ beyond their intervals; 1 cells of the larger" in output
+    assert "2.00×" in output
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

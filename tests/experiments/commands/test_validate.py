@@ -31,12 +31,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_cell_that_ran_is_predicted(folder: Path) -> None:
     for _ in range(2):  # the second time anew, not once more
-        said = printed("validate", folder)
+        output = printed("validate", folder)
         ran, predicted = (read(folder / file) for file in ("records.jsonl", PREDICTIONS))
         assert [record.cell_id for record in predicted] == [record.cell_id for record in ran]
         assert {record.evidence for record in predicted} == {"simulated"}
-    assert "unshaped" in said
-    assert "limited" in said
+    assert "unshaped" in output
+    assert "limited" in output
 
 
 def test_neither_simulated_cells_nor_those_of_a_gpu_are_held_against_a_cpus_constants(
@@ -64,28 +64,28 @@ OTHER = Constants(
 
 
 def steps(records: Sequence[Record]) -> list[MeasuredStep]:
-    found = (measured_step(each, cluster_of(each.cell)) for each in records)
-    return [step for step in found if step is not None]
+    measured = (measured_step(each, cluster_of(each.cell)) for each in records)
+    return [step for step in measured if step is not None]
 
 
 def timed_on(constants: Constants) -> list[Record]:
     """The cells of ``calibration`` as a machine of these constants would time them."""
-    found = []
+    records = []
     for entry in reader.read(CALIBRATION).cells:
         of, skipped = entry.cell, entry.skip_reason
         hardware = emulated(of.cluster.nodes, of.cluster.ranks_per_node, None, constants)
         seconds = predict(workload_of(of), hardware).step_seconds
         state = "ok" if skipped is None else "skipped"
-        found.append(record(of, state, skipped, step_seconds=[seconds]))  # type: ignore[arg-type]
-    return found
+        records.append(record(of, state, skipped, step_seconds=[seconds]))  # type: ignore[arg-type]
+    return records
 
 
 @pytest.mark.parametrize("constants", [TWO_CORES, OTHER])
 def test_the_calibrations_cells_tell_all_constants_apart(constants: Constants) -> None:
-    found = calibrate(steps(timed_on(constants)))
-    for name, told in vars(constants).items():
+    fitted = calibrate(steps(timed_on(constants)))
+    for name, expected in vars(constants).items():
         near = 0.01 if name in ("flops", "block_seconds") else 0.05
-        assert getattr(found, name) == pytest.approx(told, rel=near), name
+        assert getattr(fitted, name) == pytest.approx(expected, rel=near), name
 
 
 def test_a_calibrated_machine_is_predicted_by_its_own_constants(
@@ -95,18 +95,18 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     monkeypatch.setattr(kinds, "enter_namespace", lambda: None)
     for made_up in timed_on(OTHER):  # it was calibrated before, so that nothing is run
         files.append(made_up, tmp_path / "runs" / CALIBRATION / "records.jsonl")
-    said = printed("validate", "--calibrate", folder)
-    assert "constants of this machine, from runs/calibration" in said
+    output = printed("validate", "--calibrate", folder)
+    assert "constants of this machine, from runs/calibration" in output
     for predicted in read(folder / PREDICTIONS):
         constants = predicted.network["overheads"]["block_seconds"]
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
-    said = printed("validate", folder)
-    assert "constants of the host of the committed records" in said
+    output = printed("validate", folder)
+    assert "constants of the host of the committed records" in output
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "status", "said"),
+    ("ranks", "options", "status", "messages"),
     [
         (8, (), 2, ("1 measured cells are left out, as their nodes are not known", "--preflight")),
         (8, ("--preflight", "HERE/preflight.json", "--gpu", "a40"), 0, ()),
@@ -120,17 +120,17 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     ids=["of nothing known", "measured by preflight", "of another preflight"],
 )
 def test_rented_nodes_are_predicted_by_what_preflight_measured_of_them(
-    tmp_path: Path, ranks: int, options: tuple[str, ...], status: int, said: tuple[str, ...]
+    tmp_path: Path, ranks: int, options: tuple[str, ...], status: int, messages: tuple[str, ...]
 ) -> None:
     (tmp_path / "preflight.json").write_text(preflight().model_dump_json(), "utf-8")
     nodes = ClusterSpec(kind="rented", nodes=2, ranks_per_node=ranks)
     of = cell(strategy="fcdp", cluster=nodes, dtype="bfloat16", inter_bandwidth_bits_per_s=None)
     measured = record(of).model_copy(update={"evidence": "measured"})
     files.append(measured, tmp_path / "records.jsonl")
-    given = [option.replace("HERE", str(tmp_path)) for option in options]
-    result = command("validate", tmp_path, *given)
+    arguments = [option.replace("HERE", str(tmp_path)) for option in options]
+    result = command("validate", tmp_path, *arguments)
     assert result.exit_code == status, result.output
-    assert all(part in flat(result) for part in said)
+    assert all(part in flat(result) for part in messages)
     if status == 0:
         (predicted,) = read(tmp_path / PREDICTIONS)
         assert predicted.evidence == "simulated"
@@ -141,9 +141,9 @@ def test_rented_nodes_are_predicted_by_what_preflight_measured_of_them(
 def test_luwus_cells_are_predicted_by_link_with_its_server_beside_the_nodes(tmp_path: Path) -> None:
     shutil.copy(RESULTS / "luwu/speed/records.jsonl", tmp_path)
     assert "left out" not in printed("validate", tmp_path)
-    found = [record for record in read(tmp_path / PREDICTIONS) if record.cell.strategy == "luwu"]
-    assert len(found) == 2
-    for each in found:
-        links = each.measurement.link_bytes_per_step
+    luwu = [record for record in read(tmp_path / PREDICTIONS) if record.cell.strategy == "luwu"]
+    assert len(luwu) == 2
+    for prediction in luwu:
+        links = prediction.measurement.link_bytes_per_step
         assert links["server sent"] == links["node received"] == 2 * links["node sent"]
-        assert each.measurement.server_messages_per_step == 50
+        assert prediction.measurement.server_messages_per_step == 50

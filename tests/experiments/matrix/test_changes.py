@@ -1,4 +1,4 @@
-"""What the command line sets takes the place of what a matrix file says."""
+"""Settings of the command line take the place of those of a matrix file."""
 
 from pathlib import Path
 from typing import Any

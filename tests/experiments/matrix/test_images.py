@@ -1,4 +1,4 @@
-"""What a matrix file says of images, their models and optimizers; the papers' recipes."""
+"""Images, their models and optimizers in matrix files; the papers' recipes."""
 
 import importlib.util
 from pathlib import Path
@@ -23,14 +23,15 @@ IMAGES = (
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether what images are read with is there, as far as matrices can see."""
-    found, look = {"sklearn": True, "torchvision": True, "datasets": True}, importlib.util.find_spec
+    """Packages, and whether they are installed as far as matrices can see."""
+    installed = {"sklearn": True, "torchvision": True, "datasets": True}
+    look = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: found[name] if name in found else look(name, *rest),
+        lambda name, *rest: installed[name] if name in installed else look(name, *rest),
     )
-    return found
+    return installed
 
 
 def test_models_of_images_train_on_images(tmp_path: Path) -> None:
@@ -61,14 +62,14 @@ def test_without_what_reads_them_cells_are_skipped_and_they_are_not_simulated(
 
 def test_optimizers(tmp_path: Path) -> None:
     decayed = "{kind: sgd, weight_decay: 0.1, decay: {every: 3, by: 0.5}}"
-    silent, usual, said = (
+    silent, usual, changed = (
         [entry.cell for entry in read(tmp_path, (TUNING, f"{TUNING}{more}"), text=IMAGES).cells]
         for more in ("", "\n  optimizer: {kind: adamw}", f"\n  optimizer: {decayed}")
     )
     assert {cell.optimizer for cell in silent} == {AdamW()}
     assert [cell.id for cell in usual] == [cell.id for cell in silent]
-    told = SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
-    assert {cell.optimizer for cell in said} == {told}
+    expected = SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
+    assert {cell.optimizer for cell in changed} == {expected}
 
 
 DIGITS = "{images: digits}"

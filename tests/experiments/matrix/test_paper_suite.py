@@ -58,9 +58,9 @@ def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
         kind="simulated", nodes=2, ranks_per_node=8, gpu="a40", inter_efficiency=0.4
     )
     whole = hardware_of(spec.model_copy(update={"inter_efficiency": None}), link)
-    found = hardware_of(spec, link)
-    assert found.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
-    assert replace(found, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
+    hardware = hardware_of(spec, link)
+    assert hardware.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
+    assert replace(hardware, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
 
 
 def test_no_larger_micro_batch_fits() -> None:
@@ -78,10 +78,10 @@ def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(tmp_
     document["workload"]["micro_batch"] = "max"
     for rules in ("skip", "overrides"):
         del document[rules]
-    found = cells(written(tmp_path, yaml.safe_dump(document)))
-    assert {cell.cluster.nodes for cell in found} == {1, 4}
-    assert min(cell.micro_batch for cell in found) > 1000
-    assert len({cell.id for cell in found}) == len(found)
+    simulated = cells(written(tmp_path, yaml.safe_dump(document)))
+    assert {cell.cluster.nodes for cell in simulated} == {1, 4}
+    assert min(cell.micro_batch for cell in simulated) > 1000
+    assert len({cell.id for cell in simulated}) == len(simulated)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_other_clusters_have_neither_and_impossible_ones_are_errors_of_their_lin
 def test_committed_records_are_of_these_cells_and_what_the_simulator_says(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Of long matrices a sample is simulated; all with ``--exhaustive``."""
+    """A sample of each long matrix is simulated; all cells with ``--exhaustive``."""
     committed = read(RESULTS / name / "records.jsonl")
     assert [record.cell_id for record in committed] == [cell.id for cell in cells(name)]
-    ran = [each for each in committed if each.state != "skipped"]
-    every = 1 if request.config.getoption("--exhaustive") else 1 + len(ran) // 16
-    for record in ran[::every]:
+    ran = [record for record in committed if record.state != "skipped"]
+    stride = 1 if request.config.getoption("--exhaustive") else 1 + len(ran) // 16
+    for record in ran[::stride]:
         hardware = cluster_of(record.cell)
         prediction = predict(workload_of(record.cell), hardware)
         assert record.state == prediction.state

@@ -1,4 +1,4 @@
-"""Matrix files: what they expand to, and what is said about mistakes in them."""
+"""Matrix files: what they expand to, and the messages about mistakes in them."""
 
 import itertools
 import textwrap
@@ -100,8 +100,8 @@ def test_a_pin_that_is_not_installed_is_listed_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": None}.get)
-    found = read(tmp_path, (TUNING, f"{TUNING}\n  deepspeed: paper")).cells
-    listed = {p.cell.strategy: p for p in found if p.cell.accumulation == 1}
+    entries = read(tmp_path, (TUNING, f"{TUNING}\n  deepspeed: paper")).cells
+    listed = {p.cell.strategy: p for p in entries if p.cell.accumulation == 1}
     zero3 = listed["deepspeed-zero3"]
     assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
     assert zero3.cell.variant == "deepspeed-zero3@paper"
@@ -128,12 +128,12 @@ def test_a_cell_that_one_combination_runs_is_not_skipped_for_another(tmp_path: P
 
 def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
-    own, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
+    default, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
     assert expanded.cluster == rented
     assert {entry.cell.cluster for entry in expanded.cells} == {rented}
     ported = FILE.replace("nodes: 2", "port: 29600, nodes: 2", 1)
     assert reader.read(written(tmp_path, ported), rented).cluster.port == 29600
-    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in expanded.cells}
+    assert not {p.cell.id for p in default.cells} & {p.cell.id for p in expanded.cells}
     reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in expanded.cells}
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
@@ -222,7 +222,7 @@ def test_repetitions_come_in_both_orders_and_simulations_are_not_repeated(tmp_pa
     assert len(reader.read(file, simulated=True).cells) == 6
 
 
-#: Lines added to the workload, and what is said of them.
+#: Lines added to the workload, and the messages about them.
 ADDED = [
     ("data: {text: none.txt}", "data.text: there is no file or folder none.txt beside this matrix"),
     ("data: {jsonl: a.jsonl}", "data.jsonl: there is no file or folder a.jsonl beside"),
@@ -347,7 +347,7 @@ MISTAKES = [
      ": aliases repeat too much; allowed are 100,000 values"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
     ("name: example", "name: \x07", 1, "not valid YAML: "),
-    *(("workload:", f"workload:\n  {line}", 16, f"workload.{said}") for line, said in ADDED),
+    *(("workload:", f"workload:\n  {line}", 16, f"workload.{message}") for line, message in ADDED),
 ]  # fmt: skip
 
 

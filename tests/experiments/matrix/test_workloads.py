@@ -1,4 +1,4 @@
-"""What a matrix file says of models, data and losses that come from elsewhere."""
+"""Models, data and losses in matrix files that are not built in."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
-    for given in ("qwen", "qwen/config.json"):
-        matrix = read(folder, (LLAMA, f"name: llama-b, config: {given}"))
+    for config in ("qwen", "qwen/config.json"):
+        matrix = read(folder, (LLAMA, f"name: llama-b, config: {config}"))
         (cell, *_) = (p.cell for p in matrix.cells if p.cell.model.name == "llama-b")
         assert cell.model == ConfiguredModel(
-            name="llama-b", config=f"./{given}", configuration=families.configuration("qwen2")
+            name="llama-b", config=f"./{config}", configuration=families.configuration("qwen2")
         )
         assert type(cell).model_validate_json(cell.model_dump_json()) == cell
         assert cell.origin.key("model", "config") == "example.yaml:6: models[1].config"
@@ -63,10 +63,10 @@ workload:
     assert reasons == {"standard library": None, "chat.jsonl by ./qwen": None}
 
 
-def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
-    said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
+def test_explicit_defaults_are_the_defaults(tmp_path: Path) -> None:
+    explicit = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
     silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
-    assert [entry.cell.id for entry in read(tmp_path, (TUNING, said)).cells] == silent
+    assert [entry.cell.id for entry in read(tmp_path, (TUNING, explicit)).cells] == silent
     # Built-in workloads have no origin.
     assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
     assert reader.read("quickstart").cells[0].cell.origin == Origin()
@@ -86,8 +86,8 @@ def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
 
     assert reasons("config: llama.json") == {None}
     assert reasons("config: qwen") == {None}
-    own = reasons("function: 'tests.experiments.own_model:build'")
-    assert own == {
+    unknown = reasons("function: 'tests.experiments.own_model:build'")
+    assert unknown == {
         "is not simulated: the shape of what tests.experiments.own_model:build makes is not known"
     }
 

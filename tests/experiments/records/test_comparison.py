@@ -40,7 +40,7 @@ def ran(seconds: Sequence[float], **figures: Any) -> Record:
 
 
 def by_sign_test(rounds: Sequence[float]) -> tuple[float, float]:
-    """The outermost rounds that coins do not tell from a median: where too few fall on one side."""
+    """The outermost rounds that the sign test does not tell from a median."""
     ways, below, out = 1, 0, 0  # by whole numbers
     for place in range(len(rounds)):
         below += ways
@@ -87,13 +87,13 @@ def test_a_ratio_is_in_its_interval_and_the_other_way_round_it_is_the_inverse(
     ours: list[float], theirs: list[float]
 ) -> None:
     mine, twice = ran(ours), record(cell(micro_batch=2), step_seconds=theirs)
-    one, other = Comparison(mine, twice), Comparison(twice, mine)
-    assert one.ratio == pytest.approx(median(theirs) / median(ours) / 2)  # of half the tokens
-    assert one.interval[0] <= one.ratio * (1 + 1e-9)  # type: ignore[operator]
-    assert one.interval[1] >= one.ratio * (1 - 1e-9)  # type: ignore[operator]
-    assert [1 / end for end in reversed(other.interval)] == pytest.approx(list(one.interval))
-    assert one.differs == other.differs
-    assert one.decides == (min(len(ours), len(theirs)) >= FEWEST)
+    pair, inverse = Comparison(mine, twice), Comparison(twice, mine)
+    assert pair.ratio == pytest.approx(median(theirs) / median(ours) / 2)  # of half the tokens
+    assert pair.interval[0] <= pair.ratio * (1 + 1e-9)  # type: ignore[operator]
+    assert pair.interval[1] >= pair.ratio * (1 - 1e-9)  # type: ignore[operator]
+    assert [1 / end for end in reversed(inverse.interval)] == pytest.approx(list(pair.interval))
+    assert pair.differs == inverse.differs
+    assert pair.decides == (min(len(ours), len(theirs)) >= FEWEST)
 
 
 @given(SECONDS)
@@ -104,13 +104,13 @@ def test_more_rounds_of_the_same_kind_widen_no_interval(seconds: list[float]) ->
 
 
 def test_rounds_count_and_not_the_steps_that_wait_for_none_of_it() -> None:
-    """Medians of steps are apart by far; a step per round waits, and rounds are alike."""
+    """Medians of steps are far apart, as one step per round waits; the rounds are alike."""
     rounds = [[0.1, 0.1, wait] for wait in (1.0, 1.2, 1.1, 0.9, 1.3, 1.15, 1.05)]
     ours = ran([step for each in rounds for step in each], steps_per_round=3)
     theirs = ran([sum(each) / 3 for each in reversed(rounds)])
-    found = Comparison(ours, theirs)
-    assert (found.rounds, found.decides, found.differs) == (7, True, False)
-    assert found.ratio == pytest.approx(1)
+    pair = Comparison(ours, theirs)
+    assert (pair.rounds, pair.decides, pair.differs) == (7, True, False)
+    assert pair.ratio == pytest.approx(1)
     assert spread(ours) == pytest.approx(spread(theirs))
 
 
@@ -118,18 +118,18 @@ def test_what_is_simulated_is_as_it_is() -> None:
     ours, theirs = (
         ran([seconds]).model_copy(update={"evidence": "simulated"}) for seconds in (1.0, 2.0)
     )
-    found = Comparison(ours, theirs)
-    assert found.interval == (2.0, 2.0)
-    assert (found.timed, found.decides, found.differs) == (False, True, True)
-    assert few([found]) is None
+    pair = Comparison(ours, theirs)
+    assert pair.interval == (2.0, 2.0)
+    assert (pair.timed, pair.decides, pair.differs) == (False, True, True)
+    assert few([pair]) is None
     assert "1 speed-up is of fewer than 6 rounds" in str(few([Comparison(ran([1.0]), ran([2.0]))]))
 
 
-def test_nothing_is_said_of_a_cell_without_a_speed() -> None:
+def test_a_cell_without_a_speed_has_no_ratio_and_no_interval() -> None:
     failed = record(cell(), "failed", "an error")
-    for found in (Comparison(failed, ran([1.0])), Comparison(ran([1.0]), None)):
-        assert (found.ratio, found.interval, found.differs) == (None, None, False)
-        assert few([found]) is None
+    for pair in (Comparison(failed, ran([1.0])), Comparison(ran([1.0]), None)):
+        assert (pair.ratio, pair.interval, pair.differs) == (None, None, False)
+        assert few([pair]) is None
     assert spread(failed) is None
     assert reference([failed]) is None
 
@@ -140,7 +140,7 @@ def test_each_is_paired_with_the_one_that_is_alike_and_no_other() -> None:
 
 @pytest.mark.system  # reads all committed records
 def test_each_published_speed_has_the_interval_that_a_second_computation_gives() -> None:
-    """From the lines as they are, by a sign test of each round."""
+    """It is computed from the lines as they are, by the sign test above."""
     compared = 0
     for file in files.below(ROOT / "results", FILE):
         if "paper" in file.parts or file.parent.name in LOSSES_ALONE:
@@ -154,12 +154,12 @@ def test_each_published_speed_has_the_interval_that_a_second_computation_gives()
                 rounds = [sum(steps[a : a + size]) / size for a in starts]
                 ends[raw["cell_id"]] = by_sign_test(rounds)
         for group in groups(read(file)):
-            for one, other in pairwise([of for of in group if of.measurement]):
-                (low, high), (least, most) = ends[one.cell_id], ends[other.cell_id]
-                tokens = one.cell.tokens_per_step / other.cell.tokens_per_step
+            for ours, theirs in pairwise([of for of in group if of.measurement]):
+                (low, high), (least, most) = ends[ours.cell_id], ends[theirs.cell_id]
+                tokens = ours.cell.tokens_per_step / theirs.cell.tokens_per_step
                 low, high = tokens * least / high, tokens * most / low
-                found = Comparison(one, other)
-                assert found.interval == pytest.approx((low, high))
-                assert found.differs == (not low <= 1 <= high)
+                pair = Comparison(ours, theirs)
+                assert pair.interval == pytest.approx((low, high))
+                assert pair.differs == (not low <= 1 <= high)
                 compared += 1
     assert compared > 300

@@ -1,4 +1,4 @@
-"""What passes reaches ranks; the values of all else are cut out of texts."""
+"""Variables on a list reach ranks; the values of all others are cut out of texts."""
 
 import json
 from urllib.parse import quote, quote_plus
@@ -61,8 +61,8 @@ def test_launchers_have_what_srun_and_ssh_need() -> None:
 
 
 def test_secrets_are_cut_out_of_texts_whole_and_in_parts() -> None:
-    said = [*PLANTED.values(), repr(PLANTED["SSH_PRIVATE_KEY"]), "denied: 'marker3'", "(marker4)"]
-    for text in said:
+    texts = [*PLANTED.values(), repr(PLANTED["SSH_PRIVATE_KEY"]), "denied: 'marker3'", "(marker4)"]
+    for text in texts:
         assert markers(without_secrets(text, PLANTED)) == []
     assert without_secrets("it was marker1.", PLANTED) == "it was <PGPASSWORD>."
     secret = "p@ss w/\u00f6\"rd\\1'x"

@@ -28,9 +28,9 @@ def trained(
 
 def compared(*others: Record) -> list[Parity]:
     """The others next to a reference that trained as it should."""
-    first, *found = compare([trained("fsdp2"), *others])
+    first, *rest = compare([trained("fsdp2"), *others])
     assert first.problems == ()
-    return found
+    return rest
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def compared(*others: Record) -> list[Parity]:
 def test_a_cell_is_judged_by_its_losses(
     strategy: str, losses: list[float], problems: tuple[str, ...]
 ) -> None:
-    (found,) = compared(trained(strategy, losses))
-    assert found.problems == problems
+    (verdict,) = compared(trained(strategy, losses))
+    assert verdict.problems == problems
 
 
 def test_a_cell_that_did_not_run_is_a_problem_and_a_skipped_one_is_not() -> None:
-    (found,) = compared(trained("fcdp", state="failed"), trained("zero3", state="skipped"))
-    assert found.problems == ("did not run (failed): RuntimeError: the last line",)
+    (verdict,) = compared(trained("fcdp", state="failed"), trained("zero3", state="skipped"))
+    assert verdict.problems == ("did not run (failed): RuntimeError: the last line",)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_a_cell_that_did_not_run_is_a_problem_and_a_skipped_one_is_not() -> None
     ids=["none", "failed", "diverged", "of other batches"],
 )
 def test_what_has_no_reference_was_not_compared(references: list[Record]) -> None:
-    *_, found = compare([*references, trained("fcdp")])
-    assert found.problems == ("was not compared: no fsdp2 trained with the same settings",)
-    assert found.difference is None
+    *_, verdict = compare([*references, trained("fcdp")])
+    assert verdict.problems == ("was not compared: no fsdp2 trained with the same settings",)
+    assert verdict.difference is None
 
 
 def test_the_steps_that_both_have_trained_are_compared_with_the_longest_reference() -> None:
-    (found,) = compared(trained("fcdp", LOSSES[:3], steps=2))
-    assert found.problems == ()
-    (found,) = compared(trained("fcdp", [*LOSSES[:2], 5.0], steps=2))
-    assert found.problems == ("learns something else",)
+    (verdict,) = compared(trained("fcdp", LOSSES[:3], steps=2))
+    assert verdict.problems == ()
+    (verdict,) = compared(trained("fcdp", [*LOSSES[:2], 5.0], steps=2))
+    assert verdict.problems == ("learns something else",)
     short = trained("fsdp2", LOSSES[:2], steps=1, inter_bandwidth_bits_per_s=None)
-    *_, found = compare([trained("fsdp2"), short, trained("fcdp", [5.6, 5.5, 5.0, 5.0])])
-    assert found.problems == ("learns something else",)
+    *_, verdict = compare([trained("fsdp2"), short, trained("fcdp", [5.6, 5.5, 5.0, 5.0])])
+    assert verdict.problems == ("learns something else",)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_who_adds_in_the_same_order_is_the_same_bit_for_bit(
     alike = ("tuning", "accumulation", "cluster")
     shared = {name: settings[name] for name in alike if name in settings}
     last = trained(losses=[5.6, 5.5, 5.4, 5.3 * ROUNDED], **settings)
-    *_, found = compare([trained("fsdp2", **shared), trained("zero3", **shared), last])
+    *_, verdict = compare([trained("fsdp2", **shared), trained("zero3", **shared), last])
     expected = () if same else ("is not bit for bit zero3, which adds up in the same order",)
-    assert found.problems == expected
+    assert verdict.problems == expected
 
 
 def test_who_diverged_is_nobodys_equal() -> None:
@@ -136,9 +136,9 @@ def test_simulated_cells_have_no_losses_to_compare() -> None:
     "name", ["baselines", "parity", "quickstart", "reference", "unshaped", "volume"]
 )
 def test_the_committed_cells_learn_the_same(name: str) -> None:
-    found = compare(read_records(RESULTS / name / "records.jsonl"))
-    assert len(found) > 5
-    assert {of.record.cell_id: of.problems for of in found if of.problems} == {}
+    parities = compare(read_records(RESULTS / name / "records.jsonl"))
+    assert len(parities) > 5
+    assert {of.record.cell_id: of.problems for of in parities if of.problems} == {}
 
 
 def test_most_of_our_engine_is_compared_bit_for_bit() -> None:

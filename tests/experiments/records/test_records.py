@@ -49,8 +49,8 @@ def test_any_error_text_stays_one_line(file: Path, text: str) -> None:
     written = record(cell(), "failed", text + "\u2028\x85\x1c\r\n")
     files.append(written, file)
     assert file.read_bytes().count(b"\n") == 1
-    said = files._CONTROL.sub("�", str(written.error))  # what a terminal would obey
-    assert read_records(file) == [written.model_copy(update={"error": said})]
+    cleaned = files._CONTROL.sub("�", str(written.error))  # what a terminal would obey
+    assert read_records(file) == [written.model_copy(update={"error": cleaned})]
 
 
 def test_a_diverged_loss_is_read_back_as_such(file: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_diverged_loss_is_read_back_as_such(file: Path) -> None:
     assert math.isnan(again.measurement.losses[2])
 
 
-def test_a_malformed_record_is_said_in_one_short_line(file: Path) -> None:
+def test_a_malformed_record_has_one_short_message(file: Path) -> None:
     file.write_text(json.dumps({"cell": ["x" * 10**5] * 3, "error": {}}) + "\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:1: not a record of this") as error:
         read_records(file)
@@ -203,20 +203,20 @@ def test_repetitions_are_one_record_with_all_steps_and_the_mean_of_phases() -> N
     ]
     assert ours[1].cell_id == f"{ours[0].cell_id}-r2", "each is a cell of its own"
     theirs = record(cell(policy="disk"))
-    one, other = pooled([ours[0], theirs, ours[1]])
-    assert one.measurement.step_seconds == [1.0, 1.1, 3.0]
-    assert one.measurement.phase_seconds == {"forward": 1.5}
-    assert (one.cell, one.cell_id, one.seconds) == (ours[0].cell, ours[0].cell_id, 24.0)
-    assert other == theirs
-    assert [kept.cell_id for kept in latest([*ours, theirs])] == [one.cell_id, other.cell_id]
+    merged, single = pooled([ours[0], theirs, ours[1]])
+    assert merged.measurement.step_seconds == [1.0, 1.1, 3.0]
+    assert merged.measurement.phase_seconds == {"forward": 1.5}
+    assert (merged.cell, merged.cell_id, merged.seconds) == (ours[0].cell, ours[0].cell_id, 24.0)
+    assert single == theirs
+    assert [of.cell_id for of in latest([*ours, theirs])] == [merged.cell_id, single.cell_id]
 
 
 def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
     failed = record(cell(repeat=0), "failed", "an error")
     ran = record(cell(repeat=1), step_seconds=[1.0])
     busy = Machine(load=0.1, cores=2, steal_share=0.4)
-    (one,) = pooled([failed, ran.model_copy(update={"machine": busy})])
-    assert (one.state, one.cell_id, one.machine) == ("ok", failed.cell_id, busy)
+    (merged,) = pooled([failed, ran.model_copy(update={"machine": busy})])
+    assert (merged.state, merged.cell_id, merged.machine) == ("ok", failed.cell_id, busy)
 
 
 def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
@@ -224,8 +224,8 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
         record(cell(repeat=number), step_seconds=[1.0, 3.0, 100.0], steps_per_round=2)
         for number in range(2)
     ]
-    (one,) = pooled(ran)
-    assert one.measurement.round_seconds == [2.0, 2.0]
+    (merged,) = pooled(ran)
+    assert merged.measurement.round_seconds == [2.0, 2.0]
 
 
 def test_a_busy_machine_says_so() -> None:

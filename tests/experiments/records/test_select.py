@@ -22,7 +22,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "indices"),
     [
         ("policy=disk", [1, 2]),
         ("policy=disk,k=4", [2]),
@@ -36,8 +36,8 @@ CELLS = [
         ("fsdp2-*", [4]),
     ],
 )
-def test_cells_are_those_of_the_pattern(pattern: str, found: list[int]) -> None:
-    assert chosen(CELLS, pattern) == [CELLS[at] for at in found]
+def test_cells_are_those_of_the_pattern(pattern: str, indices: list[int]) -> None:
+    assert chosen(CELLS, pattern) == [CELLS[at] for at in indices]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
 def test_each_setting_of_each_committed_cell_finds_it() -> None:
     for file in files.below(RESULTS, FILE):
         cells = [record.cell for record in read(file)]
-        for one, name in product((cells[0], cells[-1]), ("strategy", "policy", "model", "nodes")):
-            value = described(Cell)[name].of(one)
-            assert value is None or one in chosen(cells, f"{name}={value}"), file
+        for point, name in product((cells[0], cells[-1]), ("strategy", "policy", "model", "nodes")):
+            value = described(Cell)[name].of(point)
+            assert value is None or point in chosen(cells, f"{name}={value}"), file

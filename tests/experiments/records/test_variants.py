@@ -45,17 +45,17 @@ def comparison() -> list[Record]:
 
 
 def test_variants_are_ranked_and_those_that_failed_left_out() -> None:
-    found = ranked(comparison())
-    assert [variant.name for variant in found] == [
+    variants = ranked(comparison())
+    assert [variant.name for variant in variants] == [
         "host", "none", "disk", "budget(device=1MiB, host=2MiB)"
     ]  # fmt: skip
-    assert {variant.over.cell.subject for variant in found if variant.over} == {"fcdp none"}
-    assert [variant.ratio for variant in found] == pytest.approx([2.2, 1.0, 1.1 / 1.2, 0.55])
-    assert [variant.differs for variant in found] == [True, False, False, True]
+    assert {variant.over.cell.subject for variant in variants if variant.over} == {"fcdp none"}
+    assert [variant.ratio for variant in variants] == pytest.approx([2.2, 1.0, 1.1 / 1.2, 0.55])
+    assert [variant.differs for variant in variants] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
-    ("cells", "wanted"),
+    ("cells", "expected"),
     [
         ([{"policy": "disk"}, {"policy": "none"}, {}], "fcdp none"),
         ([{"gather_codec": "int8"}, {}], "fcdp"),
@@ -65,12 +65,12 @@ def test_variants_are_ranked_and_those_that_failed_left_out() -> None:
     ],
 )  # fmt: skip
 def test_the_reference_is_what_caches_least_of_those_that_ran(
-    cells: list[dict[str, str]], wanted: str | None
+    cells: list[dict[str, str]], expected: str | None
 ) -> None:
     ran = [record(cell(**of)) for of in cells]
     failed = record(cell(strategy="deepspeed-zero3", seed=1), "failed", "an error")
-    found = reference([failed, *ran])
-    assert (found and found.cell.subject) == wanted
+    baseline = reference([failed, *ran])
+    assert (baseline and baseline.cell.subject) == expected
     assert reference(ran, ran[0].cell.subject) == ran[0]
 
 
@@ -96,11 +96,11 @@ def test_the_table_fits_a_log_and_is_not_shown_of_older_records() -> None:
 
 def test_the_table_says_that_the_machine_was_busy() -> None:
     quiet, busy = (Machine(load=0.1, cores=2, steal_share=share) for share in (0.0, 0.57))
-    found = [each.model_copy(update={"machine": quiet}) for each in comparison()]
-    assert not any("busy" in line for line in rendered(summary(found)))
-    found[1] = found[1].model_copy(update={"machine": busy})
-    (said,) = (line for line in rendered(summary(found), width=200) if "busy" in line)
-    assert said == "the machine was busy: 57% of the processors' time taken by its host"
+    records = [each.model_copy(update={"machine": quiet}) for each in comparison()]
+    assert not any("busy" in line for line in rendered(summary(records)))
+    records[1] = records[1].model_copy(update={"machine": busy})
+    (note,) = (line for line in rendered(summary(records), width=200) if "busy" in line)
+    assert note == "the machine was busy: 57% of the processors' time taken by its host"
 
 
 def test_mfu_is_that_of_the_data_sheets_peak() -> None:

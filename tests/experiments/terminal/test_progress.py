@@ -1,4 +1,4 @@
-"""The display: what a log and a terminal show, the table at the end, destinations refused first."""
+"""The display in a log and on a terminal, the table at the end, and checks of destinations."""
 
 import io
 import itertools
@@ -30,8 +30,8 @@ def comparison() -> list[Record]:
 
 
 def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
-    other = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
-    lines = rendered(summary([*comparison(), other]))
+    lora = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
+    lines = rendered(summary([*comparison(), lora]))
     assert lines[:7] == [
         "strategy        state    speed  speed-up    sent      sent minimum   loss  step",
         "                      tokens/s vs ZeRO-3 MB/step vs ZeRO-3 MB/step            s",
@@ -62,8 +62,8 @@ def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> No
         "llama-4x128 · full · 100 Mbit/s · accumulation 4 · emulated",
     ]
     # Another number of steps is still the same comparison; equal times differ by nothing.
-    told = [line.split()[3:5] for line in lines if line.startswith("fcdp")]
-    assert told == [["not", "sig."]] * 2
+    speed_ups = [line.split()[3:5] for line in lines if line.startswith("fcdp")]
+    assert speed_ups == [["not", "sig."]] * 2
 
 
 def test_losses_are_of_one_step_and_of_held_out_data_where_there_are_some() -> None:
@@ -82,7 +82,7 @@ def test_losses_are_of_one_step_and_of_held_out_data_where_there_are_some() -> N
     assert [line.split()[-2] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
-def test_cells_that_ended_alike_are_told_once() -> None:
+def test_cells_that_ended_alike_are_listed_once() -> None:
     error = "rank 0: Traceback\n  File x\nRuntimeError: the cause"
     records = [record(cell(seed=seed), "failed", error) for seed in range(5)]
     records += [record(cell(seed=9), "skipped", "not interesting")]
@@ -138,7 +138,7 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 
 
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
-    """As where all of a matrix's links are limited, and the cluster limits none."""
+    """This is so where all of a matrix's links are limited, and the cluster limits none."""
     matrix = reader.read("quickstart")
     cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)

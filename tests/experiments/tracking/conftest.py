@@ -1,4 +1,4 @@
-"""W&B's variables of who runs the tests are none of the tests'."""
+"""Tests see none of the W&B variables of whoever runs them."""
 
 import os
 from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any
 from wandb.proto import wandb_internal_pb2
 
 _BLOCK = 2**15
-#: Of each part: checksum, length, which part it is. The file's own head is as long.
+#: Header of each part: checksum, length, kind of part. The file's own header is as long.
 _HEAD = struct.Struct("<IHB")
 _WHOLE, _LAST = 1, 4
 
@@ -80,7 +80,7 @@ def _records(content: bytes) -> Iterator[bytes]:
 
 
 def _update(values: dict[str, Any], items: Any) -> None:
-    """Set what each item says, whose key may lie in another."""
+    """Set the value of each item, whose key may be nested."""
     for item in items:
         path = [*item.nested_key] or [item.key]
         inner = values

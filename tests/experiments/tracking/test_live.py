@@ -78,8 +78,8 @@ def test_what_goes_wrong_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Live(tmp_path, pytest.fail) as live:
         start(live, cell(), tmp_path)
         live.cell_finished(record(cell()))
-    said = ("1 W&B runs not written: no space left",)
-    assert export([record(cell())], tmp_path).warnings == said
+    warnings = ("1 W&B runs not written: no space left",)
+    assert export([record(cell())], tmp_path).warnings == warnings
     monkeypatch.undo()
     assert export([record(cell())], tmp_path).runs == 1
 

@@ -29,7 +29,7 @@ def files(directory: Path) -> dict[Path, bytes]:
 
 
 def test_a_run_a_cell_that_ran_and_one_of_the_report_and_no_second_one(tmp_path: Path) -> None:
-    """The report's has a table and charts, and all files as an artifact."""
+    """The report's run has a table and charts, and all files as an artifact."""
     ran = [
         record(cell(matrix="suite/small")),
         record(cell(strategy="fsdp2", matrix="suite/small"), "oom", "rank 1: out of memory"),
@@ -104,7 +104,7 @@ def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_key_is_nowhere(tmp_path: Path) -> None:
-    """Also not when W&B is asked to use it, here with a server that does not answer."""
+    """W&B is even asked to use it, here with a server that does not answer."""
     code = (
         "from pathlib import Path\n"
         "from experiments import tracking\n"
@@ -126,7 +126,7 @@ def test_the_key_is_nowhere(tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Online without a key, and in a mode that there is not, W&B's files are written offline."""
+    """Online without a key, and in an unknown mode, W&B's files are written offline."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert export([record(cell())], tmp_path).runs == 0
     assert not (tmp_path / "wandb").exists()
@@ -143,7 +143,7 @@ def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracking.asked_mode() == ("online", [])
 
 
-def test_on_a_full_disk_nothing_is_said_to_be_there(
+def test_on_a_full_disk_nothing_counts_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = tracking.shutil.disk_usage(tmp_path)

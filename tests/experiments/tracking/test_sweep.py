@@ -25,7 +25,7 @@ from tests.experiments.tracking import offline
 
 SWEEP = (ROOT / "experiments/sweeps/tau-batch.yaml").read_text()
 DEFINITION = yaml.safe_load(SWEEP)
-VALUES = {name: given["values"] for name, given in DEFINITION["parameters"].items()}
+VALUES = {name: parameter["values"] for name, parameter in DEFINITION["parameters"].items()}
 POINTS = [dict(zip(VALUES, point, strict=True)) for point in itertools.product(*VALUES.values())]
 
 
@@ -54,20 +54,20 @@ def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(
         assert len((tmp_path / "runs/small/records.jsonl").read_text().splitlines()) == 1
     runs = (tmp_path / "runs/small/wandb").glob("offline-run-*")
     assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
-    said = refused(*words, "strategy=fcdp")
-    assert said == "error: --only: a W&B sweep's run is of one cell, and not 2"
+    message = refused(*words, "strategy=fcdp")
+    assert message == "error: --only: a W&B sweep's run is of one cell, and not 2"
 
 
 def test_wandbs_agent_takes_a_sweep_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every twelfth point of the grid, by W&B's agent, read back from the offline files."""
-    every, commands = POINTS[::12], _commands(POINTS[::12])
+    sampled, commands = POINTS[::12], _commands(POINTS[::12])
     monkeypatch.chdir(tmp_path)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    told = {"WANDB_SWEEP_ID": "a-sweep", "PATH": path, "PYTHONPATH": str(ROOT)}
+    environment = {"WANDB_SWEEP_ID": "a-sweep", "PATH": path, "PYTHONPATH": str(ROOT)}
     of_the_agent = dict.fromkeys(("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"), "")
-    for name, value in (told | of_the_agent).items():
+    for name, value in (environment | of_the_agent).items():
         monkeypatch.setenv(name, value)
     # A file in the place of W&B's server; cells run on the stand-in cluster.
     config = SWEEP.replace("-m experiments ", "-m tests.experiments.stand_in ")
@@ -80,14 +80,14 @@ def test_wandbs_agent_takes_a_sweep_from_end_to_end(
     ):
         monkeypatch.setattr(owner, name, value)
     wandb_agent.Agent(None, Queue(), sweep_id="a-sweep").run()  # type: ignore[no-untyped-call]
-    found = offline.runs(tmp_path / "runs/tau-batch")
-    assert [run.id for run in found] == ["run0", "run1"]
-    assert [{name: run.config[name] for name in VALUES} for run in found] == every
-    assert {run.sweep for run in found} == {"a-sweep"}
+    runs = offline.runs(tmp_path / "runs/tau-batch")
+    assert [run.id for run in runs] == ["run0", "run1"]
+    assert [{name: run.config[name] for name in VALUES} for run in runs] == sampled
+    assert {run.sweep for run in runs} == {"a-sweep"}
     records = read(tmp_path / "runs/tau-batch/records.jsonl")
     metric = DEFINITION["metric"]["name"]
-    assert [run.summary[metric] for run in found] == [record.tokens_per_s for record in records]
-    assert all(run.history for run in found)
+    assert [run.summary[metric] for run in runs] == [record.tokens_per_s for record in records]
+    assert all(run.history for run in runs)
 
 
 def _commands(points: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
