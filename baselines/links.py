@@ -19,8 +19,8 @@ def interface_bytes(interface: str) -> tuple[int, int]:
     counters = {name.strip(): values.split() for name, _, values in named}
     if interface not in counters:
         raise ValueError(f"interface = {interface!r}: allowed are {', '.join(sorted(counters))}")
-    found = counters[interface]
-    return int(found[_RECEIVED]), int(found[_SENT])
+    counts = counters[interface]
+    return int(counts[_RECEIVED]), int(counts[_SENT])
 
 
 def transmitted_bytes(interface: str) -> int:

@@ -15,10 +15,10 @@ from baselines.strategy import numel
 @torch.no_grad()
 def take_gradients(params: Sequence[nn.Parameter]) -> torch.Tensor:
     """All gradients end to end, of which the parameters have none then."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     for param in params:
         param.grad = None
-    return torch.cat([grad.flatten() for grad in found])
+    return torch.cat([grad.flatten() for grad in gradients])
 
 
 def split(
@@ -41,11 +41,11 @@ def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
 @contextmanager
 def restored(values: list[torch.Tensor]) -> Iterator[None]:
     """Have tensors be again at the end what they are at the beginning."""
-    own = [each.clone() for each in values]
+    copies = [value.clone() for value in values]
     try:
         yield
     finally:
-        torch._foreach_copy_(values, own)
+        torch._foreach_copy_(values, copies)
 
 
 def step_adamw(

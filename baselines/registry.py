@@ -212,9 +212,9 @@ def schedule_of(name: str) -> Schedule:
 
     Raises ``ValueError`` for one that does not exist or is not simulated.
     """
-    found = find(name).schedule
-    if found is None:
+    schedule = find(name).schedule
+    if schedule is None:
         raise ValueError(
             f"strategy = {name!r}: is not simulated yet; allowed are {', '.join(simulated())}"
         )
-    return found
+    return schedule

@@ -64,9 +64,9 @@ def _subject(
 
     Values are written as ``text`` has it, but for those that have ``words`` of their own.
     """
-    own = words or {}
+    in_words = words or {}
     return Setting(
-        label, "subject", write=lambda value: own.get(value) or text.format(value), **more
+        label, "subject", write=lambda value: in_words.get(value) or text.format(value), **more
     )
 
 
@@ -129,11 +129,11 @@ class _CodecSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_adapters(cls, given: Any) -> Any:
+    def _without_adapters(cls, values: Any) -> Any:
         """In records from when adapters could be replicated all have sharded ones."""
-        if isinstance(given, dict) and given.get("adapters") == "sharded":
-            return {name: value for name, value in given.items() if name != "adapters"}
-        return given
+        if isinstance(values, dict) and values.get("adapters") == "sharded":
+            return {name: value for name, value in values.items() if name != "adapters"}
+        return values
 
 
 class CacheSettings(_CodecSettings, PaperSettings):

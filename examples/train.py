@@ -110,17 +110,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def check_model(options: argparse.Namespace) -> None:
     """End with a line where the model is none to train on such sequences."""
-    said = f"--model {options.model}"
+    option = f"--model {options.model}"
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
     except (OSError, ValueError) as error:
-        sys.exit(f"{said}: {str(error).splitlines()[0]}")
+        sys.exit(f"{option}: {str(error).splitlines()[0]}")
     # Tokens of BERT and its kin see those after them too, unless their configuration says so.
     causal = any(getattr(config, a, False) for a in ("is_decoder", "is_encoder_decoder", "causal"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal
     ):
-        sys.exit(f"{said}: is of type {config.model_type}; must be causal")
+        sys.exit(f"{option}: is of type {config.model_type}; must be causal")
     longest = getattr(config, "max_position_embeddings", None) or options.sequence_length
     if options.sequence_length > longest:
         sys.exit(f"--sequence-length {options.sequence_length}: the model allows {longest}")
@@ -147,12 +147,12 @@ def join(time_out: timedelta) -> fcdp.Topology:
 def document(number: int, line: bytes, options: argparse.Namespace) -> str:
     """The text of one line of JSON Lines."""
     try:
-        found: str = json.loads(line)[options.field]
-        found.encode()  # no half characters
+        text: str = json.loads(line)[options.field]
+        text.encode()  # no half characters
     except Exception as error:
         must = f"must be an object with text in --field {options.field}"
         sys.exit(f"--data {options.data}: line {number}: {type(error).__name__}; {must}")
-    return found
+    return text
 
 
 def tokenise(options: argparse.Namespace) -> Path:
@@ -213,9 +213,9 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
 def build(options: argparse.Namespace, topology: fcdp.Topology) -> Any:
     """The sharded model: trained parameters in float32, computed with in ``--precision``."""
     computed = getattr(torch, options.precision)
-    kept = computed if options.lora_rank else torch.float32
+    dtype = computed if options.lora_rank else torch.float32
     load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(options.model, dtype=kept, local_files_only=True)
+    model = load(options.model, dtype=dtype, local_files_only=True)
     if options.lora_rank:
         from peft import LoraConfig, get_peft_model  # not needed without adapters
 
@@ -289,16 +289,16 @@ def evaluate(
 
 
 def load(
-    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, told: dict[str, Any]
+    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, fixed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Read a checkpoint of a run that was told the same; return what it holds beside the model.
+    """Read a checkpoint of a run with the same ``fixed``; return what it holds beside the model.
 
     One that cannot be read may be another time, from a file system that is late.
     """
     saved: Any = fcdp.load(model, optimizer, checkpoint)
-    if not isinstance(saved, dict) or not saved.keys() >= {*told, "step", "run"}:
+    if not isinstance(saved, dict) or not saved.keys() >= {*fixed, "step", "run"}:
         sys.exit(f"{checkpoint}: is another program's; must be of this, or --output another folder")
-    for key, value in told.items():
+    for key, value in fixed.items():
         if saved[key] != value:
             sys.exit(
                 f"{checkpoint}: was trained with {key} = {saved[key]!r}; must be the same, not "
@@ -316,15 +316,15 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
     steps = options.steps or options.epochs * (len(data) // options.global_batch)
     checkpoint: Path = options.output / "checkpoint"
-    told = {key: getattr(options, key) for key in ("seed", "sequence_length", "global_batch")}
-    told |= {"data": name, "sequences": len(data)}
+    fixed = {key: getattr(options, key) for key in ("seed", "sequence_length", "global_batch")}
+    fixed |= {"data": name, "sequences": len(data)}
 
     # Rank 0 looks: others' view of a shared file system may be older.
     there: list[Any] = [(checkpoint / "state.pt").exists()]
     dist.broadcast_object_list(there)
-    start, saved = 0, {**told, "run": f"{time.time_ns():x}"}
+    start, saved = 0, {**fixed, "run": f"{time.time_ns():x}"}
     if there[0]:
-        saved = load(model, optimizer, checkpoint, told)
+        saved = load(model, optimizer, checkpoint, fixed)
         start = saved.pop("step")
     log, run = None, None
     if first:
@@ -380,19 +380,19 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
             if saving is not None:
                 written(saving)
             saving = save(step + 1, asynchronous=True)
-        told_step = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
-        told_step |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
+        metrics = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
+        metrics |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
         if not leave and len(held_out) and (step + 1) % options.evaluate_every == 0:
             held_out_loss = evaluate(model, held_out, topology, options, leaving)
             leave = held_out_loss is None
-            told_step |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+            metrics |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         if first:
             assert log is not None
-            line = {"step": step, "ranks": topology.world_size, "time": time.time(), **told_step}
+            line = {"step": step, "ranks": topology.world_size, "time": time.time(), **metrics}
             print(json.dumps(line), file=log, flush=True)
             print(", ".join(f"{key} {value:.6g}" for key, value in line.items()), flush=True)
             if run is not None:
-                run.log(told_step, step=step)
+                run.log(metrics, step=step)
         if leave:
             if saving is not None:
                 written(saving)

@@ -99,8 +99,8 @@ def place(model: nn.Module, job: Job) -> Place:
         shard_each(model, job, parts)
         loop = FSDP2(model, job, 0.0)
     else:  # what is gathered is cached on the hosts of the worker's own nodes
-        own = Topology.of_mesh(parts, topology.ranks_per_node)
-        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
+        inside = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=inside, settings=CacheSettings()))
     return Place(loop, add_up, peers.size(), parts.get_group() if size > 1 else None, exchange)
 
 
@@ -111,9 +111,9 @@ def _over_nodes(topology: Topology) -> AddUp:
     nothing holds the function that is returned.
     """
     mesh = init_device_mesh("cpu", (topology.world_size,))
-    own = Topology.of_mesh(mesh, topology.ranks_per_node)
+    on_host = Topology.of_mesh(mesh, topology.ranks_per_node)
     thread = ThreadPoolExecutor(1, thread_name_prefix="co2")
-    return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
+    return lambda buffer: Then(thread.submit(all_reduce, buffer, on_host).result)
 
 
 _ITEM = torch.float32.itemsize
@@ -172,17 +172,17 @@ class Memory:
         parts = self.parts()
         torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
 
-    def restart(self, kept: float = 0.0) -> None:
+    def restart(self, local_share: float = 0.0) -> None:
         """Copy ``start`` to the parameters; from the host's memory a copy is queued.
 
-        Of what they were the share ``kept`` stays.
+        ``local_share`` of their old values stays.
         """
-        if not kept:
+        if not local_share:
             parts = self.parts()
             torch._foreach_copy_(parts, views(self.start, parts), non_blocking=True)
             return
         for part, value in self._from_start():
-            part.lerp_(value, 1 - kept)
+            part.lerp_(value, 1 - local_share)
 
     def squared_distance(self) -> torch.Tensor:
         """Sum of squares of the parameters' differences from ``start``, a scalar."""
@@ -225,9 +225,9 @@ class Rule:
     def of(cls, settings: LocalSGDSettings) -> Rule:
         """The rule of a strategy's settings; Local SGD goes on from the mean."""
         names = {field.name for field in fields(cls)}
-        given = {name.removeprefix("outer_"): value for name, value in settings}
-        own = {name: value for name, value in given.items() if name in names}
-        return cls(**own, nesterov=isinstance(settings, DiLoCoSettings))
+        values = {name.removeprefix("outer_"): value for name, value in settings}
+        values = {name: value for name, value in values.items() if name in names}
+        return cls(**values, nesterov=isinstance(settings, DiLoCoSettings))
 
     def scale(self, rate: float) -> float:
         """γ, of local steps with the learning rate ``rate``."""
@@ -305,9 +305,9 @@ class Fragment:
         self._rule = Rule.of(settings)
         self._arrives = job.schedule.averages
         #: Steps of a later round until a mean arrives, and what stays of the parameters then.
-        self._overlap, self._kept = settings.interval, 0.0
+        self._overlap, self._local_share = settings.interval, 0.0
         if isinstance(settings, StreamingSettings):
-            self._overlap, self._kept = settings.overlap, settings.kept
+            self._overlap, self._local_share = settings.overlap, settings.kept
         self._at = at
         self._elements = numel(params)
         world, self._device = job.topology.world_size, torch.device(job.topology.mesh.device_type)
@@ -322,7 +322,7 @@ class Fragment:
         self._moved = torch.zeros((), device=self.memory.start.device)
         self._first = torch.zeros((), device=self._device)
         #: Staleness gap, drift between workers and share clipped of each outer update.
-        self.told: list[torch.Tensor] = []
+        self.update_metrics: list[torch.Tensor] = []
 
     @torch.no_grad()
     def end_step(self, rate: float) -> None:
@@ -335,7 +335,7 @@ class Fragment:
             self._absorb(rate)
             if self._arrives == "streamed":
                 self._move(rate)
-                self.memory.restart(self._kept)
+                self.memory.restart(self._local_share)
         if self._done < self._rule.interval:
             return
         self._done = 0
@@ -353,7 +353,7 @@ class Fragment:
     def _move(self, rate: float) -> None:
         moved, clipped = self._rule.move(self.memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
-        self.told[-1][2] = clipped / self._elements
+        self.update_metrics[-1][2] = clipped / self._elements
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
@@ -373,13 +373,13 @@ class Fragment:
         self._work = None
         self.memory.snapshot.div_(self._at.workers)
         mean = self.memory.displacement
-        known = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
-        each, first, together = known.unbind()
-        gap = torch.ones_like(first)
+        scalars = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
+        mean_square, first_square, square_of_mean = scalars.unbind()
+        gap = torch.ones_like(first_square)
         if self._arrives == "late":
-            gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
-        drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
-        self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
+            gap = self._rule.staleness(self._moved.sqrt(), first_square.sqrt())
+        drift = ((mean_square - square_of_mean).clamp(min=0) / mean_square.clamp(min=1e-30)).sqrt()
+        self.update_metrics.append(torch.stack((gap, drift, torch.zeros_like(gap))))
         self._by = self._rule.absorb(self.memory.momentum, mean, gap, rate)
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
@@ -464,10 +464,10 @@ class LocalSteps(Trainable):
         """
         held = sum(fragment.memory.host_bytes for fragment in self._fragments)
         metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
-        told = [update for fragment in self._fragments for update in fragment.told]
-        if told:
-            gap, drift, clipped = torch.stack(told).mean(0).tolist()
+        per_update = [each for fragment in self._fragments for each in fragment.update_metrics]
+        if per_update:
+            gap, drift, clipped = torch.stack(per_update).mean(0).tolist()
             for fragment in self._fragments:
-                fragment.told.clear()
+                fragment.update_metrics.clear()
             metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
         return metrics

@@ -97,7 +97,7 @@ class SavedBytes:
 
     def counted(self) -> saved_tensors_hooks:
         """A context in which what operations keep is counted, until it is let go."""
-        return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
+        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
 
     def use(self, tensor: torch.Tensor, more: int) -> None:
         """Count a use more of a tensor's memory, or one less."""
@@ -115,7 +115,7 @@ class SavedBytes:
             self.now -= storage.nbytes()
 
 
-class _Kept:
+class _Saved:
     """A tensor that a graph holds; the graph's end is its own."""
 
     def __init__(self, tensor: torch.Tensor, counts: SavedBytes) -> None:
@@ -214,8 +214,8 @@ class Interleaved(Staged):
         #: Gradients so far, by step and stage.
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
-        every = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
-        self._saved = SavedBytes([*every, *model.parameters(), *model.buffers()])
+        params = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
+        self._saved = SavedBytes([*params, *model.parameters(), *model.buffers()])
         #: Most bytes that graphs held in each slot of the last step, and what all its micro-batches
         #: at once would.
         self._peaks: list[float] = []
@@ -238,8 +238,8 @@ class Interleaved(Staged):
                 flight.lane.close()
             raise
         self._steps += 1
-        found, self._losses = torch.stack(self._losses), []
-        return found.mean()
+        losses, self._losses = torch.stack(self._losses), []
+        return losses.mean()
 
     def _begun(self, number: int, batch: torch.Tensor) -> _Flight:
         def forward() -> torch.Tensor:
@@ -277,13 +277,13 @@ class Interleaved(Staged):
             self._losses.append(loss.detach())
             self._together = flight.saved * self._micro_batches
 
-    def _next_stage(self, index: int, given: Any) -> Any:
+    def _next_stage(self, index: int, inputs: Any) -> Any:
         """Called in a forward before a stage's first block: let others through one stage."""
         flight = self._running
         if flight is None:  # an evaluation
-            return given
+            return inputs
         flight.lane.pause()
-        return flight.segments.cut(index, given)
+        return flight.segments.cut(index, inputs)
 
     def _backward(self, flight: _Flight, stage: int) -> None:
         with self._timed("backward"):

@@ -30,25 +30,25 @@ from baselines.strategy import Job, make_optimizer, numel
 class Stage:
     """One stage: what stays from forward to backward, and what may be let go in between."""
 
-    def __init__(self, kept: Part, passed: Part) -> None:
-        self.kept = kept
+    def __init__(self, resident: Part, passed: Part) -> None:
+        self.resident = resident
         self.passed = passed
 
     @property
     def params(self) -> list[nn.Parameter]:
-        return [*self.kept.params, *self.passed.params]
+        return [*self.resident.params, *self.passed.params]
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [param for param in self.params if param.requires_grad]
 
     def values(self) -> torch.Tensor:
-        return torch.cat((self.kept.values(), self.passed.values()))
+        return torch.cat((self.resident.values(), self.passed.values()))
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:
-        kept, passed = values.split((self.kept.numel, self.passed.numel))
-        self.kept.fill(kept)
+        resident, passed = values.split((self.resident.numel, self.passed.numel))
+        self.resident.fill(resident)
         self.passed.fill(passed)
 
 
@@ -184,8 +184,8 @@ def _stages(model: nn.Module, job: Job, runs: Sequence[range]) -> list[Stage]:
     stages = []
     for params in parameters(model, job.blocks, runs, frozen=zero):
         # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
-        kept, passed = split(params, job.blocks) if zero else (params, [])
-        stages.append(Stage(Part(kept, device), Part(passed, device)))
+        resident, passed = split(params, job.blocks) if zero else (params, [])
+        stages.append(Stage(Part(resident, device), Part(passed, device)))
     return stages
 
 
@@ -217,8 +217,8 @@ class Executor(Staged):
         self._cycle = cycle
         self._rank = topology.rank
         self._stages = stages
-        own = [index for index in range(cycle.stages) if cycle.owner(index) == self._rank]
-        self._owned = {index: Owned(stages[index], job) for index in own}
+        indices = [index for index in range(cycle.stages) if cycle.owner(index) == self._rank]
+        self._owned = {index: Owned(stages[index], job) for index in indices}
         #: Owned stages whose last gradients are not applied yet.
         self._due: set[int] = set()
         self._post = Post(cycle, sizes, self._rank)
@@ -237,7 +237,7 @@ class Executor(Staged):
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
                 stage = self._stages[index]
-                start = 0 if kind == "forward" else stage.kept.numel
+                start = 0 if kind == "forward" else stage.resident.numel
                 self._post.send(kind, index, stage.values()[start:])
         self._post.step = 0
 
@@ -260,13 +260,13 @@ class Executor(Staged):
         self._steps += 1
         return loss.detach()
 
-    def _next_stage(self, index: int, given: Any) -> Any:
+    def _next_stage(self, index: int, inputs: Any) -> Any:
         """Go from one stage's forward to the next: what its first block is given, cut."""
         if self._segments is None:  # an evaluation
-            return given
+            return inputs
         self._let_go(index - 1)
         self._enter("forward", index)
-        return self._segments.cut(index, given)
+        return self._segments.cut(index, inputs)
 
     def _enter(self, kind: Kind, index: int) -> None:
         """Have a stage's parameters for forward, or again for backward, and pass them on."""
@@ -274,7 +274,7 @@ class Executor(Staged):
         if owned := self._owned.get(index):
             if forward:
                 self._renew(index)
-            start = 0 if forward else stage.kept.numel
+            start = 0 if forward else stage.resident.numel
             self._send(kind, index, owned.newest[start:].clone())
         else:
             message = self._post.take(kind, index)
@@ -344,14 +344,14 @@ class Executor(Staged):
         self.settle()
         for index in self._owned:
             self._renew(index)
-        parts = [part for stage in self._stages for part in (stage.kept, stage.passed)]
+        parts = [part for stage in self._stages for part in (stage.resident, stage.passed)]
         with restored([part.values() for part in parts if part.is_there]):
             for index, stage in enumerate(self._stages):
                 stage.fill(self._mean(index))
-            found = super().evaluate(batch)
+            measured = super().evaluate(batch)
             for index in range(self._cycle.stages):
                 self._let_go(index)
-        return found
+        return measured
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.

@@ -54,9 +54,9 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     upto = [0.0, *accumulate(costs)]
     cuts = [0]
     for stage in range(1, stages):
-        wanted = upto[-1] * stage / stages
+        target = upto[-1] * stage / stages
         places = range(cuts[-1] + 1, len(costs) - (stages - stage) + 1)
-        cuts.append(min(places, key=lambda place: abs(upto[place] - wanted)))
+        cuts.append(min(places, key=lambda place: abs(upto[place] - target)))
     cuts.append(len(costs))
     return [range(begin, end) for begin, end in pairwise(cuts)]
 
@@ -133,7 +133,7 @@ class Cycle:
 
     def messages(self) -> list[Message]:
         """All messages that are sent in one step."""
-        found: list[Message] = []
+        messages: list[Message] = []
         for stage in range(self.stages):
             passed_on = [*pairwise(self.route(stage))]
             hops: dict[Kind, list[tuple[int, int]]] = {
@@ -143,8 +143,8 @@ class Cycle:
                 # Within the rank, where the last one is the owner.
                 "sum": [(self.ranks - 1, self.owner(stage))],
             }
-            found += [self._message(kind, stage, *hop) for kind in KINDS for hop in hops[kind]]
-        return found
+            messages += [self._message(kind, stage, *hop) for kind in KINDS for hop in hops[kind]]
+        return messages
 
     def sent_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
         """Messages that a rank sends in each step, by kind and stage."""

@@ -48,8 +48,8 @@ class Recomputed:
         self.fifo = fifo
         self.swapper = swapper
         self.collect = collect
-        #: Products whose outputs are kept.
-        self.kept: frozenset[Product] = frozenset()
+        #: Products whose outputs are swapped out instead of being computed again.
+        self.swapped: frozenset[Product] = frozenset()
         self.profile = Profile()
         #: Has outputs need a gradient where a block's parameters do and its input does not.
         self._marker = torch.zeros((), device=device, requires_grad=True)
@@ -85,9 +85,9 @@ class Recomputed:
 
         if not torch.is_grad_enabled():
             self.fifo.acquire(index)
-            found = compute(leaves)
+            outputs = compute(leaves)
             self.fifo.release(index)
-            return found
+            return outputs
         if trained or any(_is_tensor(leaf) and leaf.requires_grad for leaf in leaves):
             with self._inputs_elsewhere(index):
                 # Not by ``checkpoint``, whose first call loads a compiler, in the device's budget.
@@ -145,11 +145,11 @@ class _Products(TorchDispatchMode):
         is_product, place = func in _PRODUCTS, self._count
         self._count += is_product
         name = (self._index, "product", place)
-        kept = is_product and (self._index, place) in self._of.kept
-        if kept and self._again:
+        is_swapped = is_product and (self._index, place) in self._of.swapped
+        if is_swapped and self._again:
             return self._of.swapper.get(name)
         out = func(*args, **(kwargs or {}))
-        if kept:
+        if is_swapped:
             self._of.swapper.put(name, out)
         if not self._again:
             flops = flop_registry.get(func.overloadpacket)

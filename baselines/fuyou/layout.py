@@ -63,8 +63,8 @@ class Group:
 
     def part(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The bytes of a segment in a buffer that holds the whole group."""
-        found = next(segment for segment in self.segments if segment.name == name)
-        return buffer[found.offset :][: found.nbytes]
+        segment = next(s for s in self.segments if s.name == name)
+        return buffer[segment.offset :][: segment.nbytes]
 
     def views(self, part: torch.Tensor, dtype: torch.dtype, first: int = 0) -> list[torch.Tensor]:
         """Each parameter in bytes that begin with the first of them, ``first`` elements in."""
@@ -123,8 +123,8 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """Names, shapes and types, in short: files of another model are not read."""
-        said = [(*group.names, *map(tuple, group.shapes), group.trained) for group in self.groups()]
-        return f"{zlib.crc32(repr((str(self.dtype), said)).encode()):08x}"
+        groups = [(*g.names, *map(tuple, g.shapes), g.trained) for g in self.groups()]
+        return f"{zlib.crc32(repr((str(self.dtype), groups)).encode()):08x}"
 
 
 def cast(group: Group, buffer: torch.Tensor) -> None:
@@ -171,8 +171,8 @@ def laid_out(
 
     root, in_one = split([*model.parameters()], blocks)
     inside = {id(param) for param in in_one}
-    own = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
-    made = Layout(dtype, unit(root), [unit(params) for params in own])
+    by_block = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
+    made = Layout(dtype, unit(root), [unit(params) for params in by_block])
     for each in made.groups():
         if aside and each.trained:
             made.gradients[each.index] = made.aside_bytes

@@ -35,14 +35,14 @@ class Dram:
 
     def take(self, nbytes: int, what: str) -> torch.Tensor:
         """Aligned bytes (uint8). Raises ``ValueError`` where the budget has no room for them."""
-        found = self.try_take(nbytes)
-        if found is None:
+        piece = self.try_take(nbytes)
+        if piece is None:
             raise ValueError(
                 f"dram = {written(self.nbytes)}: {what} takes {written(nbytes)}, and "
                 f"{written(self.free)} are left; allowed is at least "
                 f"{written(self._used + aligned(nbytes))}"
             )
-        return found
+        return piece
 
     def try_take(self, nbytes: int, spare: int = 0) -> torch.Tensor | None:
         """The same; ``None`` where there is no room, or less than ``spare`` would be left."""
@@ -72,9 +72,9 @@ class Dram:
 
 def taken(what: Literal["VmRSS", "VmHWM"]) -> int:
     """Bytes of this process that are resident, or were at most since ``forget_peak``."""
-    found = re.search(rf"^{what}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
-    assert found is not None, "Linux says it"
-    return int(found[1]) * 1024
+    match = re.search(rf"^{what}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert match is not None, "Linux says it"
+    return int(match[1]) * 1024
 
 
 def forget_peak() -> None:

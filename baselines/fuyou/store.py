@@ -78,9 +78,9 @@ class Store:
                 for place, segment in zip(places, group.segments, strict=True)
             ]
             wait(under_way)  # all of them, that the buffer is free even if one fails
-            sums = [written.result() for written in under_way]
-        for segment, found in zip(group.segments, sums, strict=True):
-            self._state.note(_key(group, segment), found)
+            checksums = [write.result() for write in under_way]
+        for segment, checksum in zip(group.segments, checksums, strict=True):
+            self._state.note(_key(group, segment), checksum)
 
     def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
         """Keep a gradient for later in the same step."""
@@ -102,8 +102,8 @@ class Store:
     def put_in(self, group: Group, buffer: torch.Tensor) -> None:
         """Write a group of the model's values, by way of a buffer; without moments."""
         buffer[: group.nbytes].zero_()
-        held = torch.float32 if group.trained else self._layout.dtype
-        views = group.views(group.part(buffer, group.segments[0].name), held)
+        dtype = torch.float32 if group.trained else self._layout.dtype
+        views = group.views(group.part(buffer, group.segments[0].name), dtype)
         for view, param in zip(views, group.params, strict=True):
             view.copy_(param.detach())
         if group.trained:

@@ -121,17 +121,17 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
         if step is None:
             raise ValueError(f"folder = {str(folder)!r}: has no complete step")
         buffer = Buffer(plan)
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(plan.units):
             parts = [torch.empty(0)]
             for chunk in plan.chunks(index):
                 if chunk.trained:
                     files.read_states(chunk, step, buffer)
                     parts.append(buffer.states(chunk.numel)[0].clone())
-            flat = torch.cat(parts).split([each.numel for each in unit.trained])
-            for each, values in zip(unit.trained, flat, strict=True):
-                found[each.name] = values.view(each.shape)
-        return found
+            flat = torch.cat(parts).split([parameter.numel for parameter in unit.trained])
+            for parameter, values in zip(unit.trained, flat, strict=True):
+                by_name[parameter.name] = values.view(parameter.shape)
+        return by_name
     finally:
         files.close()
 

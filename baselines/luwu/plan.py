@@ -96,13 +96,13 @@ class Plan(Strict):
     def chunks(self, unit: int) -> list[Chunk]:
         """A unit's chunks, trained ones first."""
         size = self.chunk_bytes // self.type.itemsize
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for trained in (True, False):
             numel = self.units[unit].numel(trained=trained)
             for begin in range(0, numel, size):
                 end = min(begin + size, numel)
-                found.append(Chunk(unit, len(found), trained, begin, end))
-        return found
+                chunks.append(Chunk(unit, len(chunks), trained, begin, end))
+        return chunks
 
     def all_chunks(self) -> Iterator[Chunk]:
         for unit in range(len(self.units)):
@@ -117,9 +117,9 @@ class Plan(Strict):
         blocks = range(1, len(self.units))
         units = [ROOT, *blocks, ROOT] if order == Pass.FORWARD else [*reversed(blocks)]
         seen: set[int] = set()
-        found = []
+        stream = []
         for unit in units:
             brings = frozen == Frozen.ALL or (frozen == Frozen.ONCE and unit not in seen)
             seen.add(unit)
-            found.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
-        return found
+            stream.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
+        return stream

@@ -116,8 +116,8 @@ class Port(wire.Role):
 
     def counts(self) -> dict[str, int]:
         self._outbox.put(wire.Message(wire.Kind.COUNT))
-        found: dict[str, int] = json.loads(self._answer(wire.Kind.COUNTS).payload)
-        return found
+        counts: dict[str, int] = json.loads(self._answer(wire.Kind.COUNTS).payload)
+        return counts
 
     def close(self) -> None:
         """Leave; with the last worker the run ends for the switch and the server too."""

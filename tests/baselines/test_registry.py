@@ -113,7 +113,7 @@ def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
             schedule_of("added")
 
 
-def test_where_entries_are_kept() -> None:
+def test_where_entries_lie() -> None:
     """What the strategy fixes goes before what the cell says."""
     assert FCDP.keeps_in("disk") == "disk"
     assert replace(FCDP, policy="device").keeps_in("disk") == "device"

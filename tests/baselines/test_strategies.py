@@ -27,26 +27,26 @@ def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = T
     settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation)
     trainable, batches = made(strategy, settings)
     held_out = torch.arange(33).view(1, 33)
-    found, of_held_out = [], 0.0
+    of_steps, of_held_out = [], 0.0
     for step in range(3):
         if evaluates and step == 1:
             evaluated = trainable.evaluate(held_out)
             assert not evaluated.requires_grad
             of_held_out = evaluated.item()
-        found.append(step_of(trainable, batches))
-    return [*found, of_held_out]
+        of_steps.append(step_of(trainable, batches))
+    return [*of_steps, of_held_out]
 
 
 @pytest.fixture(scope="module")
 def reference(ranks: Pools) -> dict[Any, Any]:
     """By FSDP2, which trains on after an evaluation as without one."""
-    found = {}
+    by_case = {}
     for tuning, count in (("full", 1), ("lora", 2)):
-        found[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
+        by_case[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
         without = ranks.run(4, losses, "fsdp2", tuning, count, False)
-        assert [each[:-1] for each in found[tuning, count]] == [each[:-1] for each in without]
-        assert len({each[-1] for each in found[tuning, count]}) == 1, "the ranks do not agree"
-    return found
+        assert [each[:-1] for each in by_case[tuning, count]] == [each[:-1] for each in without]
+        assert len({each[-1] for each in by_case[tuning, count]}) == 1, "the ranks do not agree"
+    return by_case
 
 
 @pytest.mark.parametrize(("tuning", "accumulation"), [("full", 1), ("lora", 2)])

@@ -39,11 +39,11 @@ def traced(
 
 def ranges_in(path: Path) -> dict[str, list[Range]]:
     events = json.loads(path.read_text())["traceEvents"]
-    found: dict[str, list[Range]] = {}
+    ranges: dict[str, list[Range]] = {}
     for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: float(e["ts"])):
         start = float(event["ts"])
-        found.setdefault(event["name"], []).append(Range(start, start + float(event["dur"])))
-    return found
+        ranges.setdefault(event["name"], []).append(Range(start, start + float(event["dur"])))
+    return ranges
 
 
 EXPECTED = {
@@ -59,12 +59,12 @@ EXPECTED = {
 
 def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Range]]]) -> None:
     lines, ranges = traced
-    found: dict[str, set[str]] = {}
+    units: dict[str, set[str]] = {}
     for name in ranges:
         if name.startswith("fcdp::"):
             kind, unit = name.removeprefix("fcdp::").split()
-            found.setdefault(kind, set()).add(unit)
-    assert found == EXPECTED
+            units.setdefault(kind, set()).add(unit)
+    assert units == EXPECTED
     assert {line.split()[0] for line in lines} == {
         *(f"fcdp::{kind}" for kind in EXPECTED),
         "trace:",

@@ -77,12 +77,12 @@ def test_the_formula_by_hand() -> None:
         items=(Item(20, 50),),
     )
     rates = Rates(flops=10, link=4, read=8, write=2, adam=50, dram=15)
-    (none, plain), (some, kept) = cost.curve(work, rates)
+    (none, recomputing), (some, swapping) = cost.curve(work, rates)
     assert (none, some) == (0, 20)
     # 10 s of forward; 182 / 8 + 182 / 2 of SSDs in backward.
-    assert plain == pytest.approx(10 + 22.75 + 91)
+    assert recomputing == pytest.approx(10 + 22.75 + 91)
     # 26 / 8 + 15 / 2 are more than forward's 10; and 15 bytes more are read in backward.
-    assert kept == pytest.approx(10.75 + 22.75 + 91 + 15 / 8)
+    assert swapping == pytest.approx(10.75 + 22.75 + 91 + 15 / 8)
     assert cost.chosen(work, rates) == 0
     # Without a wait for what is written SSDs are the limit of the whole: 208 / 8 + 182 / 2.
     delayed = cost.curve(replace(work, delayed=True), rates)

@@ -115,8 +115,8 @@ def _updates(
     dram = Dram(2**20, CPU)
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
     updates = Updates(form, both, both, groups, dram, renewed, sums=False)
-    wanted = BUFFERS[form] if buffers is None else buffers
-    assert updates.ring.deepen(wanted, 0) == wanted
+    count = BUFFERS[form] if buffers is None else buffers
+    assert updates.ring.deepen(count, 0) == count
     yield updates
     updates.close()
 
@@ -140,13 +140,13 @@ def test_nothing_is_written_before_its_step_is_acknowledged(form: Update, buffer
             _step(updates, groups)
             updates.flush()
             for group in groups:
-                own = [what for what, index in fakes.notes if index == group.index]
+                of_group = [what for what, index in fakes.notes if index == group.index]
                 aside = ["put aside"] * (form == "after")
-                assert [what for what in own if what != "read"] == [
+                assert [what for what in of_group if what != "read"] == [
                     *aside,
                     *("step", "stepped", "renewed", "write"),
                 ]
-                assert own.index("read") < own.index("step")
+                assert of_group.index("read") < of_group.index("step")
             if form == "after":
                 assert [what for what, _ in fakes.notes[:GROUPS]] == ["put aside"] * GROUPS
             for what in ("read", "step", "write"):
@@ -341,9 +341,9 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
 
 def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
     _, layout, store, dram, fifo = _made(slots=3)
-    kept = 2
-    spare = dram.free - kept * layout.blocks[0].compute_bytes
-    assert fifo.cache(dram, spare) == kept
+    cached = 2
+    spare = dram.free - cached * layout.blocks[0].compute_bytes
+    assert fifo.cache(dram, spare) == cached
     store.reads.clear()
     fifo.expect(ORDER)
     for block in ORDER:

@@ -107,19 +107,19 @@ def trained(
     def work(rank: int) -> Any:
         torch.set_num_threads(1)  # sums of LayerNorm's backward depend on it
         model = model_of(frozen)
-        given = job_of(model, rank, workers, settings, dtype)
-        worker = LuWu(model, given, partial(connect, made.address))
+        worker_job = job_of(model, rank, workers, settings, dtype)
+        worker = LuWu(model, worker_job, partial(connect, made.address))
         for _ in range(steps):
             worker.step([batch(rank, worker.steps_done)])
-        found = then(worker)
+        outcome = then(worker)
         worker.settle()
         worker.close()
-        return found
+        return outcome
 
     with roles(workers, folder) as made, ThreadPoolExecutor(workers) as pool:
-        found = [*pool.map(work, range(workers))]
+        outcomes = [*pool.map(work, range(workers))]
     assert not made.errors
-    return found
+    return outcomes
 
 
 def reference(
@@ -147,11 +147,11 @@ def _reference(
             model.load_state_dict(masters.state_dict())
             model.to(dtype)
             loss(model, batch(rank, step)).backward()
-            found = [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
             if rank:
-                totals = [total + grad for total, grad in zip(totals, found, strict=True)]
+                totals = [total + grad for total, grad in zip(totals, gradients, strict=True)]
             else:
-                totals = [grad.float() for grad in found]
+                totals = [grad.float() for grad in gradients]
         for param, total in zip(params, totals, strict=True):
             param.grad = total.to(dtype).float() / workers
         optimizer.step()
