@@ -41,8 +41,8 @@ class ExtraProcess:
     name: str
     #: "package.module:function", called without arguments.
     entry: str
-    #: Whether it is a part of the network: not its own link limits it, but those of the others, in
-    #: both directions.
+    #: Whether it is a part of the network: it has no link of its own, but those of the others limit
+    #: it in both directions.
     in_network: bool = False
 
 
@@ -101,7 +101,7 @@ class Strategy:
         return {name: value for name, value in fixed.items() if value is not None}
 
     def chosen(self, values: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
-        """The settings among ``values``, and defaults; refused is what does not fit so many nodes.
+        """The settings among ``values``, else defaults, checked against the number of nodes.
 
         Raises pydantic's ``ValidationError``.
         """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 _RECEIVED, _SENT = 0, 8
 _INFINIBAND = Path("/sys/class/infiniband")
-#: Bytes of what an InfiniBand port counts: 32-bit words, on all of its lanes together.
+#: Bytes of the unit that an InfiniBand port counts: a 32-bit word, over all of its lanes.
 _WORD_BYTES = 4
 
 

@@ -55,7 +55,7 @@ _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
 def _of(engine: Engine, **usual: Any) -> Callable[..., Strategy]:
-    """A description of strategies of one engine, with what they have unless they say otherwise."""
+    """A constructor of one engine's strategies, whose usual fields each may override."""
     return lambda name, what, *more, **own: Strategy(name, engine, what, *more, **(usual | own))
 
 

@@ -25,8 +25,8 @@ def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
 
-#: Mean loss of a model on a batch, a scalar; calls the model once. A batch is one tensor, of whose
-#: form this alone knows: int64 (sequences, tokens + 1) of text, floats of images.
+#: Mean loss of a model on a batch, a scalar; calls the model once. A batch is one tensor, whose
+#: form the loss alone knows: int64 (sequences, tokens + 1) of text, floats of images.
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 #: Means over a batch of what is measured on held-out data, a scalar or 1-D; calls the model once.
 Measure = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Use of one rank's cache: what it did, and holds."""
+    """Use of one rank's cache: gathers that it served, and entries that it holds."""
 
     #: Gathers since the last ``take_ledger``: served from the cache, and across nodes.
     hits: int
@@ -71,7 +71,7 @@ class CacheUse:
 
 
 class Trainable:
-    """A model under one strategy, on this rank: what a strategy does differently it overrides."""
+    """A model under one strategy, on this rank; strategies override what they do differently."""
 
     #: The engine that its description names, as ``load`` says.
     engine: str
@@ -196,7 +196,7 @@ def load(name: str) -> Builder:
 
 
 def _refuse_others(settings: Settings, description: Strategy) -> None:
-    """Raises ``ValueError`` for a setting that is given, and that the strategy does not leave."""
+    """Raises ``ValueError`` for a setting that is given and that the strategy does not have."""
     allowed = description.settings.model_fields
     for name in settings.model_dump(exclude_unset=True):
         if name not in allowed:
@@ -210,7 +210,7 @@ def _refuse_others(settings: Settings, description: Strategy) -> None:
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
     """Least bytes that one node sends when so many ``elements`` cross nodes once.
 
-    Of every node's part (n−1) copies leave it. An element takes ``size`` bytes, or what
+    A node sends (n−1) copies of its part. An element takes ``size`` bytes, or what
     ``job.dtype`` takes.
     """
     nodes = job.topology.nodes

@@ -3,9 +3,8 @@
 Each rank takes its micro-batch through the stages, forward and back; ``baselines.cyclic.routes``
 says who sends what to whom meanwhile, and why nobody waits for ever. In each slot a rank sends the
 parameters of one stage (forward) or its gradients (backward). The optimizers of stages lie with
-their owners, one rank each. ``ring`` keeps all parameters on each rank; ``zero`` keeps those of
-blocks for the slot that computes with them alone, as ZeRO-3 does, and sends them on in backward
-once more.
+their owners, one rank each. ``ring`` keeps all parameters on each rank; ``zero`` keeps a block's
+only for the slot that computes with them, as ZeRO-3 does, and sends them on once more in backward.
 
 A new version arrives where the rule needs it, neither before nor after, so that each rank computes
 with what it would have in ``baselines.cyclic.synchronous``.
@@ -28,7 +27,7 @@ from baselines.strategy import Job, make_optimizer, numel
 
 
 class Stage:
-    """One stage: what stays from forward to backward, and what may be let go in between."""
+    """One stage's parameters: ``resident`` ones stay in memory, ``passed`` ones may be freed."""
 
     def __init__(self, resident: Part, passed: Part) -> None:
         self.resident = resident
@@ -97,9 +96,9 @@ class Post:
         self._going: list[tuple[int, torch.Tensor, Any, Message]] = []
 
     def send(self, kind: Kind, stage: int, tensor: torch.Tensor) -> int:
-        """Begin to send ``tensor``, which nobody writes any more; return its bytes.
+        """Begin to send ``tensor``, which nobody writes any more; return the bytes sent.
 
-        None of them is sent where the rank itself is the target.
+        Nothing is sent where the rank itself is the target.
         """
         message = self.sends[kind, stage]
         held = tensor.to("cpu")
@@ -145,10 +144,10 @@ class Post:
         return buffer
 
     def settle(self, slot: float = math.inf) -> None:
-        """Wait until all that was sent has been received, or what slots before this one need.
+        """Wait until all messages that slots before ``slot`` need have been received.
 
-        By waiting alone gloo tells what may be let go. What an earlier slot needs is waited for:
-        the order of slots stays without circles.
+        Only a wait tells that gloo is done with a buffer. Waiting for earlier slots alone makes no
+        cycle of waits.
         """
         for needed, _, work, message in self._going:
             if needed < slot:
@@ -232,7 +231,7 @@ class Executor(Staged):
             self._let_go(index)
 
     def _send_first(self) -> None:
-        """Send what a step before the first would have."""
+        """Send the messages that a step before the first would have sent."""
         self._post.step = -1
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
@@ -261,7 +260,7 @@ class Executor(Staged):
         return loss.detach()
 
     def _next_stage(self, index: int, inputs: Any) -> Any:
-        """Go from one stage's forward to the next: what its first block is given, cut."""
+        """Go from one stage's forward to the next, whose inputs are detached."""
         if self._segments is None:  # an evaluation
             return inputs
         self._let_go(index - 1)
@@ -282,7 +281,7 @@ class Executor(Staged):
             (stage if forward else stage.passed).fill(message)
 
     def _renew(self, index: int) -> None:
-        """Update this rank's stage, and have what it is to compute with: v1 what was before."""
+        """Update this rank's stage, and compute with the new parameters, or by v1 with the old."""
         if index not in self._due:
             return
         self._due.discard(index)
@@ -295,7 +294,7 @@ class Executor(Staged):
             self._stages[index].fill(owned.newest)
 
     def _backward(self, index: int, segments: Segments) -> None:
-        """Backward of a stage; its gradients go on with those that came."""
+        """Backward of a stage; add its gradients to those received, and send them on."""
         if self._cycle.twice:
             self._enter("backward", index)
         adds = ("gradient", index) in self._post.receives
@@ -310,7 +309,7 @@ class Executor(Staged):
         self._let_go(index)
 
     def _let_go(self, index: int) -> None:
-        """Free what comes again before it is needed; the owner's own does not."""
+        """Free parameters that are received again before they are needed: those of other owners."""
         if index not in self._owned:
             self._stages[index].passed.free()
 
@@ -321,14 +320,14 @@ class Executor(Staged):
             self._sent[slot] += self._post.send(kind, index, values)
 
     def settle(self) -> None:
-        """Take in all that is under way: what the next step's slots, or updates, will need."""
+        """Receive the messages under way, which the next step's slots or updates will need."""
         for (kind, index), message in self._post.receives.items():
             if message.later and (kind != "sum" or index in self._due):
                 self._post.land(kind, index)
         self._post.settle()
 
     def take_metrics(self) -> Mapping[str, float | list[float]]:
-        """Return the mean bytes that a rank sends in each slot of its step, at most."""
+        """Return the bytes sent in each slot of a step: means over steps, maxima over ranks."""
         if not self._steps:
             return {}
         self.settle()
@@ -340,7 +339,7 @@ class Executor(Staged):
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the parameters that ranks have next, their mean."""
+        """Return the mean loss with the mean of the parameters that ranks have next."""
         self.settle()
         for index in self._owned:
             self._renew(index)
@@ -366,7 +365,7 @@ class Executor(Staged):
         return torch.lerp(newest, before, stale)
 
     def _shared(self, source: int, values: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
-        """A rank's ``values``, on all."""
+        """Broadcast a rank's ``values``."""
         shape = numel(self._stages[index].params)
         tensor = values().to("cpu", copy=True) if source == self._rank else torch.empty(shape)
         dist.broadcast(tensor, group_src=source, group=self._post.group)

@@ -25,9 +25,9 @@ def parameters(
 ) -> list[list[nn.Parameter]]:
     """The trained parameters of each stage, and frozen ones if asked for, in the model's order.
 
-    What is outside of the blocks belongs to the first stage if the model has it before the last
-    block, else to the last: embeddings and head, as models are written. A parameter that several
-    modules share belongs where it is first.
+    Those outside of the blocks, embeddings and head, belong to the first stage if the model has
+    them before the last block, else to the last. A parameter that several modules share belongs
+    where it is first.
     """
     stage_of = {
         id(param): stage
@@ -67,7 +67,7 @@ class Staged(Trainable):
         return autocast(self.job, cached=False)
 
     def _next_stage(self, index: int, inputs: Any) -> Any:
-        """Go on to a stage; returns what its first block computes with, of what it is given."""
+        """Called before a stage's first block; returns the inputs that the block computes with."""
         raise NotImplementedError
 
 
@@ -78,14 +78,14 @@ class Segments:
     """
 
     def __init__(self) -> None:
-        #: By stage: where what came into it came from, and what it was computed with. An edge and
-        #: not the tensor, whose memory would stay.
+        #: By stage: the edge that each input came from, and the input, detached. An edge and not
+        #: the tensor, whose memory would stay.
         self._cuts: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
-        #: A scalar, which the last stage's backward begins with, and takes.
+        #: The loss, a scalar, which the last stage's backward takes.
         self.loss: torch.Tensor | None = None
 
     def cut(self, stage: int, inputs: Any) -> Any:
-        """``inputs``, arguments of any structure, as the beginning of this stage's own graph."""
+        """Detach ``inputs``, arguments of any structure, as the start of this stage's graph."""
         cuts: list[tuple[GradientEdge, torch.Tensor]] = []
 
         def begin(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks whose activations are recomputed in backward, but for what is kept elsewhere."""
+"""Blocks whose activations are recomputed in backward, but for those that are swapped out."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from baselines.fuyou.cost import Item
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.swap import Swapper
 
-#: Matrix products, whose outputs may be kept.
+#: Matrix products, whose outputs may be swapped out.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 #: A product of a forward: its block, and its place among the products of the block.
 Product = tuple[int, int]
@@ -26,7 +26,7 @@ Product = tuple[int, int]
 
 @dataclass
 class Profile:
-    """Work of forward: operations in the blocks, and each product that may be kept."""
+    """Work of forward: operations in blocks, bytes between them, products that may be swapped."""
 
     flops: float = 0.0
     between: int = 0
@@ -75,9 +75,9 @@ class Recomputed:
             # With a graph, which is dropped: some operations choose their kernel by whether there
             # is one, and what is computed again must be the same.
             self.fifo.acquire(index)
-            # In memory; detached, lest a tensor keep the graph that it is kept by.
-            keeps = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
-            with torch.enable_grad(), keeps, _Products(self, index, again=False):
+            # Saved in memory; detached, lest a tensor hold the graph that holds it.
+            saving = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+            with torch.enable_grad(), saving, _Products(self, index, again=False):
                 outputs, form = tree_flatten(compute([_apart(leaf) for leaf in leaves]))
             self.fifo.release(index)
             returned.append(form)
@@ -102,7 +102,7 @@ class Recomputed:
         return tree_unflatten(list(outputs), returned[0])
 
     def _inputs_elsewhere(self, index: int) -> saved_tensors_hooks:
-        """A context in which a block's inputs that need a gradient are kept elsewhere."""
+        """A context in which a block's inputs that need a gradient are swapped out."""
         places = count()
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -120,7 +120,7 @@ class Recomputed:
 
     def _begin_backward(self, index: int) -> None:
         self.fifo.acquire(index)
-        # And what the block before it has kept, whose backward is next.
+        # And activations of the block before it, whose backward is next.
         self.swapper.expect_of((index, index - 1))
 
     def _end_backward(self, index: int) -> None:
@@ -129,9 +129,9 @@ class Recomputed:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the products of one block's pass, keeps outputs of those that are chosen.
+    """Counts the products of one block's pass, and swaps out outputs of those that are chosen.
 
-    ``again``: takes what was kept instead of computing it.
+    ``again``: takes these back instead of computing them.
     """
 
     def __init__(self, of: Recomputed, index: int, *, again: bool) -> None:
@@ -165,7 +165,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _apart(leaf: Any) -> Any:
-    """The same values outside of the graph."""
+    """The same values, detached from the graph."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -26,7 +26,7 @@ class _Slot:
 
 
 class Fifo:
-    """Parameters on the device: the root always, of the blocks so many at once.
+    """Parameters on the device: the root always, and ``slots`` blocks at once.
 
     Slots hold the block that is computed and those that are needed next: the last ones of forward
     stay for backward. Blocks whose bytes are kept in host memory are not read from SSD.
@@ -60,10 +60,10 @@ class Fifo:
         return self._root.nbytes + sum(slot.memory.nbytes for slot in self._slots)
 
     def cache(self, dram: Dram, spare: int) -> int:
-        """Keep blocks in host memory while so many bytes stay free; how many are kept.
+        """Keep blocks in host memory while ``spare`` bytes stay free; return how many.
 
-        The first ones: forward waits for them, their update is written last, and the last ones'
-        slots hold them from forward to backward in any case.
+        The first ones are kept: forward waits for them, and their update is written last. Slots
+        hold the last ones from forward to backward in any case.
         """
         for count, unit in enumerate(self._layout.blocks):
             memory = dram.try_take(unit.compute_bytes, spare)
@@ -80,12 +80,12 @@ class Fifo:
             self._copies.load(resident, group.part(buffer, group.computed.name), ())
 
     def expect(self, blocks: Iterable[int]) -> None:
-        """Say which blocks will be needed after those that were said before."""
+        """Announce blocks that will be needed after those announced before."""
         self._order.extend(blocks)
         self._fill()
 
     def acquire(self, block: int) -> None:
-        """Have a block's parameters on the device; blocks come in the order that was said."""
+        """Have a block's parameters on the device; blocks come in the announced order."""
         slot = self._holding(block)
         if slot is None or not self._order or self._order[0] != block:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Host memory within a budget, and what a process takes by the kernel's count."""
+"""Host memory within a budget, and a process's memory by the kernel's count."""
 
 import ctypes
 import re
@@ -18,7 +18,7 @@ _STATUS = Path("/proc/self/status")
 class Dram:
     """One block of host memory, page-locked on CUDA, of which pieces are taken and given back.
 
-    Nothing of the strategy's lies in host memory outside of it.
+    The strategy has no host memory outside of it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -82,9 +82,9 @@ def forget_peak() -> None:
 
 
 def give_back_at_once() -> None:
-    """Have the C library return to the kernel what was freed, and large pieces whenever they are.
+    """Have the C library return freed memory to the kernel, and large pieces at once from now on.
 
-    What it would keep for later grows with the model's depth, and is nobody's.
+    The free memory that it would hold back grows with the model's depth.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,7 +1,7 @@
 """The state on SSD, in two generations of which a record names the one that counts.
 
-A step may end before it is written (``end``). Then reads are of what it writes, each group's once
-that is there; what its record will replace stays until then.
+A step may end before it is written (``end``). Then reads are of its state, each group's once it is
+written; the state that its record will replace stays until then.
 """
 
 from concurrent.futures import Future, wait
@@ -67,7 +67,7 @@ class Store:
     def write(self, group: Group, buffer: torch.Tensor) -> None:
         """Write a group as it is after the step that is not complete yet.
 
-        Raises what went wrong before: nothing is written after that.
+        Raises the error of an earlier write: nothing is written after one.
         """
         last = self._state.step
         step = 0 if last is None else last + 1
@@ -100,7 +100,7 @@ class Store:
         self.steps_ended = max(self.steps_ended, step)
 
     def put_in(self, group: Group, buffer: torch.Tensor) -> None:
-        """Write a group of the model's values, by way of a buffer; without moments."""
+        """Write a group's values in the model, by way of a buffer; its moments are zero."""
         buffer[: group.nbytes].zero_()
         dtype = torch.float32 if group.trained else self._layout.dtype
         views = group.views(group.part(buffer, group.segments[0].name), dtype)

@@ -48,24 +48,24 @@ class Swapper:
         self._path = folder / ACTIVATIONS
         self._file = open_alone(self._path, "ssd")
         os.unlink(self._path)
-        #: Where the next one's place on SSD is, and how far there is room.
+        #: Ends of the activations on SSD, and of the room that is reserved for them.
         self._end = self._reserved = 0
         self._activations: dict[Name, _Activation] = {}
         self._writing: list[_Activation] = []
         self._largest = 0
-        #: Bytes that host memory has for what stays there, beside what others pass through.
+        #: Bytes of host memory for activations that stay there, beside the room to pass through.
         self.limit: float = math.inf
         self._held = 0
         #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
 
     def spare(self, sizes: Iterable[float]) -> int:
-        """Note that these sizes pass; return bytes of host memory that what goes to SSD needs."""
+        """Note that activations of these sizes pass; return the host memory to pass through."""
         self._largest = max([self._largest, *map(int, sizes)])
         return _PASSING * aligned(self._largest)
 
     def take_counts(self) -> dict[str, int]:
-        """Bytes that were kept since the last call, by where."""
+        """Bytes that were swapped out since the last call, by place."""
         counts, self._counts = self._counts, {"dram": 0, "ssd": 0}
         return counts
 
@@ -95,9 +95,9 @@ class Swapper:
         self._activations[name] = activation
 
     def expect_of(self, blocks: Sequence[int]) -> None:
-        """Begin to read from SSD what these blocks keep, as far as there is room to pass through.
+        """Begin to read these blocks' activations from SSD, while there is room to pass through.
 
-        The order is that of the blocks; half of the room is left for what is asked for first.
+        They come in the order of the blocks; half of the room is left for the first ``get``.
         """
         self._reap()
         for block in blocks:
@@ -110,7 +110,7 @@ class Swapper:
                     self._begin_to_read(activation, memory)
 
     def get(self, name: Name) -> torch.Tensor:
-        """The tensor that was kept, on the device."""
+        """Take the tensor back to the device."""
         activation = self._activations.pop(name)
         if activation.memory is None:
             self._begin_to_read(activation, self._room_to_pass(aligned(activation.nbytes)))
@@ -128,7 +128,7 @@ class Swapper:
         return tensor
 
     def clear(self) -> None:
-        """Forget all that nobody asked for."""
+        """Forget the tensors that nobody asked for."""
         for activation in self._activations.values():
             for transfer in (activation.written, activation.read):
                 if transfer is not None:

@@ -43,12 +43,12 @@ from fcdp.sizes import parse, written
 
 #: Operations of a step over those of forward: forward, backward (twice), and forward again.
 _PASSES = 4
-#: Bytes per second of what nothing has passed.
+#: Bytes per second of a way that nothing has passed.
 _ENDLESS = 1e12
 
 
 class Observed:
-    """One step, as it was seen."""
+    """Measurements of one step."""
 
     def __init__(self, disk: Disk, copies: Copies, adam: Adam) -> None:
         self._disk = disk
@@ -118,7 +118,7 @@ class Observed:
 
 
 def chosen(work: Work, rates: Rates, swap: str) -> int:
-    """How many of the items to keep, by benefit: as the cell says, or the model finds best."""
+    """How many of the items to keep, by benefit: as the cell says, or best by the cost model."""
     if swap == "auto":
         return cost.chosen(work, rates)
     if swap == "all":
@@ -129,12 +129,12 @@ def chosen(work: Work, rates: Rates, swap: str) -> int:
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
 _PROFILED = 2
-#: Prefix of folders that ``build`` makes; others' may be gone on from.
+#: Prefix of folders that ``build`` makes; runs are resumed in others.
 _PREFIX = "fuyou-run-"
 
 
 def build(model: nn.Module, job: Job) -> Fuyou:
-    """Train in a new folder, which goes when the run ends."""
+    """Train in a new folder, which is removed when the run ends."""
     settings = job.settings
     assert isinstance(settings, FuyouSettings)
     for old in Path(settings.ssd or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -159,7 +159,7 @@ def build(model: nn.Module, job: Job) -> Fuyou:
 class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
-    #: Called when a step has failed: a rank ends then without what is to happen at its end.
+    #: Called when a step has failed, as the rank then ends without its usual clean-up.
     on_failure: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, model: nn.Module, job: Job, folder: Path) -> None:
@@ -210,7 +210,7 @@ class Fuyou(Trainable):
         )
         self._last = True
         self._broken = False
-        #: Metrics of what is kept; none before the profiling step.
+        #: Metrics of that choice; none before the profiling step.
         self._chosen: dict[str, float] = {}
         self._until_choice = _PROFILED
         self._device_peak = 0
@@ -241,7 +241,7 @@ class Fuyou(Trainable):
                 total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
             with self._timed("optimizer"):
                 self._updates.finish()
-                self._measure()  # before the step counts: who goes on from an error takes it again
+                self._measure()  # before the step counts: a resumed run repeats it
                 self._updates.commit()
             self._steps += 1
             self._until_choice -= 1
@@ -402,7 +402,7 @@ class Fuyou(Trainable):
             )
 
     def _choose(self, observed: Observed) -> None:
-        """Choose what later steps keep, and what parameters host memory has room for then."""
+        """Choose what later steps swap out, and the blocks that host memory then has room for."""
         profile, settings = self._recomputed.profile, self._settings
         spare = self._swapper.spare(item.nbytes for item in profile.items.values())
         buffers = self._deepen(spare)

@@ -78,7 +78,7 @@ class Files:
     def write(self, chunk: Chunk, step: int, buffer: Buffer) -> bool:
         """Write all of a chunk as it is after ``step``: a frozen one from the buffer's start.
 
-        Whether that completes the step, all of which is on the disk then.
+        Returns whether that completes the step, all of which is on the disk then.
         """
         place = self._state.room(chunk.key, step)
         self._write(place, buffer.memory[: self._size(chunk)])
@@ -88,7 +88,7 @@ class Files:
         return complete
 
     def end(self) -> None:
-        """Have nobody wait any longer."""
+        """Fail all that wait for a chunk."""
         self._state.fail(RuntimeError("the run has ended"))
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Switch(wire.Host):
         self._acknowledged = 0
 
     def serve(self) -> None:
-        """Pass on what comes until all workers have left, or a role is gone, which all are told.
+        """Pass messages on until all workers have left, or a role is gone, of which all hear.
 
         Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
         """
@@ -144,7 +144,7 @@ class Switch(wire.Host):
     def _check_that_all_are_here(self, key: tuple[int, ...]) -> None:
         """Raises ``Lost`` if a worker has left without its part of a step, or of the plan.
 
-        Not of a forward that is asked for: the last is asked for ahead, and none comes to it.
+        A forward does not need it: the last one is asked for ahead of a step that never comes.
         """
         needed = key[0] in (wire.Kind.GRADIENTS, wire.Kind.HELLO) or (
             key[0] == wire.Kind.BEGIN and key[2] == Pass.BACKWARD
@@ -154,7 +154,7 @@ class Switch(wire.Host):
             raise wire.Lost(f"{first} has left before the others were done")
 
     def _sum(self, payloads: dict[int, Any]) -> bytes:
-        """Sum in the order of ranks, in float32, rounded once to what crosses."""
+        """Sum in the order of ranks, in float32, rounded once to the type that crosses."""
         if self._plan is None:
             raise wire.Malformed("gradients before HELLO")
         dtype = self._plan.type

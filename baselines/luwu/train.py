@@ -1,6 +1,6 @@
 """A worker: it pulls each layer when a forward or backward comes to it, and pushes its gradients.
 
-Of a step with blocks 1 to n, and 0 for what is outside of them::
+A step with blocks 1 to n, and 0 for what is outside of them::
 
     forward   0 1 2 … n 0        pulled, each let go by the next
     backward          0 n … 2 1  the head's gradients come while 0 is still there; n … 1 again
@@ -40,7 +40,7 @@ def build(model: nn.Module, job: Job) -> LuWu:
     """
     keys, address = Keys.of_environment(), os.environ["FCDP_SWITCH"]
     worker = LuWu(model, job, lambda plan, rank, land: Port(plan, rank, keys, address, land))
-    # In this process's own end, be it a child of multiprocessing's or not.
+    # At the exit of this process, whether it is a child of multiprocessing or not.
     Finalize(None, worker.close, exitpriority=1)
     return worker
 
@@ -61,9 +61,9 @@ class _Layer:
         self.cached: torch.Tensor | None = None
 
     def move(self, device: torch.device, dtype: torch.dtype, *, caches: bool) -> None:
-        """Have the parameters in memory of their own, in what is computed in, and let it go.
+        """Move the parameters to memory of their own, of the type computed in, and free it.
 
-        ``caches``: with host memory for the frozen ones.
+        ``caches``: take host memory for the frozen ones.
         """
         self.parts = [Part(self.trained, device, dtype), Part(self.frozen, device, dtype)]
         if caches and self.frozen:
@@ -72,7 +72,7 @@ class _Layer:
         self.free()
 
     def land(self, chunk: Chunk, payload: Any) -> None:
-        """Take a chunk to its place; the first one finds the memory."""
+        """Copy a chunk to its place; the first one allocates the memory."""
         part = self.parts[0 if chunk.trained else 1]
         values = tensor(payload, part.dtype)
         if not chunk.trained and self.cached is not None:
@@ -83,7 +83,7 @@ class _Layer:
         part.values()[chunk.begin : chunk.end].copy_(values)
 
     def enter(self) -> None:
-        """Have what lies in host memory too."""
+        """Copy frozen parameters from host memory, where they are cached."""
         if self.cached is not None:
             self.parts[1].fill(self.cached)
 
@@ -100,7 +100,7 @@ class LuWu(Trainable):
     """One worker in training."""
 
     def __init__(self, model: nn.Module, job: Job, connect: Any) -> None:
-        """``connect``: called with the plan, this rank, and what takes chunks to their place."""
+        """``connect``: called with the plan, this rank, and the function that lands chunks."""
         topology, settings = job.topology, job.settings
         assert isinstance(settings, LuWuSettings)
         sent = trained_numel(model) * job.dtype.itemsize * topology.ranks_per_node
@@ -253,7 +253,7 @@ class LuWu(Trainable):
                 each.register_hook(lambda _: self._enter(unit))
 
     def _enter(self, unit: int) -> None:
-        """Have a layer here, and let the one before go."""
+        """Pull a layer if it is not here, and free the one before."""
         if self._held == unit:
             return
         self._leave()
@@ -276,7 +276,7 @@ class LuWu(Trainable):
             self._push(unit)
 
     def _end_backward(self) -> None:
-        """Take and push what the loss did not depend on, lest the order of layers change."""
+        """Pull and push layers that the loss did not depend on, lest the order of layers change."""
         for unit in [*self._left]:
             self._enter(unit)
         for unit in reversed(range(len(self._layers))):
@@ -290,7 +290,7 @@ class LuWu(Trainable):
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
     """The modules outside of blocks that have parameters.
 
-    Raises ``ValueError`` for one with a block in it, which has them all the time.
+    Raises ``ValueError`` for one that contains a block: it would need them all the time.
     """
     for name, module in model.named_modules():
         if id(module) in inside or not any(True for _ in module.parameters(recurse=False)):

@@ -36,7 +36,7 @@ from fcdp import Topology
 MATRIX = Path(__file__).resolve().parent / "matrix.yaml"
 RECORD = Path(__file__).resolve().parents[2] / "results" / "difference-bits" / "record.json"
 ENTRY = "examples.differences.bits:train"
-#: Steps before, as Adam's first move each weight by the whole rate, and steps that are measured.
+#: Warm-up steps, as Adam's first ones move weights by the whole rate, and measured steps.
 WARM_UP, STEPS = 40, 15
 
 

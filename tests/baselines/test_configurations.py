@@ -13,7 +13,7 @@ from baselines.pins import Pin
 from tests import programs
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
-#: What each setting is without a configuration; settings of no default are not among them.
+#: Prints the default of each setting; settings without one are not among them.
 DEFAULTS = """
 import json
 from deepspeed.runtime import constants

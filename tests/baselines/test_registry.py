@@ -114,7 +114,7 @@ def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
 
 
 def test_where_entries_lie() -> None:
-    """What the strategy fixes goes before what the cell says."""
+    """A policy that the strategy fixes goes before the cell's."""
     assert FCDP.keeps_in("disk") == "disk"
     assert replace(FCDP, policy="device").keeps_in("disk") == "device"
     assert replace(FCDP, cache=None).keeps_in("disk") is None

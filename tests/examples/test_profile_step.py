@@ -31,7 +31,7 @@ def write_trace(path: str) -> list[str]:
 def traced(
     ranks: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], dict[str, list[Range]]]:
-    """What rank 0 printed, and the ranges of its trace by name, in order of time."""
+    """The lines that rank 0 printed, and its trace's ranges by name, in order of time."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     lines, *_ = ranks.run(4, write_trace, str(path))
     return lines, ranges_in(path)
@@ -74,8 +74,8 @@ def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Rang
 def test_blocks_are_gathered_while_those_before_them_compute(
     traced: tuple[list[str], dict[str, list[Range]]],
 ) -> None:
-    """The first two blocks' gathers begin together, ahead of the first; each later one's, a block
-    further ahead."""
+    """The first two blocks' gathers begin together, before the first block computes; each later
+    one's a block further on."""
     _, ranges = traced
     gathers = [ranges[f"fcdp::gather_inter {block}"][0] for block in BLOCKS]
     # FSDP2's own ranges, before and after the block's forward.

@@ -21,7 +21,7 @@ def test_it_is_a_notebook_without_outputs() -> None:
 
 @pytest.fixture(scope="module")
 def scope(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the cells have defined, run one after another in another folder."""
+    """The names that the cells define, run one after another in another folder."""
     namespace: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))

@@ -162,7 +162,7 @@ class Run:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
 
     def trained(self) -> dict[int, tuple[Any, ...]]:
-        """What is the same wherever a run was interrupted, by step; the last word counts."""
+        """Values that are the same wherever a run was interrupted; a step's last line counts."""
         return {
             line["step"]: (line["loss"], line["norm"], line["lr"], line.get("held_out_loss"))
             for line in self.lines()
@@ -345,7 +345,7 @@ class Nodes:
 
 
 def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undisturbed: Run) -> None:
-    """As ranks that are told so at the same step, and but for rounding as those of before."""
+    """As a single rank from the same step does, and but for rounding as both ranks do."""
     run = Run(place, "fewer", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
     nodes = Nodes(run, "1:2", "keep.py")
     run.wait_for(SAVE_EVERY + 2)
@@ -368,7 +368,7 @@ LONG, KILLS = 1000, 10
 
 
 def test_ten_kills(place: Path, request: pytest.FixtureRequest) -> None:
-    """Of ranks, of a node that another one replaces, of all; and notices to all."""
+    """Kills of ranks, of a node that another one replaces, of all; and notices to all."""
     if not request.config.getoption("--exhaustive"):
         pytest.skip("trains for minutes: runs with --exhaustive")
     options = ("--steps", str(LONG), "--save-every", "10", "--evaluate-every", "1000")

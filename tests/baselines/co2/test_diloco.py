@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo as their listings have them, whose outer optimizer is PyTorch's."""
+"""DiLoCo and Streaming DiLoCo train as their listings do, with PyTorch's outer optimizer."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,9 @@ STREAMING = StreamingSettings(interval=4, overlap=1)
 
 
 def listing(training: Training) -> list[list[torch.Tensor]]:
-    """The parameters of each worker, by step, of a listing in one process.
+    """The parameters of each worker after each step, by the listing in one process.
 
-    Fragments are the model's two modules, or all of it is one.
+    Fragments are the model's two modules, or the whole model is one.
     """
     settings = training.settings
     count, overlap, local_share, interval = 1, 0, 0.0, settings.interval
@@ -109,7 +109,7 @@ def test_all_workers_of_diloco_start_alike(ranks: Pools) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("worker", ["rank", "nodes"])
 def test_what_is_measured_is_what_workers_share(ranks: Pools, worker: str) -> None:
-    """Where fragments arrive in turn no two workers are alike; training knows nothing of it."""
+    """Where fragments arrive in turn no two workers are alike; measuring changes no training."""
     settings = STREAMING.model_copy(update={"worker": worker})
     per_node = 1 if worker == "rank" else 2
     training = Training(settings, nodes=2, ranks_per_node=per_node)

@@ -96,7 +96,7 @@ def test_metrics_are_of_the_updates_since_they_were_taken() -> None:
 
 @on_ranks(4)
 def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
-    """The one over nodes."""
+    """The thread of ``_over_nodes``."""
     _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
     for fragment in workers._fragments:
         fragment._send()

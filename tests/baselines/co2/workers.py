@@ -28,7 +28,7 @@ class Training:
 
     @property
     def schedule(self) -> Schedule:
-        """The strategy's, whose settings these are."""
+        """The schedule of the strategy that has these settings."""
         if isinstance(self.settings, StreamingSettings):
             return STREAMING
         return CO2 if isinstance(self.settings, CO2Settings) else LOCAL_SGD
@@ -80,7 +80,7 @@ def flat(of: nn.Module) -> torch.Tensor:
 
 
 def apart(training: Training) -> Iterator[list[nn.Sequential]]:
-    """All workers in this one process, by their own steps; whoever asks may change them between."""
+    """All workers in one process, after each step of their own; the caller may change them."""
     ranks = training.nodes * training.ranks_per_node // training.workers
     models = [model() for _ in range(training.workers)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
@@ -97,7 +97,7 @@ def apart(training: Training) -> Iterator[list[nn.Sequential]]:
 def listing(training: Training) -> list[torch.Tensor]:
     """The starts of all rounds by the paper's listing.
 
-    No scalar of it is formed as the strategy forms it.
+    Its scalars are computed in other ways than the strategy's.
     """
     settings = training.settings
     momentum_of = getattr(settings, "outer_momentum", 0.0)

@@ -65,7 +65,7 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(count)))
     options = {"accumulation": count, "settings": CyclicSettings(), "loss": _homogeneous}
-    # Before the strategy has its hooks.
+    # Before the strategy registers its hooks.
     saved = SavedBytes(model.parameters())
     with saved.counted():
         graphs = [_homogeneous(model, torch.rand(ROWS, WIDTH)) for _ in range(count)]

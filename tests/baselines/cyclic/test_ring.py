@@ -27,7 +27,7 @@ FORMS = ("cyclic-ring", "cyclic-zero")
 
 
 def test_a_sum_on_the_host_steps_an_optimizer_on_a_device() -> None:
-    """Messages cross by gloo. Here the device is one without memory, which shows the same."""
+    """Messages cross by gloo, on the host. A device without memory, ``meta``, shows it too."""
     param = torch.nn.Parameter(torch.ones(3, device="meta"))
     parts = (Part([param], torch.device("meta")), Part([], torch.device("meta")))
     Owned(Stage(*parts), job(alone(), [])).update(torch.ones(3))
@@ -47,7 +47,7 @@ def _same(actual: list[Trace], expected: list[Trace]) -> None:
 def test_each_rank_computes_with_what_it_would_in_synchrony(
     ranks: Pools, rule: UpdateRule, count: int, stages: int, optimizer: AnyOptimizer
 ) -> None:
-    """Whatever is evaluated in between; of three ranks with frozen parameters."""
+    """Evaluations in between change nothing; three ranks have frozen parameters."""
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
     arguments = (count, settings, STEPS, count == 3, (0, 1, 3), 1, optimizer)
     expected = ranks.run(count, trained, "cyclic", *arguments)

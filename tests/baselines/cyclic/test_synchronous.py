@@ -28,7 +28,7 @@ SCHEDULES: list[optimizers.AnyOptimizer] = [
 def by_the_rule(
     rule: UpdateRule, ranks: int, stages: int, k: int, chosen: optimizers.AnyOptimizer
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """What each rank computes with in each step: θ_t where a stage is fresh, else θ_{t−1}."""
+    """Each rank's parameters in each step: θ_t where a stage is fresh, else θ_{t−1}."""
     torch.manual_seed(1)
     newest = Tied()
     named = dict(newest.named_parameters())

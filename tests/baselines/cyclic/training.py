@@ -76,7 +76,7 @@ def made(
 
 @dataclass
 class Trace:
-    """What one rank has computed with, and found, in each step."""
+    """Losses and parameters of one rank's training, by step."""
 
     losses: list[float] = field(default_factory=list)
     #: Each parameter when its block begins forward; others after forward.
@@ -127,7 +127,7 @@ def interleaved(
 ) -> list[Trace]:
     """The same training on one device: what each micro-batch computes with.
 
-    Held-out losses are the first one's. Losses of single ones are not told.
+    Held-out losses are in the first trace. Losses of single micro-batches are in none.
     """
     model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
     trainable = Interleaved(model, replace(job, optimizer=optimizer))

@@ -18,7 +18,7 @@ from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
-#: What is chosen, and the model; several things differ in each.
+#: Settings and model of each case; several things differ between cases.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"update": "after", "swap": "none"}, {}),
     ({"update": "overlapped", "swap": "all"}, {"dtype": "bfloat16", "k": 2}),

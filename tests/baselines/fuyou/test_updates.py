@@ -1,4 +1,4 @@
-"""When groups and blocks are read, stepped and written, on stores that note it."""
+"""The order in which groups and blocks are read, stepped and written, on stores that note it."""
 
 import os
 import threading
@@ -46,7 +46,7 @@ class _Fakes:
         self._users: dict[int, int] = {}
         #: Held by a step of a group until it may end.
         self.hold: Callable[[int], None] = lambda _: None
-        #: The same of a write.
+        #: The same for a write.
         self.hold_write: Callable[[int], None] = lambda _: None
         self.fails: Note | None = None
 
@@ -110,7 +110,7 @@ def _groups() -> list[Group]:
 def _updates(
     form: Update, fakes: _Fakes, groups: list[Group], buffers: int | None = None
 ) -> Iterator[Updates]:
-    """With as many buffers as the form has where there is room, unless so many are given."""
+    """With ``buffers``, by default as many as the form has where there is room."""
     both = cast(Any, fakes)
     dram = Dram(2**20, CPU)
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731

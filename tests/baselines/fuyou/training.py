@@ -15,7 +15,7 @@ from tests.baselines.jobs import job
 from tests.baselines.training import Family, Tuning, batches_of, built, step
 from tests.fcdp.training import topology_of
 
-#: By name: values and moments.
+#: Values and moments of parameters, by name.
 State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -98,7 +98,7 @@ def _add_gradients(params: dict[str, nn.Parameter], masters: dict[str, nn.Parame
 
 
 def same(actual: State, expected: State) -> None:
-    """Every bit of what is trained."""
+    """Compare the trained parameters and their moments, bit for bit."""
     for name, (values, moments) in expected.items():
         pairs: Sequence[Any] = [
             (actual[name][0], values),

@@ -116,7 +116,7 @@ def _running(folder: Path, steps: Sequence[int] = (STEPS, STEPS)) -> Iterator[di
 
 
 def _goes_on(folder: Path) -> None:
-    """The files have a whole step, from which training gives what it had given at once."""
+    """The files have a whole step, and training from it gives what it would without a stop."""
     step = step_in(folder)
     assert step >= 2
     plan, _ = trained(2, 1, folder, then=plan_of)
@@ -124,7 +124,7 @@ def _goes_on(folder: Path) -> None:
 
 
 def test_a_worker_that_leaves_before_the_others_ends_the_run(tmp_path: Path) -> None:
-    """As one does whose program fails: it says goodbye, and beats no more."""
+    """As one whose program fails does: it says goodbye, and beats no more."""
     with _running(tmp_path, (STEPS, 3)) as roles:
         for name in ("worker 0", "switch", "server"):
             error = roles[name].last_words(WITHIN_S)

@@ -18,7 +18,7 @@ BEAT = Message(Kind.BEAT)
 
 
 class _Meeting:
-    """A listener, and who has come to it."""
+    """A listener, and the peers that are connected to it."""
 
     def __init__(self) -> None:
         self.listener = Listener(KEYS, "127.0.0.1:0")

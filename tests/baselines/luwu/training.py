@@ -37,7 +37,7 @@ class Roles:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def ended(self) -> dict[str, BaseException]:
-        """What the roles raised; waits until both have ended."""
+        """The roles' errors; waits until both have ended."""
         for thread in self.threads:
             thread.join(60)
             assert not thread.is_alive()
@@ -102,7 +102,7 @@ def trained(
     frozen: bool = False,
     then: Callable[[LuWu], Any] = lambda worker: None,
 ) -> list[Any]:
-    """Train on so many workers from where the folder is; what ``then`` gives of each at the end."""
+    """Train on so many workers, on from the folder; return ``then`` of each worker at the end."""
 
     def work(rank: int) -> Any:
         torch.set_num_threads(1)  # sums of LayerNorm's backward depend on it

@@ -1,4 +1,4 @@
-"""What crosses nodes as a cell chooses it: over which ring, and how often gradients do."""
+"""Exchanges as a cell chooses them: over which ring, and how often gradients cross nodes."""
 
 from typing import Any
 
