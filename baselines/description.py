@@ -41,8 +41,8 @@ class ExtraProcess:
     name: str
     #: "package.module:function", called without arguments.
     entry: str
-    #: Whether it is a part of the network: not its own link limits it, but those of the others, in
-    #: both directions.
+    #: Whether it is a part of the network: it has no link of its own, but those of the others limit
+    #: it in both directions.
     in_network: bool = False
 
 
@@ -97,15 +97,15 @@ class Strategy:
     def fixes(self) -> dict[str, str]:
         """The policy and codecs that it fixes, by the name of the setting."""
         names = ("policy", "gather_codec", "reduce_codec")
-        found = {name: getattr(self.schedule, name, None) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+        fixed = {name: getattr(self.schedule, name, None) for name in names}
+        return {name: value for name, value in fixed.items() if value is not None}
 
-    def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
-        """The settings among ``given``, and defaults; refused is what does not fit so many nodes.
+    def chosen(self, values: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
+        """The settings among ``values``, else defaults, checked against the number of nodes.
 
         Raises pydantic's ``ValidationError``.
         """
-        own = {name: value for name, value in given.items() if name in self.settings.model_fields}
+        own = {name: value for name, value in values.items() if name in self.settings.model_fields}
         context = {"nodes": nodes, "fixed": self.fixes}
         return self.settings.model_validate(own, strict=True, context=context)
 

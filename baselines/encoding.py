@@ -15,13 +15,13 @@ import fcdp
 if TYPE_CHECKING:
     from fcdp.codec import When
 
-#: Names of what gathers are told with in matrix files that rounds nothing, and when it is told.
+#: Gathers' lossless codecs by their names in matrix files, and when each codes differences.
 DIFFERENCES: Mapping[str, When] = {
     "delta": "pays",
     "delta(always)": "always",
     "delta(smallest)": "smallest",
 }
-#: The same of reductions.
+#: Names of reductions' lossless codecs.
 EXPONENTS = ("exact", "exact(always)")
 
 _QUANTISER = re.compile(r"(int8|int4)(?:\((\d+)\))?")
@@ -43,7 +43,8 @@ def encoded_bytes(codec: str, numel: int) -> int:
 def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
     """The codec of gathers: as :func:`parse`, or lossless differences.
 
-    ``delta`` tells them where that pays, ``delta(always)`` always, ``delta(smallest)`` in least.
+    ``delta`` codes them where that pays, ``delta(always)`` always, ``delta(smallest)`` in the
+    fewest bytes.
     """
     if text in DIFFERENCES:
         return fcdp.Delta(DIFFERENCES[text])

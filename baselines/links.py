@@ -4,7 +4,7 @@ from pathlib import Path
 
 _RECEIVED, _SENT = 0, 8
 _INFINIBAND = Path("/sys/class/infiniband")
-#: Bytes of what an InfiniBand port counts: 32-bit words, on all of its lanes together.
+#: Bytes of the unit that an InfiniBand port counts: a 32-bit word, over all of its lanes.
 _WORD_BYTES = 4
 
 
@@ -19,8 +19,8 @@ def interface_bytes(interface: str) -> tuple[int, int]:
     counters = {name.strip(): values.split() for name, _, values in named}
     if interface not in counters:
         raise ValueError(f"interface = {interface!r}: allowed are {', '.join(sorted(counters))}")
-    found = counters[interface]
-    return int(found[_RECEIVED]), int(found[_SENT])
+    counts = counters[interface]
+    return int(counts[_RECEIVED]), int(counts[_SENT])
 
 
 def transmitted_bytes(interface: str) -> int:

@@ -14,11 +14,11 @@ from baselines.strategy import numel
 
 @torch.no_grad()
 def take_gradients(params: Sequence[nn.Parameter]) -> torch.Tensor:
-    """All gradients end to end, of which the parameters have none then."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    """Take all gradients, end to end, from the parameters, which have none then."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     for param in params:
         param.grad = None
-    return torch.cat([grad.flatten() for grad in found])
+    return torch.cat([grad.flatten() for grad in gradients])
 
 
 def split(
@@ -40,12 +40,12 @@ def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 @contextmanager
 def restored(values: list[torch.Tensor]) -> Iterator[None]:
-    """Have tensors be again at the end what they are at the beginning."""
-    own = [each.clone() for each in values]
+    """Restore the values of tensors at the end of the context."""
+    copies = [value.clone() for value in values]
     try:
         yield
     finally:
-        torch._foreach_copy_(values, own)
+        torch._foreach_copy_(values, copies)
 
 
 def step_adamw(
@@ -115,12 +115,12 @@ class Part:
         return self._flat
 
     def fill(self, values: torch.Tensor) -> None:
-        """Have these elements, in the memory that the graph knows."""
+        """Copy these elements to the memory that the graph knows, which is allocated again."""
         self.allocate()
         self._flat.copy_(values)
 
     def allocate(self) -> None:
-        """Have memory again, of whatever values."""
+        """Allocate the memory again, with undefined values."""
         self._flat.untyped_storage().resize_(self._flat.nbytes)
 
     def free(self) -> None:

@@ -28,8 +28,8 @@ def version(pin: Pin) -> str | None:
 
 @cache
 def _version_on(*path: str) -> str | None:
-    found = next(iter(metadata.distributions(name="deepspeed", path=list(path))), None)
-    return None if found is None else found.version
+    distribution = next(iter(metadata.distributions(name="deepspeed", path=list(path))), None)
+    return None if distribution is None else distribution.version
 
 
 def variables(pin: Pin) -> dict[str, str]:

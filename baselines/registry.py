@@ -55,7 +55,7 @@ _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
 def _of(engine: Engine, **usual: Any) -> Callable[..., Strategy]:
-    """A description of strategies of one engine, with what they have unless they say otherwise."""
+    """A constructor of one engine's strategies, whose usual fields each may override."""
     return lambda name, what, *more, **own: Strategy(name, engine, what, *more, **(usual | own))
 
 
@@ -212,9 +212,9 @@ def schedule_of(name: str) -> Schedule:
 
     Raises ``ValueError`` for one that does not exist or is not simulated.
     """
-    found = find(name).schedule
-    if found is None:
+    schedule = find(name).schedule
+    if schedule is None:
         raise ValueError(
             f"strategy = {name!r}: is not simulated yet; allowed are {', '.join(simulated())}"
         )
-    return found
+    return schedule

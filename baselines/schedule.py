@@ -52,8 +52,8 @@ class Schedule:
     optimizer: Place = "device"
     #: Whether computation stops while parameters are copied to the device.
     blocking: bool = False
-    #: How far it gathers ahead, in blocks: over all that it has come through, and at most. What it
-    #: has ahead at the end of forward it does not gather again in backward.
+    #: How far it gathers ahead, in blocks: per block that it has computed, and at most. Blocks that
+    #: it has ahead at the end of forward it does not gather again in backward.
     lead_per_block: float = 0.0
     most_lead: float = 0.0
     #: Codecs between nodes, where the strategy fixes them.

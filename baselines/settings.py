@@ -1,7 +1,7 @@
 """Settings of cells: how cells that differ in one are compared and shown, and who has which.
 
-A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. What belongs to
-some strategies only is a field of their own type of settings. Imports no engine.
+A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. Settings that
+only some strategies have are fields of their own types. Imports no engine.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,11 +62,11 @@ def _subject(
 ) -> Setting:
     """A setting of the subject: cells that differ in it are compared.
 
-    Values are written as ``text`` has it, but for those that have ``words`` of their own.
+    Values are formatted by ``text``, but for those that ``words`` has.
     """
-    own = words or {}
+    in_words = words or {}
     return Setting(
-        label, "subject", write=lambda value: own.get(value) or text.format(value), **more
+        label, "subject", write=lambda value: in_words.get(value) or text.format(value), **more
     )
 
 
@@ -74,7 +74,7 @@ _later = partial(_subject, in_id="later")
 
 
 class Strict(BaseModel):
-    """A type that allows nothing unknown."""
+    """A model that forbids unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -129,11 +129,11 @@ class _CodecSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_adapters(cls, given: Any) -> Any:
-        """In records from when adapters could be replicated all have sharded ones."""
-        if isinstance(given, dict) and given.get("adapters") == "sharded":
-            return {name: value for name, value in given.items() if name != "adapters"}
-        return given
+    def _without_adapters(cls, values: Any) -> Any:
+        """Drop a field of old records, from when adapters could be replicated: all are sharded."""
+        if isinstance(values, dict) and values.get("adapters") == "sharded":
+            return {name: value for name, value in values.items() if name != "adapters"}
+        return values
 
 
 class CacheSettings(_CodecSettings, PaperSettings):
@@ -153,7 +153,7 @@ class EncodedSettings(_CodecSettings):
 class FSDP2Settings(Settings):
     """Settings of FSDP2 itself."""
 
-    #: Whether forwards before a step, as those of generation, gather for each, or once for all.
+    #: Whether each forward before a step, as in generation, gathers, or one gathers for all.
     forwards: Annotated[Literal["gathered", "unsharded"], _later("Forwards", "{} forwards")] = (
         "gathered"
     )

@@ -25,8 +25,8 @@ def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
 
-#: Mean loss of a model on a batch, a scalar; calls the model once. A batch is one tensor, of whose
-#: form this alone knows: int64 (sequences, tokens + 1) of text, floats of images.
+#: Mean loss of a model on a batch, a scalar; calls the model once. A batch is one tensor, whose
+#: form the loss alone knows: int64 (sequences, tokens + 1) of text, floats of images.
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 #: Means over a batch of what is measured on held-out data, a scalar or 1-D; calls the model once.
 Measure = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Use of one rank's cache: what it did, and holds."""
+    """Use of one rank's cache: gathers that it served, and entries that it holds."""
 
     #: Gathers since the last ``take_ledger``: served from the cache, and across nodes.
     hits: int
@@ -71,7 +71,7 @@ class CacheUse:
 
 
 class Trainable:
-    """A model under one strategy, on this rank: what a strategy does differently it overrides."""
+    """A model under one strategy, on this rank; strategies override what they do differently."""
 
     #: The engine that its description names, as ``load`` says.
     engine: str
@@ -104,9 +104,9 @@ class Trainable:
         """
         self.model.eval()
         with self.casting():
-            found = (self.job.measure or self.job.loss)(self.model, batch)
+            measured = (self.job.measure or self.job.loss)(self.model, batch)
         self.model.train()
-        return found
+        return measured
 
     def casting(self) -> AbstractContextManager[object]:
         """Context of forwards in ``job.dtype``, to which FSDP2's mixed precision casts anyway."""
@@ -175,42 +175,42 @@ def load(name: str) -> Builder:
     Raises ``ValueError`` for one that does not exist. Only its module, and so only its engine, is
     imported.
     """
-    found = registry.find(name)
-    module, function = found.builder
+    description = registry.find(name)
+    module, function = description.builder
     build: Builder = getattr(importlib.import_module(module), function)
 
     @functools.wraps(build, updated=())
     def built(model: nn.Module, job: Job) -> Trainable:
-        _refuse_others(job.settings, found)
+        _refuse_others(job.settings, description)
         settings = job.settings
-        if found.settings in _LIBRARYS:  # all of FCDP's: given, fixed, or defaults
-            given = settings.model_dump()
-            found.chosen(given)  # refuses what the strategy fixes to something else
-            settings = CacheSettings(**(given | found.fixes))
-        schedule = found.schedule or Schedule()
+        if description.settings in _LIBRARYS:  # all of FCDP's: given, fixed, or defaults
+            values = settings.model_dump()
+            description.chosen(values)  # refuses what the strategy fixes to something else
+            settings = CacheSettings(**(values | description.fixes))
+        schedule = description.schedule or Schedule()
         trainable = build(model, replace(job, settings=settings, schedule=schedule))
-        trainable.engine = found.engine
+        trainable.engine = description.engine
         return trainable
 
     return built
 
 
-def _refuse_others(given: Settings, found: Strategy) -> None:
-    """Raises ``ValueError`` for a setting that is given, and that the strategy does not leave."""
-    own = found.settings.model_fields
-    for name in given.model_dump(exclude_unset=True):
-        if name not in own:
-            has = f"its own, {found.fixes[name]}" if name in found.fixes else "none"
+def _refuse_others(settings: Settings, description: Strategy) -> None:
+    """Raises ``ValueError`` for a setting that is given and that the strategy does not have."""
+    allowed = description.settings.model_fields
+    for name in settings.model_dump(exclude_unset=True):
+        if name not in allowed:
+            has = f"its own, {description.fixes[name]}" if name in description.fixes else "none"
             raise ValueError(
-                f"{name} = {getattr(given, name)!r}: {found.name} has {has}; allowed are "
-                f"{', '.join(own) or 'no settings'}"
+                f"{name} = {getattr(settings, name)!r}: {description.name} has {has}; allowed are "
+                f"{', '.join(allowed) or 'no settings'}"
             )
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
     """Least bytes that one node sends when so many ``elements`` cross nodes once.
 
-    Of every node's part (n−1) copies leave it. An element takes ``size`` bytes, or what
+    A node sends (n−1) copies of its part. An element takes ``size`` bytes, or what
     ``job.dtype`` takes.
     """
     nodes = job.topology.nodes

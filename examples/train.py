@@ -4,8 +4,8 @@
     torchrun --nnodes 1:4 --max-restarts 100 --rdzv-backend c10d ... train.py ...    # elastic
 
 It needs fcdp, torch and transformers; peft for ``--lora-rank``, wandb for ``--wandb``. ``--output``
-is on a file system that all nodes share. Whoever starts it again with the same one, torchrun after
-a lost rank, a scheduler or a hand, goes on from the last checkpoint there.
+is on a file system that all nodes share. Started again with the same one, by torchrun after a lost
+rank, by a scheduler or by hand, it goes on from the last checkpoint there.
 
 All that a step depends on (sequences, dropout, learning rate) follows from the seed and the step's
 number, so that this number is all that a checkpoint needs beside the model and the optimizer. A
@@ -109,18 +109,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def check_model(options: argparse.Namespace) -> None:
-    """End with a line where the model is none to train on such sequences."""
-    said = f"--model {options.model}"
+    """Exit with a line where the model cannot be trained on such sequences."""
+    option = f"--model {options.model}"
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
     except (OSError, ValueError) as error:
-        sys.exit(f"{said}: {str(error).splitlines()[0]}")
+        sys.exit(f"{option}: {str(error).splitlines()[0]}")
     # Tokens of BERT and its kin see those after them too, unless their configuration says so.
     causal = any(getattr(config, a, False) for a in ("is_decoder", "is_encoder_decoder", "causal"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal
     ):
-        sys.exit(f"{said}: is of type {config.model_type}; must be causal")
+        sys.exit(f"{option}: is of type {config.model_type}; must be causal")
     longest = getattr(config, "max_position_embeddings", None) or options.sequence_length
     if options.sequence_length > longest:
         sys.exit(f"--sequence-length {options.sequence_length}: the model allows {longest}")
@@ -147,21 +147,21 @@ def join(time_out: timedelta) -> fcdp.Topology:
 def document(number: int, line: bytes, options: argparse.Namespace) -> str:
     """The text of one line of JSON Lines."""
     try:
-        found: str = json.loads(line)[options.field]
-        found.encode()  # no half characters
+        text: str = json.loads(line)[options.field]
+        text.encode()  # no half characters
     except Exception as error:
         must = f"must be an object with text in --field {options.field}"
         sys.exit(f"--data {options.data}: line {number}: {type(error).__name__}; {must}")
-    return found
+    return text
 
 
 def tokenise(options: argparse.Namespace) -> Path:
-    """Write the text's tokens, unless an earlier start has; the file's name is what it holds."""
+    """Write the text's tokens, unless an earlier start has; a digest of inputs names the file."""
     text = options.data.read_bytes()
     read = [text, options.field.encode()]
     read += [file.read_bytes() for file in sorted(options.model.glob("tokenizer*"))]
-    which = hashlib.sha256(b"\0".join(read)).hexdigest()
-    path: Path = options.output / f"tokens-{which[:16]}.pt"
+    digest = hashlib.sha256(b"\0".join(read)).hexdigest()
+    path: Path = options.output / f"tokens-{digest[:16]}.pt"
     if not path.exists():
         tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
         documents = [text.decode(errors="replace")]
@@ -181,13 +181,13 @@ def tokenise(options: argparse.Namespace) -> Path:
 
 
 def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Sequences to train on and held-out ones, the text's last; and which tokens they are."""
+    """Sequences to train on, held-out ones (the text's last), and the name of their tokens."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=4))
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             box = [tokenise(options)]
-        except SystemExit as mistake:  # which the others, that wait for its tokens, end with too
+        except SystemExit as mistake:  # the others, which wait for its tokens, end with it too
             box = [mistake.code]
     dist.broadcast_object_list(box, group=patient)
     if not isinstance(box[0], Path):
@@ -197,7 +197,7 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
         windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
         windows = windows.view(-1, options.sequence_length)
     except Exception as error:
-        # EINVAL is torch's word for a file that is cut; others may pass: this node sees it later.
+        # EINVAL is torch's error for a cut file; others may pass, as the file comes later.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         sys.exit(f"{box[0]}: is damaged; remove it, and it is made anew")
@@ -213,9 +213,9 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
 def build(options: argparse.Namespace, topology: fcdp.Topology) -> Any:
     """The sharded model: trained parameters in float32, computed with in ``--precision``."""
     computed = getattr(torch, options.precision)
-    kept = computed if options.lora_rank else torch.float32
+    dtype = computed if options.lora_rank else torch.float32
     load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(options.model, dtype=kept, local_files_only=True)
+    model = load(options.model, dtype=dtype, local_files_only=True)
     if options.lora_rank:
         from peft import LoraConfig, get_peft_model  # not needed without adapters
 
@@ -235,7 +235,7 @@ def order(epoch: int, count: int, seed: int) -> torch.Tensor:
 
 
 def chosen(step: int, count: int, options: argparse.Namespace) -> torch.Tensor:
-    """The step's sequences, by number: of the epoch's order, the step's place in it."""
+    """Numbers of the step's sequences: its part of the epoch's order."""
     epoch, place = divmod(step, count // options.global_batch)
     start = place * options.global_batch
     return order(epoch, count, options.seed)[start : start + options.global_batch]
@@ -246,8 +246,8 @@ def share(
 ) -> list[tuple[torch.Tensor, float]]:
     """This rank's micro-batches of ``rows``, as many as on any rank, and the weight of each.
 
-    FSDP2 takes the mean of the ranks' gradients, so that weights are over the mean rank's share. A
-    rank that has no rows left goes along with one that counts for nothing.
+    FSDP2 takes the mean of the ranks' gradients, so that weights are relative to the mean rank's
+    share. A rank that has no rows left computes one of weight 0.
     """
     mine = rows[topology.rank :: topology.world_size]
     passes = math.ceil(len(rows) / (topology.world_size * size))
@@ -289,16 +289,16 @@ def evaluate(
 
 
 def load(
-    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, told: dict[str, Any]
+    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path, fixed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Read a checkpoint of a run that was told the same; return what it holds beside the model.
+    """Read a checkpoint of a run with the same ``fixed``; return what it holds beside the model.
 
-    One that cannot be read may be another time, from a file system that is late.
+    Raises where it cannot be read: a restart may read it, once a late file system has it.
     """
     saved: Any = fcdp.load(model, optimizer, checkpoint)
-    if not isinstance(saved, dict) or not saved.keys() >= {*told, "step", "run"}:
+    if not isinstance(saved, dict) or not saved.keys() >= {*fixed, "step", "run"}:
         sys.exit(f"{checkpoint}: is another program's; must be of this, or --output another folder")
-    for key, value in told.items():
+    for key, value in fixed.items():
         if saved[key] != value:
             sys.exit(
                 f"{checkpoint}: was trained with {key} = {saved[key]!r}; must be the same, not "
@@ -316,15 +316,15 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
     steps = options.steps or options.epochs * (len(data) // options.global_batch)
     checkpoint: Path = options.output / "checkpoint"
-    told = {key: getattr(options, key) for key in ("seed", "sequence_length", "global_batch")}
-    told |= {"data": name, "sequences": len(data)}
+    fixed = {key: getattr(options, key) for key in ("seed", "sequence_length", "global_batch")}
+    fixed |= {"data": name, "sequences": len(data)}
 
     # Rank 0 looks: others' view of a shared file system may be older.
     there: list[Any] = [(checkpoint / "state.pt").exists()]
     dist.broadcast_object_list(there)
-    start, saved = 0, {**told, "run": f"{time.time_ns():x}"}
+    start, saved = 0, {**fixed, "run": f"{time.time_ns():x}"}
     if there[0]:
-        saved = load(model, optimizer, checkpoint, told)
+        saved = load(model, optimizer, checkpoint, fixed)
         start = saved.pop("step")
     log, run = None, None
     if first:
@@ -380,19 +380,19 @@ def train(options: argparse.Namespace, leaving: threading.Event) -> None:
             if saving is not None:
                 written(saving)
             saving = save(step + 1, asynchronous=True)
-        told_step = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
-        told_step |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
+        metrics = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
+        metrics |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
         if not leave and len(held_out) and (step + 1) % options.evaluate_every == 0:
             held_out_loss = evaluate(model, held_out, topology, options, leaving)
             leave = held_out_loss is None
-            told_step |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+            metrics |= {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         if first:
             assert log is not None
-            line = {"step": step, "ranks": topology.world_size, "time": time.time(), **told_step}
+            line = {"step": step, "ranks": topology.world_size, "time": time.time(), **metrics}
             print(json.dumps(line), file=log, flush=True)
             print(", ".join(f"{key} {value:.6g}" for key, value in line.items()), flush=True)
             if run is not None:
-                run.log(told_step, step=step)
+                run.log(metrics, step=step)
         if leave:
             if saving is not None:
                 written(saving)
@@ -424,7 +424,7 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         sys.exit(f"--output {error.filename}: {error.strerror}; must be a folder, or none yet")
     leaving = threading.Event()
-    # Of torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.
+    # From torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     train(options, leaving)
     dist.destroy_process_group()

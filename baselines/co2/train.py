@@ -1,21 +1,21 @@
 """Local SGD, SlowMo, CO2, DiLoCo: several local steps, an outer update by the workers' mean.
 
-Each worker takes τ steps of its own optimizer from a state that all share. Then the mean of the
-workers' displacements is formed, and by it the shared state moves on. SlowMo waits for the mean;
-CO2 starts the exchange, moves on by the mean of the round before, and trains meanwhile: nothing of
-an exchange is waited for if τ steps take longer.
+Each worker takes τ steps of its own optimizer from a state that all share. Then the workers'
+displacements are averaged, and their mean moves the shared state. SlowMo waits for the mean; CO2
+starts the exchange, applies the mean of the round before, and trains meanwhile: it never waits if τ
+steps take longer than an exchange.
 
 A round of CO2 on one worker, whose state is x (τ = 3)::
 
     step step step | Δ of the last round arrives; x − x_τ is sent; x ← x − …Δ… | step …
 
-What differs from the paper's listing: displacements x_{t,0} − x_{t,τ} cross instead of parameters,
-whose mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. Of the released
-code nothing is taken: it discards what it has clipped, and reduces what is trained.
+Unlike in the paper's listing, displacements x_{t,0} − x_{t,τ} cross instead of parameters, whose
+mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. No released code is
+used: it discards the clipped values, and reduces the parameters in training.
 
-DiLoCo (arXiv 2311.08105) is SlowMo with Nesterov's outer step. Streaming DiLoCo (2501.18512) does
-it for one fragment of the model after another, each some steps after it was sent, and a worker
-keeps a share of what it has trained meanwhile. Not its four bits: fragments cross in float32.
+DiLoCo (arXiv 2311.08105) is SlowMo with Nesterov's outer step. Streaming DiLoCo (2501.18512) steps
+one fragment of the model after another, each some steps after it was sent, and mixes in a share of
+the worker's own parameters. Its four-bit coding is left out: fragments cross in float32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fcdp import Topology
 from fcdp.arena import Arena, aligned
 from fcdp.exchange import Pending, Then, all_reduce
 
-#: Starts to add up a buffer over workers.
+#: Starts the all-reduce that sums a buffer over workers.
 AddUp = Callable[[torch.Tensor], Pending | None]
 
 
@@ -61,7 +61,7 @@ class Place:
 
     #: The training of one worker, which knows nothing of the others.
     loop: FSDP2
-    #: Among the ranks with the same part of each worker, one per worker.
+    #: Sums over the ranks with the same part of each worker, one per worker.
     add_up: AddUp
     workers: int
     #: The ranks that this worker is sharded over; ``None``: it is whole on this one.
@@ -71,7 +71,7 @@ class Place:
 
 
 def place(model: nn.Module, job: Job) -> Place:
-    """Put the model under what trains a worker. Raises ``ValueError`` if workers do not fit."""
+    """Put the model under a worker's strategy. Raises ``ValueError`` if workers do not fit."""
     settings, topology, device = job.settings, job.topology, job.topology.mesh.device_type
     assert isinstance(settings, LocalSGDSettings)
     together = settings.nodes_per_worker
@@ -83,10 +83,10 @@ def place(model: nn.Module, job: Job) -> Place:
     size = 1 if settings.worker == "rank" else together * topology.ranks_per_node
     shape = (topology.world_size // size, size)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("worker", "part"))
-    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    # Nothing else uses these groups: no gather queues behind an exchange, nor the reverse.
     across, parts = mesh["worker"], mesh["part"]
     peers, by_gloo = across.get_group(), device == "cpu"
-    if settings.outer_on == "host" and not by_gloo:  # tensors there are exchanged from there
+    if settings.outer_on == "host" and not by_gloo:  # gloo exchanges tensors of the host
         ranks, by_gloo = across.mesh.tolist(), True
         peers = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     add_up: AddUp = partial(dist.all_reduce, group=peers, async_op=True)
@@ -99,50 +99,50 @@ def place(model: nn.Module, job: Job) -> Place:
         shard_each(model, job, parts)
         loop = FSDP2(model, job, 0.0)
     else:  # what is gathered is cached on the hosts of the worker's own nodes
-        own = Topology.of_mesh(parts, topology.ranks_per_node)
-        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
+        inside = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=inside, settings=CacheSettings()))
     return Place(loop, add_up, peers.size(), parts.get_group() if size > 1 else None, exchange)
 
 
 def _over_nodes(topology: Topology) -> AddUp:
-    """All-reduces on the host, inside the node and across apart, one by one on a thread.
+    """All-reduces on the host, first inside the node and then across, one by one on a thread.
 
-    Round gloo's ring of all ranks a node would send nearly all of it, twice. The thread ends when
-    nothing holds the function that is returned.
+    In gloo's ring over all ranks a node would send nearly the whole buffer twice. The thread ends
+    when the function that is returned is collected.
     """
     mesh = init_device_mesh("cpu", (topology.world_size,))
-    own = Topology.of_mesh(mesh, topology.ranks_per_node)
+    on_host = Topology.of_mesh(mesh, topology.ranks_per_node)
     thread = ThreadPoolExecutor(1, thread_name_prefix="co2")
-    return lambda buffer: Then(thread.submit(all_reduce, buffer, own).result)
+    return lambda buffer: Then(thread.submit(all_reduce, buffer, on_host).result)
 
 
 _ITEM = torch.float32.itemsize
-#: Scalars that cross with a displacement: squares of its norm and of the first step's.
+#: Scalars that cross with a displacement: squared norms of it and of the round's first step.
 _SCALARS = 2
 
 
 class Memory:
     """Parameters end to end in three flat float32 tensors: ``start``, ``momentum``, ``snapshot``.
 
-    Of sharded parameters they have this rank's shards; ``snapshot`` has scalars at its end. Who may
-    touch what when, where they lie on the host of an accelerator:
+    Sharded parameters are in them as this rank's shards; ``snapshot`` has scalars at its end. Rules
+    of access where they lie on the host of an accelerator:
 
     - copies to and from parameters are queued on the computing stream, so that they come after the
       steps before them and before those after; nothing is queued on any other stream;
     - the host reads or writes ``start`` and ``snapshot`` only once ``land`` has returned, with no
       copy queued since: a round ends with a copy to ``snapshot``, ``land``, all of the host's work,
       and a copy from ``start``, which the next round's ``land`` waits for;
-    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way,
-      which threads of gloo's move, or one of ours.
+    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way, on
+      threads of gloo or one of ours.
 
-    On the device all of it is queued on the computing stream, and there is nothing to wait for; the
-    all-reduce waits for what that has queued, and whoever waits orders it after the all-reduce.
+    On the device everything is queued on the computing stream, and the host waits for nothing: an
+    all-reduce starts after what is queued, and its ``wait`` orders the stream after it.
     """
 
     def __init__(
         self, params: Sequence[nn.Parameter], place: OuterPlace, world: int, device: torch.device
     ) -> None:
-        """``world``: ranks, each of which adds up as large a part of the snapshot."""
+        """``world``: number of ranks, to a multiple of which the snapshot is padded."""
         self._params = params
         #: Bytes of the host's memory that are taken, page-locked on CUDA; 0 on the device.
         self.host_bytes = 0
@@ -172,17 +172,17 @@ class Memory:
         parts = self.parts()
         torch._foreach_copy_(views(flat, parts), parts, non_blocking=True)
 
-    def restart(self, kept: float = 0.0) -> None:
+    def restart(self, local_share: float = 0.0) -> None:
         """Copy ``start`` to the parameters; from the host's memory a copy is queued.
 
-        Of what they were the share ``kept`` stays.
+        ``local_share`` of their old values stays.
         """
-        if not kept:
+        if not local_share:
             parts = self.parts()
             torch._foreach_copy_(parts, views(self.start, parts), non_blocking=True)
             return
         for part, value in self._from_start():
-            part.lerp_(value, 1 - kept)
+            part.lerp_(value, 1 - local_share)
 
     def squared_distance(self) -> torch.Tensor:
         """Sum of squares of the parameters' differences from ``start``, a scalar."""
@@ -196,7 +196,7 @@ class Memory:
 
     def parts(self) -> list[torch.Tensor]:
         """Each parameter, or shard, in place."""
-        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
+        # Not cached: FSDP2 replaces the shards when a model is loaded or moved.
         return [
             (param.to_local() if isinstance(param, DTensor) else param).detach()
             for param in self._params
@@ -208,9 +208,9 @@ class Rule:
     """Rule by which a round's mean displacement moves the state that all workers start from.
 
     m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``
-    (Algorithm 1); with ``nesterov`` x moves by Δ + β·m, as PyTorch's SGD has it. All of it is
-    element-wise over flat fp32 tensors, or a scalar that all workers know alike: what a worker
-    shards its parts shard too, and all stay equal to the last bit.
+    (Algorithm 1); with ``nesterov`` x moves by Δ + β·m, as PyTorch's SGD has it. Operations are
+    element-wise over flat fp32 tensors, with scalars that are the same on all workers: shards are
+    updated apart, and all workers stay equal to the last bit.
     """
 
     interval: int
@@ -225,12 +225,12 @@ class Rule:
     def of(cls, settings: LocalSGDSettings) -> Rule:
         """The rule of a strategy's settings; Local SGD goes on from the mean."""
         names = {field.name for field in fields(cls)}
-        given = {name.removeprefix("outer_"): value for name, value in settings}
-        own = {name: value for name, value in given.items() if name in names}
-        return cls(**own, nesterov=isinstance(settings, DiLoCoSettings))
+        values = {name.removeprefix("outer_"): value for name, value in settings}
+        values = {name: value for name, value in values.items() if name in names}
+        return cls(**values, nesterov=isinstance(settings, DiLoCoSettings))
 
     def scale(self, rate: float) -> float:
-        """γ, of local steps with the learning rate ``rate``."""
+        """The factor γ for local steps with the learning rate ``rate``."""
         return rate if self.by_learning_rate else 1.0
 
     def absorb(
@@ -239,7 +239,7 @@ class Rule:
         """Take a mean displacement (elements), which is overwritten, into the outer momentum.
 
         ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate. Returns
-        what the shared state is to move by, which is in the memory of either.
+        the step of the shared state, which is in the memory of ``momentum`` or ``mean``.
         """
         momentum.mul_(self.momentum).add_(mean.div_(gap * self.scale(rate)))
         return mean.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
@@ -249,7 +249,7 @@ class Rule:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move the shared state by what ``absorb`` gave.
 
-        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        Returns two scalars: the squared norm of the move, and how many elements were clipped.
         """
         clipped = torch.zeros((), device=by.device)
         if self.clip is not None:
@@ -275,7 +275,7 @@ class Rule:
 
 
 def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter]]:
-    """Parts of what is trained, so many: blocks are dealt out in turn; the smallest has the rest.
+    """Split trained parameters into ``count`` parts: blocks in turn, the rest to the smallest.
 
     Raises ``ValueError`` where there are fewer blocks.
     """
@@ -292,27 +292,27 @@ def _fragments(model: nn.Module, job: Job, count: int) -> list[list[nn.Parameter
 
 
 class Fragment:
-    """Parameters that workers exchange together: where all start from, and the mean under way.
+    """Parameters that workers exchange together, their shared start, and the mean under way.
 
-    Its displacement is sent each ``interval`` steps. The mean is waited for, arrives with the next
-    round's end, or, streamed, so many steps after it was sent, into what is being trained.
+    Its displacement is sent every ``interval`` steps. The mean is waited for, arrives at the end of
+    the next round, or, streamed, is mixed into the parameters ``overlap`` steps after it was sent.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], at: Place, job: Job, done: int = 0) -> None:
-        """``done``: steps of the first round that it leaves out."""
+        """``done``: steps that the first round leaves out."""
         settings = job.settings
         assert isinstance(settings, LocalSGDSettings)
         self._rule = Rule.of(settings)
         self._arrives = job.schedule.averages
-        #: Steps of a later round until a mean arrives, and what stays of the parameters then.
-        self._overlap, self._kept = settings.interval, 0.0
+        #: Steps from sending to the mean's arrival, and the local parameters' share that stays.
+        self._overlap, self._local_share = settings.interval, 0.0
         if isinstance(settings, StreamingSettings):
-            self._overlap, self._kept = settings.overlap, settings.kept
+            self._overlap, self._local_share = settings.overlap, settings.kept
         self._at = at
         self._elements = numel(params)
         world, self._device = job.topology.world_size, torch.device(job.topology.mesh.device_type)
         self.memory = Memory(params, settings.outer_on, world, self._device)
-        #: Displacement by which all start the next round.
+        #: Step of the shared state, with which the next round starts.
         self._by = self.memory.momentum
         #: The all-reduce of the snapshot, until its sum is taken.
         self._work: Pending | None = None
@@ -322,7 +322,7 @@ class Fragment:
         self._moved = torch.zeros((), device=self.memory.start.device)
         self._first = torch.zeros((), device=self._device)
         #: Staleness gap, drift between workers and share clipped of each outer update.
-        self.told: list[torch.Tensor] = []
+        self.update_metrics: list[torch.Tensor] = []
 
     @torch.no_grad()
     def end_step(self, rate: float) -> None:
@@ -335,7 +335,7 @@ class Fragment:
             self._absorb(rate)
             if self._arrives == "streamed":
                 self._move(rate)
-                self.memory.restart(self._kept)
+                self.memory.restart(self._local_share)
         if self._done < self._rule.interval:
             return
         self._done = 0
@@ -344,8 +344,8 @@ class Fragment:
             self._absorb(rate)
         if self._arrives == "streamed":
             return
-        # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
-        # has cached of the parameters is stale already, by the step that has just ended.
+        # CO2's first round ends where it began: its displacement arrives with the second. FCDP's
+        # cached parameters are stale already, by the step that has just ended.
         if arrived or self._arrives == "waited":
             self._move(rate)
         self.memory.restart()
@@ -353,10 +353,10 @@ class Fragment:
     def _move(self, rate: float) -> None:
         moved, clipped = self._rule.move(self.memory.start, self._by, rate)
         self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
-        self.told[-1][2] = clipped / self._elements
+        self.update_metrics[-1][2] = clipped / self._elements
 
     def _send(self) -> None:
-        """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
+        """Start the exchange of x_{t,0} − x_{t,τ}, and of the squared norms."""
         displacement = self.memory.displacement
         self.memory.copy_to(displacement)
         self.memory.land()
@@ -373,13 +373,13 @@ class Fragment:
         self._work = None
         self.memory.snapshot.div_(self._at.workers)
         mean = self.memory.displacement
-        known = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
-        each, first, together = known.unbind()
-        gap = torch.ones_like(first)
+        scalars = self._over_parts(torch.cat((self.memory.scalars, mean.dot(mean)[None])))
+        mean_square, first_square, square_of_mean = scalars.unbind()
+        gap = torch.ones_like(first_square)
         if self._arrives == "late":
-            gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
-        drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
-        self.told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
+            gap = self._rule.staleness(self._moved.sqrt(), first_square.sqrt())
+        drift = ((mean_square - square_of_mean).clamp(min=0) / mean_square.clamp(min=1e-30)).sqrt()
+        self.update_metrics.append(torch.stack((gap, drift, torch.zeros_like(gap))))
         self._by = self._rule.absorb(self.memory.momentum, mean, gap, rate)
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
@@ -420,7 +420,7 @@ class LocalSteps(Trainable):
         self._seconds = at.loop._seconds
         count = settings.fragments if isinstance(settings, StreamingSettings) else 1
         parts = _fragments(at.loop.model, job, count)
-        # They cross at equal distances, the last of them as a round ends.
+        # They cross at equal intervals, the last one at the end of a round.
         self._fragments = [
             Fragment(params, at, job, interval - (index + 1) * interval // count)
             for index, params in enumerate(parts)
@@ -434,7 +434,7 @@ class LocalSteps(Trainable):
         return loss
 
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Measure what workers share; but for those that stream, they are alike after a round."""
+        """Measure the shared state, which all workers but streaming ones have after a round."""
         with torch.no_grad(), ExitStack() as shared:
             if self.job.schedule.averages == "streamed":
                 for fragment in self._fragments:
@@ -442,7 +442,7 @@ class LocalSteps(Trainable):
             return self._loop.evaluate(batch)
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
-        """Bytes inside of the worker alone."""
+        """Bytes inside the worker, without exchanges between workers."""
         return self._loop.take_ledger()
 
     @property
@@ -464,10 +464,10 @@ class LocalSteps(Trainable):
         """
         held = sum(fragment.memory.host_bytes for fragment in self._fragments)
         metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
-        told = [update for fragment in self._fragments for update in fragment.told]
-        if told:
-            gap, drift, clipped = torch.stack(told).mean(0).tolist()
+        per_update = [each for fragment in self._fragments for each in fragment.update_metrics]
+        if per_update:
+            gap, drift, clipped = torch.stack(per_update).mean(0).tolist()
             for fragment in self._fragments:
-                fragment.told.clear()
+                fragment.update_metrics.clear()
             metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
         return metrics

@@ -32,7 +32,7 @@ from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_nume
 
 
 class _Closed(BaseException):
-    """Ends what will not be gone on with."""
+    """Ends a paused call that is given up."""
 
 
 class Lane:
@@ -45,14 +45,14 @@ class Lane:
         self._function = function
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
-        # A paused one must not hold up the end of the program.
+        # A daemon: a paused call must not hold up the end of the program.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._closed = False
         self._ended: Future[torch.Tensor] = Future()
         self._thread.start()
 
     def resume(self) -> torch.Tensor | None:
-        """Run until the function pauses or ends; returns, or raises, what it does at its end."""
+        """Run until the function pauses (``None``) or ends (its result, or the error it raised)."""
         self._go.release()
         self._back.acquire()
         if not self._ended.done():
@@ -61,7 +61,7 @@ class Lane:
         return self._ended.result()
 
     def pause(self) -> None:
-        """Called within the function: have ``resume`` return, until the next one."""
+        """Called within the function: return from ``resume``, and wait for the next one."""
         self._back.release()
         self._go.acquire()
         if self._closed:
@@ -96,11 +96,11 @@ class SavedBytes:
         self.peak = 0
 
     def counted(self) -> saved_tensors_hooks:
-        """A context in which what operations keep is counted, until it is let go."""
-        return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
+        """A context in which tensors that operations save are counted until they are freed."""
+        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
 
     def use(self, tensor: torch.Tensor, more: int) -> None:
-        """Count a use more of a tensor's memory, or one less."""
+        """Count one more use of a tensor's memory, or one less."""
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         if where in self._others:
@@ -115,8 +115,8 @@ class SavedBytes:
             self.now -= storage.nbytes()
 
 
-class _Kept:
-    """A tensor that a graph holds; the graph's end is its own."""
+class _Saved:
+    """A tensor that a graph has saved, which is counted as long as the graph lives."""
 
     def __init__(self, tensor: torch.Tensor, counts: SavedBytes) -> None:
         self.tensor = tensor
@@ -128,7 +128,7 @@ class _Kept:
 
 
 class Editions:
-    """Versions of one stage's trained parameters, by their number; the optimizer of them.
+    """Versions of one stage's trained parameters, by number, and their optimizer.
 
     A version may be written while graphs of the one before are alive: each has tensors of its own.
     Two are enough: when a stage is updated, nothing needs the version before the one that it has.
@@ -165,7 +165,7 @@ class Editions:
 
     @torch.no_grad()
     def update(self, version: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Make the version after this one, by gradients."""
+        """Make the version after this one, by an optimizer step."""
         torch._foreach_copy_(self.values(version + 1), self.values(version))
         for param, grad in zip(self.of(version + 1), gradients, strict=True):
             param.grad = grad
@@ -209,22 +209,22 @@ class Interleaved(Staged):
         self._slot = 0
         self._steps = 0
         self._flights: list[_Flight] = []
-        #: Whose forward is running.
+        #: The micro-batch whose forward is running.
         self._running: _Flight | None = None
         #: Gradients so far, by step and stage.
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
-        every = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
-        self._saved = SavedBytes([*every, *model.parameters(), *model.buffers()])
-        #: Most bytes that graphs held in each slot of the last step, and what all its micro-batches
-        #: at once would.
+        params = chain(*(stage.of(version) for stage in self._stages for version in (0, 1)))
+        self._saved = SavedBytes([*params, *model.parameters(), *model.buffers()])
+        #: Most bytes that graphs held in each slot of the last step, and those that they would hold
+        #: with all micro-batches at once.
         self._peaks: list[float] = []
         self._together = 0
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Begin a micro-batch every other slot; return the mean loss of those that came through.
+        """Begin a micro-batch every other slot.
 
-        That is of those whose forward has ended since the last call.
+        Returns the mean loss of the micro-batches whose forward has ended since the last call.
         """
         self._peaks = []
         try:
@@ -238,8 +238,8 @@ class Interleaved(Staged):
                 flight.lane.close()
             raise
         self._steps += 1
-        found, self._losses = torch.stack(self._losses), []
-        return found.mean()
+        losses, self._losses = torch.stack(self._losses), []
+        return losses.mean()
 
     def _begun(self, number: int, batch: torch.Tensor) -> _Flight:
         def forward() -> torch.Tensor:
@@ -249,7 +249,7 @@ class Interleaved(Staged):
         return _Flight(number, self._steps, self._slot, Lane(forward))
 
     def _run_slot(self) -> None:
-        """Let each micro-batch through one stage; forwards first, as if all were at once."""
+        """Take each micro-batch through one stage; forwards first, as if all ran at once."""
         self._saved.peak = self._saved.now
         stages = len(self._stages)
         for flight in self._flights:
@@ -277,13 +277,13 @@ class Interleaved(Staged):
             self._losses.append(loss.detach())
             self._together = flight.saved * self._micro_batches
 
-    def _next_stage(self, index: int, given: Any) -> Any:
-        """Called in a forward before a stage's first block: let others through one stage."""
+    def _next_stage(self, index: int, inputs: Any) -> Any:
+        """Pause a forward before a stage's first block, for the others to go one stage on."""
         flight = self._running
         if flight is None:  # an evaluation
-            return given
+            return inputs
         flight.lane.pause()
-        return flight.segments.cut(index, given)
+        return flight.segments.cut(index, inputs)
 
     def _backward(self, flight: _Flight, stage: int) -> None:
         with self._timed("backward"):
@@ -297,9 +297,9 @@ class Interleaved(Staged):
         return step - self._cycle.lag(number, stage)
 
     def _collect(self, flight: _Flight, stage: int) -> None:
-        """Take the gradients of a stage's backward, which others' are not to be mixed with.
+        """Take the gradients of a stage's backward, lest another micro-batch add to them.
 
-        Those of earlier stages too: what they have in common with this one has gradients by now.
+        Earlier stages may have some too, of parameters that they share with this one.
         """
         for index in range(stage + 1):
             params = self._stages[index].of(self._version(flight.number, flight.step, index))
@@ -336,7 +336,7 @@ class Interleaved(Staged):
         }
 
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the parameters that micro-batches have next, their mean."""
+        """Return the mean loss with the mean of the parameters that micro-batches have next."""
         self.settle()  # which needs gradients
         newest = [stage.values(self._steps) for stage in self._stages]
         with restored([*chain(*newest)]):

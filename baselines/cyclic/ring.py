@@ -3,9 +3,8 @@
 Each rank takes its micro-batch through the stages, forward and back; ``baselines.cyclic.routes``
 says who sends what to whom meanwhile, and why nobody waits for ever. In each slot a rank sends the
 parameters of one stage (forward) or its gradients (backward). The optimizers of stages lie with
-their owners, one rank each. ``ring`` keeps all parameters on each rank; ``zero`` keeps those of
-blocks for the slot that computes with them alone, as ZeRO-3 does, and sends them on in backward
-once more.
+their owners, one rank each. ``ring`` keeps all parameters on each rank; ``zero`` keeps a block's
+only for the slot that computes with them, as ZeRO-3 does, and sends them on once more in backward.
 
 A new version arrives where the rule needs it, neither before nor after, so that each rank computes
 with what it would have in ``baselines.cyclic.synchronous``.
@@ -28,27 +27,27 @@ from baselines.strategy import Job, make_optimizer, numel
 
 
 class Stage:
-    """One stage: what stays from forward to backward, and what may be let go in between."""
+    """One stage's parameters: ``resident`` ones stay in memory, ``passed`` ones may be freed."""
 
-    def __init__(self, kept: Part, passed: Part) -> None:
-        self.kept = kept
+    def __init__(self, resident: Part, passed: Part) -> None:
+        self.resident = resident
         self.passed = passed
 
     @property
     def params(self) -> list[nn.Parameter]:
-        return [*self.kept.params, *self.passed.params]
+        return [*self.resident.params, *self.passed.params]
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [param for param in self.params if param.requires_grad]
 
     def values(self) -> torch.Tensor:
-        return torch.cat((self.kept.values(), self.passed.values()))
+        return torch.cat((self.resident.values(), self.passed.values()))
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:
-        kept, passed = values.split((self.kept.numel, self.passed.numel))
-        self.kept.fill(kept)
+        resident, passed = values.split((self.resident.numel, self.passed.numel))
+        self.resident.fill(resident)
         self.passed.fill(passed)
 
 
@@ -97,9 +96,9 @@ class Post:
         self._going: list[tuple[int, torch.Tensor, Any, Message]] = []
 
     def send(self, kind: Kind, stage: int, tensor: torch.Tensor) -> int:
-        """Begin to send ``tensor``, which nobody writes any more; return its bytes.
+        """Begin to send ``tensor``, which nobody writes any more; return the bytes sent.
 
-        None of them is sent where the rank itself is the target.
+        Nothing is sent where the rank itself is the target.
         """
         message = self.sends[kind, stage]
         held = tensor.to("cpu")
@@ -145,10 +144,10 @@ class Post:
         return buffer
 
     def settle(self, slot: float = math.inf) -> None:
-        """Wait until all that was sent has been received, or what slots before this one need.
+        """Wait until all messages that slots before ``slot`` need have been received.
 
-        By waiting alone gloo tells what may be let go. What an earlier slot needs is waited for:
-        the order of slots stays without circles.
+        Only a wait tells that gloo is done with a buffer. Waiting for earlier slots alone makes no
+        cycle of waits.
         """
         for needed, _, work, message in self._going:
             if needed < slot:
@@ -184,8 +183,8 @@ def _stages(model: nn.Module, job: Job, runs: Sequence[range]) -> list[Stage]:
     stages = []
     for params in parameters(model, job.blocks, runs, frozen=zero):
         # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
-        kept, passed = split(params, job.blocks) if zero else (params, [])
-        stages.append(Stage(Part(kept, device), Part(passed, device)))
+        resident, passed = split(params, job.blocks) if zero else (params, [])
+        stages.append(Stage(Part(resident, device), Part(passed, device)))
     return stages
 
 
@@ -217,8 +216,8 @@ class Executor(Staged):
         self._cycle = cycle
         self._rank = topology.rank
         self._stages = stages
-        own = [index for index in range(cycle.stages) if cycle.owner(index) == self._rank]
-        self._owned = {index: Owned(stages[index], job) for index in own}
+        indices = [index for index in range(cycle.stages) if cycle.owner(index) == self._rank]
+        self._owned = {index: Owned(stages[index], job) for index in indices}
         #: Owned stages whose last gradients are not applied yet.
         self._due: set[int] = set()
         self._post = Post(cycle, sizes, self._rank)
@@ -232,12 +231,12 @@ class Executor(Staged):
             self._let_go(index)
 
     def _send_first(self) -> None:
-        """Send what a step before the first would have."""
+        """Send the messages that a step before the first would have sent."""
         self._post.step = -1
         for (kind, index), message in self._post.sends.items():
             if message.later and kind != "sum":
                 stage = self._stages[index]
-                start = 0 if kind == "forward" else stage.kept.numel
+                start = 0 if kind == "forward" else stage.resident.numel
                 self._post.send(kind, index, stage.values()[start:])
         self._post.step = 0
 
@@ -260,13 +259,13 @@ class Executor(Staged):
         self._steps += 1
         return loss.detach()
 
-    def _next_stage(self, index: int, given: Any) -> Any:
-        """Go from one stage's forward to the next: what its first block is given, cut."""
+    def _next_stage(self, index: int, inputs: Any) -> Any:
+        """Go from one stage's forward to the next, whose inputs are detached."""
         if self._segments is None:  # an evaluation
-            return given
+            return inputs
         self._let_go(index - 1)
         self._enter("forward", index)
-        return self._segments.cut(index, given)
+        return self._segments.cut(index, inputs)
 
     def _enter(self, kind: Kind, index: int) -> None:
         """Have a stage's parameters for forward, or again for backward, and pass them on."""
@@ -274,7 +273,7 @@ class Executor(Staged):
         if owned := self._owned.get(index):
             if forward:
                 self._renew(index)
-            start = 0 if forward else stage.kept.numel
+            start = 0 if forward else stage.resident.numel
             self._send(kind, index, owned.newest[start:].clone())
         else:
             message = self._post.take(kind, index)
@@ -282,7 +281,7 @@ class Executor(Staged):
             (stage if forward else stage.passed).fill(message)
 
     def _renew(self, index: int) -> None:
-        """Update this rank's stage, and have what it is to compute with: v1 what was before."""
+        """Update this rank's stage, and compute with the new parameters, or by v1 with the old."""
         if index not in self._due:
             return
         self._due.discard(index)
@@ -295,7 +294,7 @@ class Executor(Staged):
             self._stages[index].fill(owned.newest)
 
     def _backward(self, index: int, segments: Segments) -> None:
-        """Backward of a stage; its gradients go on with those that came."""
+        """Backward of a stage; add its gradients to those received, and send them on."""
         if self._cycle.twice:
             self._enter("backward", index)
         adds = ("gradient", index) in self._post.receives
@@ -310,7 +309,7 @@ class Executor(Staged):
         self._let_go(index)
 
     def _let_go(self, index: int) -> None:
-        """Free what comes again before it is needed; the owner's own does not."""
+        """Free parameters that are received again before they are needed: those of other owners."""
         if index not in self._owned:
             self._stages[index].passed.free()
 
@@ -321,14 +320,14 @@ class Executor(Staged):
             self._sent[slot] += self._post.send(kind, index, values)
 
     def settle(self) -> None:
-        """Take in all that is under way: what the next step's slots, or updates, will need."""
+        """Receive the messages under way, which the next step's slots or updates will need."""
         for (kind, index), message in self._post.receives.items():
             if message.later and (kind != "sum" or index in self._due):
                 self._post.land(kind, index)
         self._post.settle()
 
     def take_metrics(self) -> Mapping[str, float | list[float]]:
-        """Return the mean bytes that a rank sends in each slot of its step, at most."""
+        """Return the bytes sent in each slot of a step: means over steps, maxima over ranks."""
         if not self._steps:
             return {}
         self.settle()
@@ -340,18 +339,18 @@ class Executor(Staged):
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the parameters that ranks have next, their mean."""
+        """Return the mean loss with the mean of the parameters that ranks have next."""
         self.settle()
         for index in self._owned:
             self._renew(index)
-        parts = [part for stage in self._stages for part in (stage.kept, stage.passed)]
+        parts = [part for stage in self._stages for part in (stage.resident, stage.passed)]
         with restored([part.values() for part in parts if part.is_there]):
             for index, stage in enumerate(self._stages):
                 stage.fill(self._mean(index))
-            found = super().evaluate(batch)
+            measured = super().evaluate(batch)
             for index in range(self._cycle.stages):
                 self._let_go(index)
-        return found
+        return measured
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.
@@ -366,7 +365,7 @@ class Executor(Staged):
         return torch.lerp(newest, before, stale)
 
     def _shared(self, source: int, values: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
-        """A rank's ``values``, on all."""
+        """Broadcast a rank's ``values``."""
         shape = numel(self._stages[index].params)
         tensor = values().to("cpu", copy=True) if source == self._rank else torch.empty(shape)
         dist.broadcast(tensor, group_src=source, group=self._post.group)

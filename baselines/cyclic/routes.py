@@ -34,8 +34,8 @@ from baselines.settings import UpdateRule
 def chosen(stages: int | None, costs: Sequence[float], most: int, called: str) -> list[range]:
     """Cut blocks of these costs into stages: ``most`` of them, unless chosen.
 
-    ``called`` says what there are ``most`` of. Raises ``ValueError`` for more stages than blocks or
-    than that.
+    ``called`` names what ``most`` counts. Raises ``ValueError`` for more stages than blocks or than
+    that.
     """
     count = most if stages is None else stages
     if count > min(most, len(costs)):
@@ -47,16 +47,16 @@ def chosen(stages: int | None, costs: Sequence[float], most: int, called: str) -
 
 
 def partition(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut consecutive blocks into ``stages`` runs, where the costs up to each cut are nearest.
+    """Cut consecutive blocks into ``stages`` runs of costs as equal as cuts allow.
 
     Every run has at least one block.
     """
     upto = [0.0, *accumulate(costs)]
     cuts = [0]
     for stage in range(1, stages):
-        wanted = upto[-1] * stage / stages
+        target = upto[-1] * stage / stages
         places = range(cuts[-1] + 1, len(costs) - (stages - stage) + 1)
-        cuts.append(min(places, key=lambda place: abs(upto[place] - wanted)))
+        cuts.append(min(places, key=lambda place: abs(upto[place] - target)))
     cuts.append(len(costs))
     return [range(begin, end) for begin, end in pairwise(cuts)]
 
@@ -64,7 +64,7 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
 def is_fresh(rule: UpdateRule, micro_batch: int, stage: int, stages: int) -> bool:
     """Whether a micro-batch computes a stage with the parameters of this step, not of the last.
 
-    By ``v1`` none does, by ``v2`` where they are there when the micro-batch comes to the stage.
+    By ``v1`` none does, by ``v2`` where they are ready when the micro-batch comes to the stage.
     """
     return rule == "v2" and micro_batch + stage >= stages - 1
 
@@ -133,7 +133,7 @@ class Cycle:
 
     def messages(self) -> list[Message]:
         """All messages that are sent in one step."""
-        found: list[Message] = []
+        messages: list[Message] = []
         for stage in range(self.stages):
             passed_on = [*pairwise(self.route(stage))]
             hops: dict[Kind, list[tuple[int, int]]] = {
@@ -143,8 +143,8 @@ class Cycle:
                 # Within the rank, where the last one is the owner.
                 "sum": [(self.ranks - 1, self.owner(stage))],
             }
-            found += [self._message(kind, stage, *hop) for kind in KINDS for hop in hops[kind]]
-        return found
+            messages += [self._message(kind, stage, *hop) for kind in KINDS for hop in hops[kind]]
+        return messages
 
     def sent_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
         """Messages that a rank sends in each step, by kind and stage."""
@@ -175,7 +175,7 @@ class Cycle:
 def crossing(
     cycle: Cycle, sizes: Mapping[Kind, Sequence[int]], ranks_per_node: int, nodes: int
 ) -> int:
-    """The busiest node's sends per step, in the unit of ``sizes``: of each stage's messages."""
+    """The most that a node sends per step, in the unit of ``sizes``, those of stages' messages."""
     sent = [0] * nodes
     for message in cycle.messages():
         node = message.source // ranks_per_node

@@ -25,9 +25,9 @@ def parameters(
 ) -> list[list[nn.Parameter]]:
     """The trained parameters of each stage, and frozen ones if asked for, in the model's order.
 
-    What is outside of the blocks belongs to the first stage if the model has it before the last
-    block, else to the last: embeddings and head, as models are written. A parameter that several
-    modules share belongs where it is first.
+    Those outside of the blocks, embeddings and head, belong to the first stage if the model has
+    them before the last block, else to the last. A parameter that several modules share belongs
+    where it is first.
     """
     stage_of = {
         id(param): stage
@@ -35,7 +35,7 @@ def parameters(
         for index in run
         for param in blocks[index].parameters()
     }
-    found: list[list[nn.Parameter]] = [[] for _ in runs]
+    by_stage: list[list[nn.Parameter]] = [[] for _ in runs]
     outside = 0
     for param in model.parameters():
         stage = stage_of.get(id(param))
@@ -44,8 +44,8 @@ def parameters(
         elif stage == len(runs) - 1:
             outside = stage
         if frozen or param.requires_grad:
-            found[stage].append(param)
-    return found
+            by_stage[stage].append(param)
+    return by_stage
 
 
 class Staged(Trainable):
@@ -66,8 +66,8 @@ class Staged(Trainable):
     def casting(self) -> torch.autocast:
         return autocast(self.job, cached=False)
 
-    def _next_stage(self, index: int, given: Any) -> Any:
-        """Go on to a stage; returns what its first block computes with, of what it is given."""
+    def _next_stage(self, index: int, inputs: Any) -> Any:
+        """Called before a stage's first block; returns the inputs that the block computes with."""
         raise NotImplementedError
 
 
@@ -78,24 +78,24 @@ class Segments:
     """
 
     def __init__(self) -> None:
-        #: By stage: where what came into it came from, and what it was computed with. An edge and
-        #: not the tensor, whose memory would stay.
+        #: By stage: the edge that each input came from, and the input, detached. An edge and not
+        #: the tensor, whose memory would stay.
         self._cuts: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
-        #: A scalar, which the last stage's backward begins with, and takes.
+        #: The loss, a scalar, which the last stage's backward takes.
         self.loss: torch.Tensor | None = None
 
-    def cut(self, stage: int, given: Any) -> Any:
-        """``given``, arguments of any structure, as the beginning of this stage's own graph."""
+    def cut(self, stage: int, inputs: Any) -> Any:
+        """Detach ``inputs``, arguments of any structure, as the start of this stage's graph."""
         cuts: list[tuple[GradientEdge, torch.Tensor]] = []
 
         def begin(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.requires_grad):
                 return value
-            own = value.detach().requires_grad_()
-            cuts.append((get_gradient_edge(value), own))
-            return own
+            leaf = value.detach().requires_grad_()
+            cuts.append((get_gradient_edge(value), leaf))
+            return leaf
 
-        begun = tree_map(begin, given)
+        begun = tree_map(begin, inputs)
         self._cuts[stage] = cuts
         return begun
 
@@ -106,7 +106,7 @@ class Segments:
             loss.backward()
             return
         cuts = self._cuts.pop(stage + 1)
-        reached = [(edge, own.grad) for edge, own in cuts if own.grad is not None]
+        reached = [(edge, leaf.grad) for edge, leaf in cuts if leaf.grad is not None]
         if reached:
             edges, gradients = zip(*reached, strict=True)
             torch.autograd.backward(edges, gradients)

@@ -1,8 +1,8 @@
 """Cyclic Data Parallelism's optimisation on ranks that step together, as its authors trained.
 
-Each rank is one micro-batch, and reduces its gradients with all others as DDP does. What would not
-have reached it in time by the cyclic schedule it applies one step late: the same parameters for the
-same micro-batches, and so the same training, without the schedule's even traffic and memory.
+Each rank is one micro-batch, and reduces its gradients with all others as DDP does. Updates that
+would not have reached it in time by the cyclic schedule it applies one step late: the parameters of
+each micro-batch, and so the training, are the same, without the even traffic and memory.
 """
 
 import torch
@@ -61,7 +61,7 @@ class Cyclic(DDP):
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return what is measured of the ranks' mean parameters, as its authors test."""
+        """Return what is measured with the mean of the ranks' parameters, as its authors test."""
         values = [param.data for param in trainable_parameters(self.model)]
         with restored(values):
             wait_all([dist.all_reduce(value, async_op=True) for value in values])

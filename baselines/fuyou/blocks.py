@@ -1,4 +1,4 @@
-"""Blocks whose activations are recomputed in backward, but for what is kept elsewhere."""
+"""Blocks whose activations are recomputed in backward, but for those that are swapped out."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from baselines.fuyou.cost import Item
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.swap import Swapper
 
-#: Matrix products, whose outputs may be kept.
+#: Matrix products, whose outputs may be swapped out.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 #: A product of a forward: its block, and its place among the products of the block.
 Product = tuple[int, int]
@@ -26,7 +26,7 @@ Product = tuple[int, int]
 
 @dataclass
 class Profile:
-    """Work of forward: operations in the blocks, and each product that may be kept."""
+    """Work of forward: operations in blocks, bytes between them, products that may be swapped."""
 
     flops: float = 0.0
     between: int = 0
@@ -48,8 +48,8 @@ class Recomputed:
         self.fifo = fifo
         self.swapper = swapper
         self.collect = collect
-        #: Products whose outputs are kept.
-        self.kept: frozenset[Product] = frozenset()
+        #: Products whose outputs are swapped out instead of being computed again.
+        self.swapped: frozenset[Product] = frozenset()
         self.profile = Profile()
         #: Has outputs need a gradient where a block's parameters do and its input does not.
         self._marker = torch.zeros((), device=device, requires_grad=True)
@@ -75,9 +75,9 @@ class Recomputed:
             # With a graph, which is dropped: some operations choose their kernel by whether there
             # is one, and what is computed again must be the same.
             self.fifo.acquire(index)
-            # In memory; detached, lest a tensor keep the graph that it is kept by.
-            keeps = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
-            with torch.enable_grad(), keeps, _Products(self, index, again=False):
+            # Saved in memory; detached, lest a tensor hold the graph that holds it.
+            saving = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+            with torch.enable_grad(), saving, _Products(self, index, again=False):
                 outputs, form = tree_flatten(compute([_apart(leaf) for leaf in leaves]))
             self.fifo.release(index)
             returned.append(form)
@@ -85,9 +85,9 @@ class Recomputed:
 
         if not torch.is_grad_enabled():
             self.fifo.acquire(index)
-            found = compute(leaves)
+            outputs = compute(leaves)
             self.fifo.release(index)
-            return found
+            return outputs
         if trained or any(_is_tensor(leaf) and leaf.requires_grad for leaf in leaves):
             with self._inputs_elsewhere(index):
                 # Not by ``checkpoint``, whose first call loads a compiler, in the device's budget.
@@ -102,7 +102,7 @@ class Recomputed:
         return tree_unflatten(list(outputs), returned[0])
 
     def _inputs_elsewhere(self, index: int) -> saved_tensors_hooks:
-        """A context in which a block's inputs that need a gradient are kept elsewhere."""
+        """A context in which a block's inputs that need a gradient are swapped out."""
         places = count()
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -120,7 +120,7 @@ class Recomputed:
 
     def _begin_backward(self, index: int) -> None:
         self.fifo.acquire(index)
-        # And what the block before it has kept, whose backward is next.
+        # And activations of the block before it, whose backward is next.
         self.swapper.expect_of((index, index - 1))
 
     def _end_backward(self, index: int) -> None:
@@ -129,9 +129,9 @@ class Recomputed:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the products of one block's pass, keeps outputs of those that are chosen.
+    """Counts the products of one block's pass, and swaps out outputs of those that are chosen.
 
-    ``again``: takes what was kept instead of computing it.
+    ``again``: takes these back instead of computing them.
     """
 
     def __init__(self, of: Recomputed, index: int, *, again: bool) -> None:
@@ -145,11 +145,11 @@ class _Products(TorchDispatchMode):
         is_product, place = func in _PRODUCTS, self._count
         self._count += is_product
         name = (self._index, "product", place)
-        kept = is_product and (self._index, place) in self._of.kept
-        if kept and self._again:
+        is_swapped = is_product and (self._index, place) in self._of.swapped
+        if is_swapped and self._again:
             return self._of.swapper.get(name)
         out = func(*args, **(kwargs or {}))
-        if kept:
+        if is_swapped:
             self._of.swapper.put(name, out)
         if not self._again:
             flops = flop_registry.get(func.overloadpacket)
@@ -165,7 +165,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _apart(leaf: Any) -> Any:
-    """The same values outside of the graph."""
+    """The same values, detached from the graph."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Item:
-    """An activation that may be kept: its bytes, and the operations that this spares backward."""
+    """An activation that may be kept: its bytes, and the operations that backward is spared."""
 
     nbytes: float
     flops: float
@@ -28,16 +28,16 @@ class Item:
 class Work:
     """Work of a step."""
 
-    #: Floating-point operations of forward, and of them what backward computes again when nothing
-    #: is kept.
+    #: Floating-point operations of forward, and those of them that backward computes again when
+    #: nothing is kept.
     flops: float
     recomputed: float
-    #: Bytes that are computed with: moved to the device in each pass, and read from SSD unless they
-    #: are in host memory.
+    #: Bytes of parameters: moved to the device in each pass, and read from SSD unless they are in
+    #: host memory.
     parameters: float
     #: Bytes of gradients that leave the device.
     gradients: float
-    #: Bytes of state that the optimizer reads from SSD, and what is written.
+    #: Bytes of state that the optimizer reads from SSD, and those that it writes.
     state_read: float
     state_written: float
     #: Bytes that pass between blocks, which are always kept.

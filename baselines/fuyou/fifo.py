@@ -26,7 +26,7 @@ class _Slot:
 
 
 class Fifo:
-    """Parameters on the device: the root always, of the blocks so many at once.
+    """Parameters on the device: the root always, and ``slots`` blocks at once.
 
     Slots hold the block that is computed and those that are needed next: the last ones of forward
     stay for backward. Blocks whose bytes are kept in host memory are not read from SSD.
@@ -45,14 +45,14 @@ class Fifo:
             for _ in range(min(slots, len(layout.blocks)))
         ]
         self._root = self._on_device(layout.root.compute_bytes)
-        #: Tensors that are kept of groups, on the device or in host memory, by their index.
-        self._kept: dict[int, torch.Tensor] = {}
+        #: Tensors of groups that stay on the device or in host memory, by the group's index.
+        self._resident: dict[int, torch.Tensor] = {}
         self._threads = ThreadPoolExecutor(len(self._slots), "fuyou-fifo")
         #: Blocks that will be needed, and the one that is computed.
         self._order: deque[int] = deque()
         self._computed: int | None = None
         self._load(layout.root, self._root, self._slots[0].staging, ())
-        self._kept |= {group.index: part for group, part in _parts(layout.root, self._root)}
+        self._resident |= {group.index: part for group, part in _parts(layout.root, self._root)}
         _point(layout.root, self._root, layout.dtype)
 
     @property
@@ -60,32 +60,32 @@ class Fifo:
         return self._root.nbytes + sum(slot.memory.nbytes for slot in self._slots)
 
     def cache(self, dram: Dram, spare: int) -> int:
-        """Keep blocks in host memory while so many bytes stay free; how many are kept.
+        """Keep blocks in host memory while ``spare`` bytes stay free; return how many.
 
-        The first ones: forward waits for them, their update is written last, and the last ones'
-        slots hold them from forward to backward in any case.
+        The first ones are kept: forward waits for them, and their update is written last. Slots
+        hold the last ones from forward to backward in any case.
         """
         for count, unit in enumerate(self._layout.blocks):
-            kept = dram.try_take(unit.compute_bytes, spare)
-            if kept is None:
+            memory = dram.try_take(unit.compute_bytes, spare)
+            if memory is None:
                 return count
-            for group, part in _parts(unit, kept):
+            for group, part in _parts(unit, memory):
                 self._store.read_segment(group, group.computed, part).result()
-                self._kept[group.index] = part
+                self._resident[group.index] = part
         return len(self._layout.blocks)
 
     def renew(self, group: Group, buffer: torch.Tensor) -> None:
-        """Take an update of a group into what is kept of it."""
-        if (kept := self._kept.get(group.index)) is not None:
-            self._copies.load(kept, group.part(buffer, group.computed.name), ())
+        """Copy a group's update to its resident tensor, if it has one."""
+        if (resident := self._resident.get(group.index)) is not None:
+            self._copies.load(resident, group.part(buffer, group.computed.name), ())
 
     def expect(self, blocks: Iterable[int]) -> None:
-        """Say which blocks will be needed after those that were said before."""
+        """Announce blocks that will be needed after those announced before."""
         self._order.extend(blocks)
         self._fill()
 
     def acquire(self, block: int) -> None:
-        """Have a block's parameters on the device; blocks come in the order that was said."""
+        """Have a block's parameters on the device; blocks come in the announced order."""
         slot = self._holding(block)
         if slot is None or not self._order or self._order[0] != block:
             raise RuntimeError(
@@ -124,20 +124,20 @@ class Fifo:
     def _fill(self) -> None:
         first = [] if self._computed is None else [self._computed]
         # As many blocks as there are slots: those that are needed first.
-        wanted = list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
-        free = [slot for slot in self._slots if slot.block not in wanted]
-        for block in wanted:
+        upcoming = list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
+        free = [slot for slot in self._slots if slot.block not in upcoming]
+        for block in upcoming:
             if self._holding(block) is None:
                 slot = free.pop()
                 slot.block = block
-                given = self._layout.blocks[block], slot.memory, slot.staging, slot.unused
-                slot.filled = self._threads.submit(self._load, *given)
+                arguments = self._layout.blocks[block], slot.memory, slot.staging, slot.unused
+                slot.filled = self._threads.submit(self._load, *arguments)
 
     def _load(
         self, unit: Unit, memory: torch.Tensor, staging: torch.Tensor, unused: Sequence[Any]
     ) -> None:
         for group, part in _parts(unit, memory):
-            source = self._kept.get(group.index)
+            source = self._resident.get(group.index)
             if source is None:
                 source = staging[: part.numel()]
                 self._store.read_segment(group, group.computed, source).result()

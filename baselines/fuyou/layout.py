@@ -63,11 +63,11 @@ class Group:
 
     def part(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The bytes of a segment in a buffer that holds the whole group."""
-        found = next(segment for segment in self.segments if segment.name == name)
-        return buffer[found.offset :][: found.nbytes]
+        segment = next(s for s in self.segments if s.name == name)
+        return buffer[segment.offset :][: segment.nbytes]
 
     def views(self, part: torch.Tensor, dtype: torch.dtype, first: int = 0) -> list[torch.Tensor]:
-        """Each parameter in bytes that begin with the first of them, ``first`` elements in."""
+        """A view of each parameter; they begin ``first`` elements into ``part``."""
         flat = part.view(dtype)[first : first + self.numel]
         sizes = [shape.numel() for shape in self.shapes]
         return [x.view(s) for x, s in zip(flat.split(sizes), self.shapes, strict=True)]
@@ -104,7 +104,7 @@ class Layout:
     dtype: torch.dtype
     root: Unit
     blocks: list[Unit]
-    #: Where gradients lie that are put aside, one after the other, by group; and all their bytes.
+    #: Offsets of the gradients that are put aside, by group, and the bytes of them all.
     gradients: dict[int, int] = field(default_factory=dict)
     aside_bytes: int = 0
 
@@ -122,13 +122,13 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """Names, shapes and types, in short: files of another model are not read."""
-        said = [(*group.names, *map(tuple, group.shapes), group.trained) for group in self.groups()]
-        return f"{zlib.crc32(repr((str(self.dtype), said)).encode()):08x}"
+        """A checksum of names, shapes and types: files of another model are not read."""
+        groups = [(*g.names, *map(tuple, g.shapes), g.trained) for g in self.groups()]
+        return f"{zlib.crc32(repr((str(self.dtype), groups)).encode()):08x}"
 
 
 def cast(group: Group, buffer: torch.Tensor) -> None:
-    """Make what is computed with of the masters, if it is not the masters."""
+    """Cast the masters to what the model computes in, if that is another type."""
     if group.computed.name == "compute":
         masters = group.part(buffer, "master").view(torch.float32)[: group.numel]
         computed = group.part(buffer, "compute")
@@ -171,8 +171,8 @@ def laid_out(
 
     root, in_one = split([*model.parameters()], blocks)
     inside = {id(param) for param in in_one}
-    own = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
-    made = Layout(dtype, unit(root), [unit(params) for params in own])
+    by_block = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
+    made = Layout(dtype, unit(root), [unit(params) for params in by_block])
     for each in made.groups():
         if aside and each.trained:
             made.gradients[each.index] = made.aside_bytes
@@ -181,7 +181,7 @@ def laid_out(
 
 
 def _runs(params: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Parameters of a group each: no more elements than ``most``, unless one has them."""
+    """Cut parameters into groups of at most ``most`` elements, unless a single one has more."""
     runs: list[list[nn.Parameter]] = []
     room = 0
     for param in params:

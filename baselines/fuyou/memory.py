@@ -1,4 +1,4 @@
-"""Host memory within a budget, and what a process takes by the kernel's count."""
+"""Host memory within a budget, and a process's memory by the kernel's count."""
 
 import ctypes
 import re
@@ -18,7 +18,7 @@ _STATUS = Path("/proc/self/status")
 class Dram:
     """One block of host memory, page-locked on CUDA, of which pieces are taken and given back.
 
-    Nothing of the strategy's lies in host memory outside of it.
+    The strategy has no host memory outside of it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -35,14 +35,14 @@ class Dram:
 
     def take(self, nbytes: int, what: str) -> torch.Tensor:
         """Aligned bytes (uint8). Raises ``ValueError`` where the budget has no room for them."""
-        found = self.try_take(nbytes)
-        if found is None:
+        piece = self.try_take(nbytes)
+        if piece is None:
             raise ValueError(
                 f"dram = {written(self.nbytes)}: {what} takes {written(nbytes)}, and "
                 f"{written(self.free)} are left; allowed is at least "
                 f"{written(self._used + aligned(nbytes))}"
             )
-        return found
+        return piece
 
     def try_take(self, nbytes: int, spare: int = 0) -> torch.Tensor | None:
         """The same; ``None`` where there is no room, or less than ``spare`` would be left."""
@@ -72,9 +72,9 @@ class Dram:
 
 def taken(what: Literal["VmRSS", "VmHWM"]) -> int:
     """Bytes of this process that are resident, or were at most since ``forget_peak``."""
-    found = re.search(rf"^{what}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
-    assert found is not None, "Linux says it"
-    return int(found[1]) * 1024
+    match = re.search(rf"^{what}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert match is not None, "Linux says it"
+    return int(match[1]) * 1024
 
 
 def forget_peak() -> None:
@@ -82,9 +82,9 @@ def forget_peak() -> None:
 
 
 def give_back_at_once() -> None:
-    """Have the C library return to the kernel what was freed, and large pieces whenever they are.
+    """Have the C library return freed memory to the kernel, and large pieces at once from now on.
 
-    What it would keep for later grows with the model's depth, and is nobody's.
+    The free memory that it would hold back grows with the model's depth.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,8 +1,8 @@
 """AdamW on the CPU by groups, in backward order, between a read and a write of each.
 
 ``overlapped``: while backward goes on, a group at a time: step, write; the state of the next one is
-read meanwhile. ``delayed``: and the write of a group goes on while the next one is stepped; the
-last groups' while the next step's forward goes on, so that a step counts some time after it ends.
+read meanwhile. ``delayed``: also, a group is written while the next one is stepped, and the last
+groups during the next step's forward, so that a step counts some time after it ends.
 ``after``: gradients are put aside on SSD, and when backward has ended the groups go the way of
 ``overlapped``, their gradients read ahead too.
 
@@ -29,7 +29,7 @@ from baselines.settings import Update
 
 
 class Ring:
-    """Buffers for a group each, which go around: read ahead, and written behind.
+    """A ring of buffers, each for one group: read ahead of its step, written behind it.
 
     Groups come in an order that is known. Who may touch a buffer, and until when::
 
@@ -38,12 +38,12 @@ class Ring:
         taken    the optimizer's thread, since ``take``: it steps the group
         writing  the writer's thread, since the step of the group was acknowledged; then it is free
 
-    What is read is the state of the last step, of which nobody writes what is written already: so
-    that groups may be read as early as there is room, in forward already.
+    Reads are of the last step's state, in which a group is written once: each may be read from then
+    on, as soon as there is room, even in forward.
     """
 
     def __init__(self, store: Store, dram: Dram, groups: Sequence[Group]) -> None:
-        """With one buffer, the least: each group is read when the one before is written."""
+        """Start with one buffer, the least: a group is read when the one before is written."""
         self._store = store
         self._dram = dram
         self._groups = groups
@@ -56,9 +56,9 @@ class Ring:
         self._reader = ThreadPoolExecutor(1, "fuyou-ahead")
 
     def deepen(self, most: int, spare: int) -> int:
-        """Take buffers, up to so many in all, while so many bytes stay free; how many there are.
+        """Take buffers, up to ``most`` in all, while ``spare`` bytes stay free; return how many.
 
-        Between steps, of which the last may still be written.
+        Called between steps; the last may still be in writing.
         """
         while len(self._buffers) < min(most, len(self._groups)):
             taken = self._dram.try_take(self._nbytes, spare)
@@ -85,12 +85,12 @@ class Ring:
         return read.result()
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Let a buffer be read into; for what was taken, whether it was written or not."""
+        """Free a buffer that was taken, whether its group was written or not."""
         self._free.put(buffer)
 
     def close(self) -> None:
         """End the thread when what it has in hand has ended."""
-        self._free.put(None)  # a step that failed has kept what it waits for
+        self._free.put(None)  # it may wait for a buffer that a failed step still has
         self._reader.shutdown(cancel_futures=True)
 
     def _read(self, group: Group) -> torch.Tensor:
@@ -103,12 +103,12 @@ class Ring:
 
 #: Gradients of groups in host memory at once: backward waits where the optimizer is behind.
 _GRADIENTS = 2
-#: Buffers of optimizer state: one is read into, one stepped and written; or three of them.
+#: Buffers of optimizer state: one is read into, one stepped and written, or one each of these.
 BUFFERS: dict[Update, int] = {"after": 2, "overlapped": 2, "delayed": 3}
 
 
 class Adam:
-    """PyTorch's fused AdamW over memory that it is given: as in memory, parameter by parameter."""
+    """PyTorch's fused AdamW on buffers of groups: parameter by parameter, as in memory."""
 
     def __init__(self, chosen: AdamW, learning_rate: float) -> None:
         self._chosen = chosen
@@ -116,7 +116,7 @@ class Adam:
         self.seconds = 0.0
 
     def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
-        """Step a group in its buffer, of which ``done`` steps are done."""
+        """Step a group in its buffer, after ``done`` steps."""
         begin = time.perf_counter()
         grads, states = group.views(gradient, torch.float32), group.states(buffer)
         step_adamw(self._chosen, self._learning_rate, done, grads, states, fused=True)
@@ -181,7 +181,7 @@ class Updates:
 
         Raises what went wrong on the way.
         """
-        self._settle()  # all that is to be put aside is then
+        self._settle()  # all gradients are put aside then
         aside, self._put_aside = self._put_aside, []
         if aside:
             self.ring.begin()
@@ -281,7 +281,7 @@ class Updates:
             for write in writing:
                 write.result()
             self._store.commit(step)
-        except BaseException as error:  # nobody may come to be told
+        except BaseException as error:  # nobody may ask for it
             warnings.warn(f"the last step does not count: {error}", stacklevel=2)
             raise
 

@@ -1,7 +1,7 @@
 """The state on SSD, in two generations of which a record names the one that counts.
 
-A step may end before it is written (``end``). Then reads are of what it writes, each group's once
-that is there; what its record will replace stays until then.
+A step may end before it is written (``end``). Then reads are of its state, each group's once it is
+written; the state that its record will replace stays until then.
 """
 
 from concurrent.futures import Future, wait
@@ -67,7 +67,7 @@ class Store:
     def write(self, group: Group, buffer: torch.Tensor) -> None:
         """Write a group as it is after the step that is not complete yet.
 
-        Raises what went wrong before: nothing is written after that.
+        Raises the error of an earlier write: nothing is written after one.
         """
         last = self._state.step
         step = 0 if last is None else last + 1
@@ -78,9 +78,9 @@ class Store:
                 for place, segment in zip(places, group.segments, strict=True)
             ]
             wait(under_way)  # all of them, that the buffer is free even if one fails
-            sums = [written.result() for written in under_way]
-        for segment, found in zip(group.segments, sums, strict=True):
-            self._state.note(_key(group, segment), found)
+            checksums = [write.result() for write in under_way]
+        for segment, checksum in zip(group.segments, checksums, strict=True):
+            self._state.note(_key(group, segment), checksum)
 
     def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
         """Keep a gradient for later in the same step."""
@@ -100,10 +100,10 @@ class Store:
         self.steps_ended = max(self.steps_ended, step)
 
     def put_in(self, group: Group, buffer: torch.Tensor) -> None:
-        """Write a group of the model's values, by way of a buffer; without moments."""
+        """Write a group's values in the model, by way of a buffer; its moments are zero."""
         buffer[: group.nbytes].zero_()
-        held = torch.float32 if group.trained else self._layout.dtype
-        views = group.views(group.part(buffer, group.segments[0].name), held)
+        dtype = torch.float32 if group.trained else self._layout.dtype
+        views = group.views(group.part(buffer, group.segments[0].name), dtype)
         for view, param in zip(views, group.params, strict=True):
             view.copy_(param.detach())
         if group.trained:

@@ -24,7 +24,7 @@ Name = tuple[int, str, int]
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Activation:
     """One activation: in host memory, where ``memory`` is, or on SSD."""
 
     shape: torch.Size
@@ -48,126 +48,126 @@ class Swapper:
         self._path = folder / ACTIVATIONS
         self._file = open_alone(self._path, "ssd")
         os.unlink(self._path)
-        #: Where the next one's place on SSD is, and how far there is room.
+        #: Ends of the activations on SSD, and of the room that is reserved for them.
         self._end = self._reserved = 0
-        self._kept: dict[Name, _Kept] = {}
-        self._writing: list[_Kept] = []
+        self._activations: dict[Name, _Activation] = {}
+        self._writing: list[_Activation] = []
         self._largest = 0
-        #: Bytes that host memory has for what stays there, beside what others pass through.
+        #: Bytes of host memory for activations that stay there, beside the room to pass through.
         self.limit: float = math.inf
         self._held = 0
         #: Bytes since the last ``take_counts``.
         self._counts = {"dram": 0, "ssd": 0}
 
     def spare(self, sizes: Iterable[float]) -> int:
-        """Note that these sizes pass; return bytes of host memory that what goes to SSD needs."""
+        """Note that activations of these sizes pass; return the host memory to pass through."""
         self._largest = max([self._largest, *map(int, sizes)])
         return _PASSING * aligned(self._largest)
 
     def take_counts(self) -> dict[str, int]:
-        """Bytes that were kept since the last call, by where."""
+        """Bytes that were swapped out since the last call, by place."""
         counts, self._counts = self._counts, {"dram": 0, "ssd": 0}
         return counts
 
     def put(self, name: Name, tensor: torch.Tensor) -> None:
-        assert name not in self._kept
+        assert name not in self._activations
         self._reap()
-        tensor = tensor.detach()
-        kept, size = _Kept(tensor.shape, tensor.dtype, tensor.nbytes), aligned(tensor.nbytes)
-        spare = self.spare([kept.nbytes])
+        activation = _Activation(tensor.shape, tensor.dtype, tensor.nbytes)
+        spare, size = self.spare([tensor.nbytes]), aligned(tensor.nbytes)
         if self._held + size <= self.limit:
-            kept.memory = self._dram.try_take(kept.nbytes, spare)
-        if kept.memory is None:
-            kept.memory = self._room_to_pass(size)
-            kept.place, self._end = self._end, self._end + size
+            activation.memory = self._dram.try_take(activation.nbytes, spare)
+        if activation.memory is None:
+            activation.memory = self._room_to_pass(size)
+            activation.place, self._end = self._end, self._end + size
             reserve(self._file, self._reserved, self._end, self._path, "ssd")
             self._reserved = max(self._reserved, self._end)
-        landed = self._copies.out([self._view(kept)], [tensor])
-        if kept.place is None:
+        landed = self._copies.out([self._view(activation)], [tensor.detach()])
+        if activation.place is None:
             self._held += size
             for event in landed:  # the host waits for nothing: what reads it has the same stream
                 event.wait()
         else:
-            kept.written = self._disk.write(self._file, kept.place, kept.memory, landed)
-            self._writing.append(kept)
-        self._counts["dram" if kept.place is None else "ssd"] += kept.nbytes
-        self._kept[name] = kept
+            activation.written = self._disk.write(
+                self._file, activation.place, activation.memory, landed
+            )
+            self._writing.append(activation)
+        self._counts["dram" if activation.place is None else "ssd"] += activation.nbytes
+        self._activations[name] = activation
 
     def expect_of(self, blocks: Sequence[int]) -> None:
-        """Begin to read from SSD what these blocks keep, as far as there is room to pass through.
+        """Begin to read these blocks' activations from SSD, while there is room to pass through.
 
-        The order is that of the blocks; half of the room is left for what is asked for first.
+        They come in the order of the blocks; half of the room is left for the first ``get``.
         """
         self._reap()
         for block in blocks:
-            for name, kept in self._kept.items():
-                if name[0] == block and kept.memory is None:
-                    size = aligned(kept.nbytes)
+            for name, activation in self._activations.items():
+                if name[0] == block and activation.memory is None:
+                    size = aligned(activation.nbytes)
                     memory = self._dram.try_take(size, spare=size)
                     if memory is None:
                         return
-                    self._begin_to_read(kept, memory)
+                    self._begin_to_read(activation, memory)
 
     def get(self, name: Name) -> torch.Tensor:
-        """The tensor that was kept, on the device."""
-        kept = self._kept.pop(name)
-        if kept.memory is None:
-            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
+        """Take the tensor back to the device."""
+        activation = self._activations.pop(name)
+        if activation.memory is None:
+            self._begin_to_read(activation, self._room_to_pass(aligned(activation.nbytes)))
         with self._copies.waiting():
-            if kept.read is not None:
-                kept.read.result()
-            elif kept.written is not None and kept in self._writing:
-                kept.written.result()
-                self._writing.remove(kept)
-        found = torch.empty(kept.shape, dtype=kept.dtype, device=self._copies.device)
-        self._copies.into(found, self._view(kept))
+            if activation.read is not None:
+                activation.read.result()
+            elif activation.written is not None and activation in self._writing:
+                activation.written.result()
+                self._writing.remove(activation)
+        tensor = torch.empty(activation.shape, dtype=activation.dtype, device=self._copies.device)
+        self._copies.into(tensor, self._view(activation))
         for event in self._copies.used():
             event.synchronize()
-        self._give_back(kept)
-        return found
+        self._give_back(activation)
+        return tensor
 
     def clear(self) -> None:
-        """Forget all that nobody asked for."""
-        for kept in self._kept.values():
-            for transfer in (kept.written, kept.read):
+        """Forget the tensors that nobody asked for."""
+        for activation in self._activations.values():
+            for transfer in (activation.written, activation.read):
                 if transfer is not None:
                     transfer.exception()
-            if kept.memory is not None:
-                self._give_back(kept)
-        self._kept.clear()
+            if activation.memory is not None:
+                self._give_back(activation)
+        self._activations.clear()
         self._writing.clear()
         self._end = 0
 
-    def _give_back(self, kept: _Kept) -> None:
-        assert kept.memory is not None
-        if kept.place is None:
-            self._held -= aligned(kept.nbytes)
-        self._dram.give_back(kept.memory)
-        kept.memory = None
+    def _give_back(self, activation: _Activation) -> None:
+        assert activation.memory is not None
+        if activation.place is None:
+            self._held -= aligned(activation.nbytes)
+        self._dram.give_back(activation.memory)
+        activation.memory = None
 
-    def _begin_to_read(self, kept: _Kept, memory: torch.Tensor) -> None:
-        assert kept.place is not None
-        kept.memory = memory
-        kept.read = self._disk.read(self._file, kept.place, memory, kept.checksum)
+    def _begin_to_read(self, activation: _Activation, memory: torch.Tensor) -> None:
+        assert activation.place is not None
+        activation.memory = memory
+        activation.read = self._disk.read(self._file, activation.place, memory, activation.checksum)
 
-    def _view(self, kept: _Kept) -> torch.Tensor:
-        assert kept.memory is not None
-        return kept.memory[: kept.nbytes].view(kept.dtype).view(kept.shape)
+    def _view(self, activation: _Activation) -> torch.Tensor:
+        assert activation.memory is not None
+        return activation.memory[: activation.nbytes].view(activation.dtype).view(activation.shape)
 
     def _room_to_pass(self, nbytes: int) -> torch.Tensor:
         """Host memory for a while; waits for writes until there is some."""
         with self._copies.waiting():
-            while (found := self._dram.try_take(nbytes)) is None and self._writing:
+            while (memory := self._dram.try_take(nbytes)) is None and self._writing:
                 self._landed(self._writing.pop(0))
-        return self._dram.take(nbytes, "an activation") if found is None else found
+        return self._dram.take(nbytes, "an activation") if memory is None else memory
 
     def _reap(self) -> None:
-        done = [kept for kept in self._writing if kept.written and kept.written.done()]
-        for kept in done:
-            self._writing.remove(kept)
-            self._landed(kept)
+        for activation in [a for a in self._writing if a.written and a.written.done()]:
+            self._writing.remove(activation)
+            self._landed(activation)
 
-    def _landed(self, kept: _Kept) -> None:
-        assert kept.written is not None
-        kept.checksum = kept.written.result()
-        self._give_back(kept)
+    def _landed(self, activation: _Activation) -> None:
+        assert activation.written is not None
+        activation.checksum = activation.written.result()
+        self._give_back(activation)

@@ -43,12 +43,12 @@ from fcdp.sizes import parse, written
 
 #: Operations of a step over those of forward: forward, backward (twice), and forward again.
 _PASSES = 4
-#: Bytes per second of what nothing has passed.
+#: Bytes per second of a way that nothing has passed.
 _ENDLESS = 1e12
 
 
 class Observed:
-    """One step, as it was seen."""
+    """Measurements of one step."""
 
     def __init__(self, disk: Disk, copies: Copies, adam: Adam) -> None:
         self._disk = disk
@@ -118,7 +118,7 @@ class Observed:
 
 
 def chosen(work: Work, rates: Rates, swap: str) -> int:
-    """How many of the items to keep, by benefit: as the cell says, or the model finds best."""
+    """How many of the items to keep, by benefit: as the cell says, or best by the cost model."""
     if swap == "auto":
         return cost.chosen(work, rates)
     if swap == "all":
@@ -129,12 +129,12 @@ def chosen(work: Work, rates: Rates, swap: str) -> int:
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
 _PROFILED = 2
-#: Prefix of folders that ``build`` makes; others' may be gone on from.
+#: Prefix of folders that ``build`` makes; runs are resumed in others.
 _PREFIX = "fuyou-run-"
 
 
 def build(model: nn.Module, job: Job) -> Fuyou:
-    """Train in a new folder, which goes when the run ends."""
+    """Train in a new folder, which is removed when the run ends."""
     settings = job.settings
     assert isinstance(settings, FuyouSettings)
     for old in Path(settings.ssd or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -159,7 +159,7 @@ def build(model: nn.Module, job: Job) -> Fuyou:
 class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
-    #: Called when a step has failed: a rank ends then without what is to happen at its end.
+    #: Called when a step has failed, as the rank then ends without its usual clean-up.
     on_failure: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, model: nn.Module, job: Job, folder: Path) -> None:
@@ -210,12 +210,12 @@ class Fuyou(Trainable):
         )
         self._last = True
         self._broken = False
-        #: Metrics of what is kept; none before the profiling step.
+        #: Metrics of that choice; none before the profiling step.
         self._chosen: dict[str, float] = {}
         self._until_choice = _PROFILED
         self._device_peak = 0
         self._steps = 0
-        self._told = (0, 0)
+        self._counted = (0, 0)
         if self._device.type == "cpu":
             memory.give_back_at_once()
         self._baseline = memory.taken("VmRSS") - self._dram.nbytes - self._fifo.device_bytes
@@ -241,7 +241,7 @@ class Fuyou(Trainable):
                 total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
             with self._timed("optimizer"):
                 self._updates.finish()
-                self._measure()  # before the step counts: who goes on from an error takes it again
+                self._measure()  # before the step counts: a resumed run repeats it
                 self._updates.commit()
             self._steps += 1
             self._until_choice -= 1
@@ -273,9 +273,9 @@ class Fuyou(Trainable):
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         self._fifo.expect(range(len(self._layout.blocks)))
-        found = super().evaluate(batch)
+        measured = super().evaluate(batch)
         self._fifo.stop()
-        return found
+        return measured
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
         """Each parameter of the last complete step: its name, values and moments.
@@ -309,8 +309,8 @@ class Fuyou(Trainable):
         steps, self._steps = max(self._steps, 1), 0
         counts = self._swapper.take_counts()
         read, written_bytes = (self._disk.nbytes[way] for way in ("read", "write"))
-        before, self._told = self._told, (read, written_bytes)
-        told: dict[str, float] = {
+        before, self._counted = self._counted, (read, written_bytes)
+        metrics: dict[str, float] = {
             "dram_peak_bytes": self._dram.peak,
             "kept_bytes": sum(counts.values()) / steps,
             "kept_on_ssd_bytes": counts["ssd"] / steps,
@@ -318,8 +318,8 @@ class Fuyou(Trainable):
             "ssd_written_bytes": (written_bytes - before[1]) / steps,
         }
         if self._device.type == "cpu":
-            told["peak_device_bytes"] = self._device_peak
-        return told | self._chosen
+            metrics["peak_device_bytes"] = self._device_peak
+        return metrics | self._chosen
 
     def close(self) -> None:
         """End the threads; the folder may be opened by others then, and this trains no more.
@@ -348,16 +348,16 @@ class Fuyou(Trainable):
     def _collect(self, groups: Sequence[Group]) -> None:
         """Hand the gradients of groups over to the optimizer."""
         for group in groups:
-            found = []
+            gradients = []
             for name, param in zip(group.names, group.params, strict=True):
                 if param.grad is None:
                     raise RuntimeError(
                         f"{name}: has no gradient; must be one that every micro-batch trains"
                     )
-                found.append(param.grad)
+                gradients.append(param.grad)
             with self._copies.waiting():
                 gradient = self._updates.memory()
-            landed = self._copies.out(group.views(gradient, torch.float32), found)
+            landed = self._copies.out(group.views(gradient, torch.float32), gradients)
             for param in group.params:
                 param.grad = None
             self._updates.submit(group, gradient, landed, last=self._last)
@@ -402,7 +402,7 @@ class Fuyou(Trainable):
             )
 
     def _choose(self, observed: Observed) -> None:
-        """Choose what later steps keep, and what parameters host memory has room for then."""
+        """Choose what later steps swap out, and the blocks that host memory then has room for."""
         profile, settings = self._recomputed.profile, self._settings
         spare = self._swapper.spare(item.nbytes for item in profile.items.values())
         buffers = self._deepen(spare)
@@ -412,8 +412,8 @@ class Fuyou(Trainable):
         count = chosen(work, rates, settings.swap)
         nbytes, seconds = cost.curve(work, rates)[count]
         products = list(profile.items)
-        kept = cost.by_benefit(work.items)[:count]
-        self._recomputed.kept = frozenset(products[place] for place in kept)
+        places = cost.by_benefit(work.items)[:count]
+        self._recomputed.swapped = frozenset(products[place] for place in places)
         limit = min(room, int(nbytes) + profile.between)
         self._swapper.limit = limit
         self._chosen = {
@@ -426,13 +426,13 @@ class Fuyou(Trainable):
     def _deepen(self, spare: int) -> int:
         """Take buffers for the optimizer's state, and warn where there is no room for them."""
         ring = self._updates.ring
-        wanted = min(BUFFERS[self._settings.update], len(self._layout.backward_order()))
-        there = ring.deepen(wanted, spare)
-        if there < wanted:
+        most = min(BUFFERS[self._settings.update], len(self._layout.backward_order()))
+        buffers = ring.deepen(most, spare)
+        if buffers < most:
             warnings.warn(
-                f"dram_budget = {self._settings.dram_budget}: has room for {there} of {wanted} "
+                f"dram_budget = {self._settings.dram_budget}: has room for {buffers} of {most} "
                 f"buffers of optimizer state, {written(ring.idle().numel())} each: steps are the "
                 "same but take longer, as reads and writes wait for each other",
                 stacklevel=2,
             )
-        return there
+        return buffers

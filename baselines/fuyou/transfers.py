@@ -1,7 +1,7 @@
 """Transfers between SSD, host memory and the device, counted; and a limit to those of SSD.
 
-Those of SSD have threads of their own. On the CPU a copy to the device or from it has ended when it
-returns; on CUDA copies have streams of their own, and are in the order in which they may be read.
+Those of SSD run on threads of their own. On the CPU a copy to the device or from it has ended when
+it returns; on CUDA copies run on streams of their own, which order them with reads and writes.
 """
 
 import contextlib
@@ -97,8 +97,8 @@ class Disk:
         except RuntimeError:
             if self._closed:
                 raise
-            # The program ends: Python waits for the threads that there are, and begins nothing on
-            # others. This one writes itself, lest a step that has ended be lost.
+            # The program ends: Python waits for running threads and starts no others. This one
+            # writes itself, lest a step that has ended be lost.
             done: Future[int] = Future()
             done.set_result(self._counted("write", memory, move))
             return done
@@ -109,7 +109,7 @@ class Disk:
         return self._readers.submit(self._counted, "read", memory, move)
 
     def moved(self, way: Way) -> tuple[int, float]:
-        """Bytes so far, and seconds in which anything was moved, of what goes on too."""
+        """Bytes so far, and seconds in which there was a transfer, those under way included."""
         with self._lock:
             going_on = time.perf_counter() - self._since[way] if self._under_way[way] else 0.0
             return self.nbytes[way], self.seconds[way] + going_on
@@ -140,7 +140,7 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = Streams(device)
-        #: Bytes so far; and of the CPU's, seconds.
+        #: Bytes so far, and seconds of the CPU in copies.
         self.nbytes = 0
         self.seconds = 0.0
         #: Seconds that the device has waited for parameters, activations and room for gradients.
@@ -148,22 +148,22 @@ class Copies:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block's time as the device's that waits."""
+        """Count the time in this context as time that the device waits."""
         begin = time.perf_counter()
         yield
         self.waited += time.perf_counter() - begin
 
-    def out(self, host: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Event]:
-        """Copy tensors of the device, which may be let go; what says when they have landed."""
+    def out(self, host: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[torch.Event]:
+        """Copy device tensors, which may be freed then, to the host; return events of arrival."""
         begin = time.perf_counter()
         stream = self._streams.copies_out
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            for target, source in zip(host, given, strict=True):
+            for target, source in zip(host, moved, strict=True):
                 target.copy_(source, non_blocking=True)
                 if not self._streams.on_host:
                     source.record_stream(stream)
-        self._count(given, begin)
+        self._count(moved, begin)
         return [] if self._streams.on_host else [stream.record_event()]
 
     def into(self, target: torch.Tensor, host: torch.Tensor) -> None:

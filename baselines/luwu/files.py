@@ -78,7 +78,7 @@ class Files:
     def write(self, chunk: Chunk, step: int, buffer: Buffer) -> bool:
         """Write all of a chunk as it is after ``step``: a frozen one from the buffer's start.
 
-        Whether that completes the step, all of which is on the disk then.
+        Returns whether that completes the step, all of which is on the disk then.
         """
         place = self._state.room(chunk.key, step)
         self._write(place, buffer.memory[: self._size(chunk)])
@@ -88,7 +88,7 @@ class Files:
         return complete
 
     def end(self) -> None:
-        """Have nobody wait any longer."""
+        """Fail all that wait for a chunk."""
         self._state.fail(RuntimeError("the run has ended"))
 
     def close(self) -> None:
@@ -121,17 +121,17 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
         if step is None:
             raise ValueError(f"folder = {str(folder)!r}: has no complete step")
         buffer = Buffer(plan)
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(plan.units):
             parts = [torch.empty(0)]
             for chunk in plan.chunks(index):
                 if chunk.trained:
                     files.read_states(chunk, step, buffer)
                     parts.append(buffer.states(chunk.numel)[0].clone())
-            flat = torch.cat(parts).split([each.numel for each in unit.trained])
-            for each, values in zip(unit.trained, flat, strict=True):
-                found[each.name] = values.view(each.shape)
-        return found
+            flat = torch.cat(parts).split([parameter.numel for parameter in unit.trained])
+            for parameter, values in zip(unit.trained, flat, strict=True):
+                by_name[parameter.name] = values.view(parameter.shape)
+        return by_name
     finally:
         files.close()
 

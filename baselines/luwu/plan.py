@@ -71,7 +71,7 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Name among all of a plan's."""
+        """Name that no other chunk of the plan has."""
         return f"{self.unit} {self.index}"
 
 
@@ -80,7 +80,7 @@ class Plan(Strict):
 
     workers: Annotated[int, Field(ge=1)]
     units: Annotated[tuple[Unit, ...], Field(min_length=2)]
-    #: Type of what crosses, and of what workers compute with.
+    #: Type of parameters and gradients as they cross, and as workers compute with them.
     dtype: Literal["float32", "bfloat16"]
     chunk_bytes: Annotated[int, Field(ge=4096, le=LARGEST_CHUNK)]
     learning_rate: float
@@ -96,13 +96,13 @@ class Plan(Strict):
     def chunks(self, unit: int) -> list[Chunk]:
         """A unit's chunks, trained ones first."""
         size = self.chunk_bytes // self.type.itemsize
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for trained in (True, False):
             numel = self.units[unit].numel(trained=trained)
             for begin in range(0, numel, size):
                 end = min(begin + size, numel)
-                found.append(Chunk(unit, len(found), trained, begin, end))
-        return found
+                chunks.append(Chunk(unit, len(chunks), trained, begin, end))
+        return chunks
 
     def all_chunks(self) -> Iterator[Chunk]:
         for unit in range(len(self.units)):
@@ -111,15 +111,15 @@ class Plan(Strict):
     def stream(self, order: Pass, frozen: Frozen) -> list[tuple[int, list[Chunk]]]:
         """The units that a pass needs, one after another, each with the chunks that it brings.
 
-        Forward needs the root first and last, backward no more than that: embeddings pass no
-        gradient on.
+        Forward needs the root first and last. Backward begins while it is still there, and does not
+        need it again: embeddings pass no gradient on.
         """
         blocks = range(1, len(self.units))
         units = [ROOT, *blocks, ROOT] if order == Pass.FORWARD else [*reversed(blocks)]
         seen: set[int] = set()
-        found = []
+        stream = []
         for unit in units:
             brings = frozen == Frozen.ALL or (frozen == Frozen.ONCE and unit not in seen)
             seen.add(unit)
-            found.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
-        return found
+            stream.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
+        return stream

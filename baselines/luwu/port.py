@@ -1,7 +1,7 @@
 """A worker's end: ``push``, ``pull`` and ``wait``; a thread of its own sends and receives.
 
 At most two layers have memory: the one that was pulled last and the one after it. Chunks of a third
-wait as messages, few by the window, until a layer is let go.
+wait as messages, at most a window of them, until a layer is released.
 """
 
 import json
@@ -26,7 +26,7 @@ class _Slot:
     """A layer that a pass needs, on its way or here."""
 
     unit: int
-    #: Those that have not landed.
+    #: Chunks that have not landed.
     chunks: deque[Chunk]
 
 
@@ -116,8 +116,8 @@ class Port(wire.Role):
 
     def counts(self) -> dict[str, int]:
         self._outbox.put(wire.Message(wire.Kind.COUNT))
-        found: dict[str, int] = json.loads(self._answer(wire.Kind.COUNTS).payload)
-        return found
+        counts: dict[str, int] = json.loads(self._answer(wire.Kind.COUNTS).payload)
+        return counts
 
     def close(self) -> None:
         """Leave; with the last worker the run ends for the switch and the server too."""
@@ -155,7 +155,7 @@ class Port(wire.Role):
             self._connection.close()
 
     def _go_on(self) -> None:
-        """Send what other threads left, and have land what there is room for now."""
+        """Send messages of other threads, and land the chunks that there is room for now."""
         for message in self._outbox.take():
             if message is not None:
                 wire.send(self._connection.socket, message)
@@ -172,7 +172,7 @@ class Port(wire.Role):
             if kind == wire.Kind.PARAMETERS:
                 self._waiting.append(message)
             elif kind == wire.Kind.APPLIED:
-                # This worker has sent them: initial parameters come of one alone.
+                # Of a chunk that this worker pushed: worker 0 alone pushes initial parameters.
                 self._pushed -= self._committed >= 0 or self._rank == 0
             elif kind == wire.Kind.COMMITTED:
                 self._committed = message.step

@@ -1,7 +1,7 @@
 """The server: it has all state in files, sends parameters, and steps AdamW as gradients come.
 
-``main`` is its process. What it sends comes from a thread that reads ahead in the order of the
-passes; what it receives goes into the pipeline. Both are bounded by what is not acknowledged.
+``main`` is its process. A thread reads parameters ahead in the order of the passes; gradients that
+come go into the pipeline. Chunks that are not acknowledged yet bound both.
 """
 
 import json
@@ -46,12 +46,12 @@ class Pipeline:
     def __init__(
         self, plan: Plan, files: Files, tell: Callable[[wire.Message | BaseException], None]
     ) -> None:
-        """``tell``: called with what the workers are to hear of a chunk, or what went wrong."""
+        """``tell``: called with a message to the workers about a chunk, or with an error."""
         self._plan = plan
         self._files = files
         self._tell = tell
         self._broken = False
-        #: As many as may be under way; who fails keeps one.
+        #: One for each chunk that may be under way; a failed one keeps its own.
         self._buffers = deque(Buffer(plan) for _ in range(WINDOW))
         self._order = (self._read, self._adam, self._cast, self._write)
         self._by_step = plan.pipeline == "step"
@@ -78,17 +78,17 @@ class Pipeline:
             threads.shutdown()
 
     def _take_on(self, item: Item, place: int) -> None:
-        """Do one thing with a chunk, and hand it on to the threads that do the next."""
+        """Do one operation on a chunk, and hand it on to the threads of the next."""
         self._do(item, self._order[place])
         if not self._broken and place + 1 < len(self._order):
             self._threads[place + 1].submit(self._take_on, item, place + 1)
 
     def _do(self, item: Item, *order: Callable[[Item], None]) -> None:
-        """Do these things with a chunk, unless something has failed."""
+        """Do these operations on a chunk, unless one has failed."""
         try:
-            for each in order:
+            for operation in order:
                 if not self._broken:
-                    each(item)
+                    operation(item)
         except Exception as error:
             self._broken = True
             self._tell(error)
@@ -107,7 +107,7 @@ class Pipeline:
         step_adamw(chosen, rate, item.step, [gradients], states, fused=False)
 
     def _cast(self, item: Item) -> None:
-        """Round the master to what workers compute with."""
+        """Round the master to the type that workers compute in."""
         numel = item.chunk.numel
         item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
 
@@ -121,7 +121,7 @@ class Pipeline:
 
 
 def main() -> None:
-    """Serve one run: the launcher says by the environment where, and ends the process.
+    """Serve one run; the launcher says where in the environment, and ends the process.
 
     ``FCDP_SERVER``: the address to listen on; ``FCDP_RUN_SECRET``; ``FCDP_STATE``: the folder of
     the files, by default one among temporary files.
@@ -154,7 +154,7 @@ class Server(wire.Host):
     def serve(self) -> None:
         """Handle what comes until the switch says that the run is over.
 
-        Raises ``Lost`` where the switch is gone, and what a file or a message was refused for.
+        Raises ``Lost`` where the switch is gone, and the error of a refused file or message.
         """
         try:
             self._run({self._socket: self._hear_guest, self._inbox.fileno(): self._take_items})
@@ -224,7 +224,7 @@ class Server(wire.Host):
                 self._say(item)
 
     def _counts(self) -> dict[str, int]:
-        """Counts since the server began: messages beside signs of life, bytes."""
+        """Counts since the server began: messages but for signs of life, and bytes."""
         counts = {"messages": self._received}
         if self._plan is not None:
             counts |= {"file_read": self._files.read, "file_written": self._files.written}
@@ -234,7 +234,7 @@ class Server(wire.Host):
         return counts
 
     def _take(self, message: wire.Message, plan: Plan) -> None:
-        """Take a message of the workers'."""
+        """Handle a message from the workers."""
         kind = message.kind
         if kind == wire.Kind.INITIAL:
             self._initial(message, plan)
@@ -295,7 +295,7 @@ class Server(wire.Host):
             self._say(wire.Message(wire.Kind.COMMITTED))
 
     def _chunk(self, message: wire.Message, itemsize: int) -> Chunk:
-        """The chunk that a message brings. Raises ``Malformed`` for one that there is not."""
+        """The chunk that a message brings. Raises ``Malformed`` for one that is not in the plan."""
         chunk = self._chunks.get((message.unit, message.chunk))
         size = None if chunk is None else chunk.numel * itemsize
         if chunk is None or len(message.payload) != size:

@@ -51,12 +51,12 @@ class Switch(wire.Host):
         self._plan: Plan | None = None
         #: Messages that some workers have sent and not all: the window bounds how many those are.
         self._gathered: dict[Any, dict[int, Any]] = {}
-        #: How much of the parameters each worker has taken, and what the server knows of it.
+        #: Chunks of parameters that each worker has taken, and that all have by the server's count.
         self._taken = dict.fromkeys(range(workers), 0)
-        self._told = 0
+        self._acknowledged = 0
 
     def serve(self) -> None:
-        """Pass on what comes until all workers have left, or a role is gone, which all are told.
+        """Pass messages on until all workers have left, or a role is gone, of which all hear.
 
         Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
         """
@@ -130,13 +130,13 @@ class Switch(wire.Host):
     ) -> None:
         """Wait until all workers have sent theirs, then pass on one message."""
         self._check_that_all_are_here(key)
-        found = self._gathered.setdefault(key, {})
-        if rank in found or len(self._gathered) > 2 * WINDOW:
+        payloads = self._gathered.setdefault(key, {})
+        if rank in payloads or len(self._gathered) > 2 * WINDOW:
             raise wire.Malformed(f"{message.kind.name} twice, or more than the window allows")
-        found[rank] = message.payload
-        if len(found) == len(self._guests):
+        payloads[rank] = message.payload
+        if len(payloads) == len(self._guests):
             del self._gathered[key]
-            payload = merge(found)
+            payload = merge(payloads)
             if message.kind == wire.Kind.HELLO:
                 self._plan = Plan.model_validate_json(payload)
             wire.send(self._server, replace(message, payload=payload))
@@ -144,7 +144,7 @@ class Switch(wire.Host):
     def _check_that_all_are_here(self, key: tuple[int, ...]) -> None:
         """Raises ``Lost`` if a worker has left without its part of a step, or of the plan.
 
-        Not of a forward that is asked for: the last is asked for ahead, and none comes to it.
+        A forward does not need it: the last one is asked for ahead of a step that never comes.
         """
         needed = key[0] in (wire.Kind.GRADIENTS, wire.Kind.HELLO) or (
             key[0] == wire.Kind.BEGIN and key[2] == Pass.BACKWARD
@@ -154,7 +154,7 @@ class Switch(wire.Host):
             raise wire.Lost(f"{first} has left before the others were done")
 
     def _sum(self, payloads: dict[int, Any]) -> bytes:
-        """Sum in the order of ranks, in float32, rounded once to what crosses."""
+        """Sum in the order of ranks, in float32, rounded once to the type that crosses."""
         if self._plan is None:
             raise wire.Malformed("gradients before HELLO")
         dtype = self._plan.type
@@ -178,9 +178,9 @@ class Switch(wire.Host):
         if not self._plan.merged:
             wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=rank, extra=message.extra))
             return
-        for count in range(self._told + 1, min(self._taken.values()) + 1):
+        for count in range(self._acknowledged + 1, min(self._taken.values()) + 1):
             wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=wire.ALL, extra=count))
-        self._told = min(self._taken.values())
+        self._acknowledged = min(self._taken.values())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A worker: it pulls each layer when a forward or backward comes to it, and pushes its gradients.
 
-Of a step with blocks 1 to n, and 0 for what is outside of them::
+A step with blocks 1 to n, and 0 for what is outside of them::
 
     forward   0 1 2 … n 0        pulled, each let go by the next
     backward          0 n … 2 1  the head's gradients come while 0 is still there; n … 1 again
@@ -40,7 +40,7 @@ def build(model: nn.Module, job: Job) -> LuWu:
     """
     keys, address = Keys.of_environment(), os.environ["FCDP_SWITCH"]
     worker = LuWu(model, job, lambda plan, rank, land: Port(plan, rank, keys, address, land))
-    # In this process's own end, be it a child of multiprocessing's or not.
+    # At the exit of this process, whether it is a child of multiprocessing or not.
     Finalize(None, worker.close, exitpriority=1)
     return worker
 
@@ -58,34 +58,34 @@ class _Layer:
         #: Trained parameters whose gradients of this step are not there yet.
         self.missing = 0
         #: Frozen parameters that were pulled once, in host memory.
-        self.kept: torch.Tensor | None = None
+        self.cached: torch.Tensor | None = None
 
-    def move(self, device: torch.device, dtype: torch.dtype, *, keeps: bool) -> None:
-        """Have the parameters in memory of their own, in what is computed in, and let it go.
+    def move(self, device: torch.device, dtype: torch.dtype, *, caches: bool) -> None:
+        """Move the parameters to memory of their own, of the type computed in, and free it.
 
-        ``keeps``: with host memory for the frozen ones.
+        ``caches``: take host memory for the frozen ones.
         """
         self.parts = [Part(self.trained, device, dtype), Part(self.frozen, device, dtype)]
-        if keeps and self.frozen:
+        if caches and self.frozen:
             self._arena = Arena(self.parts[1].numel * dtype.itemsize, device)
-            self.kept = self._arena.memory.view(dtype)  # page-locked while the arena lives
+            self.cached = self._arena.memory.view(dtype)  # page-locked while the arena lives
         self.free()
 
     def land(self, chunk: Chunk, payload: Any) -> None:
-        """Take a chunk to its place; the first one finds the memory."""
+        """Copy a chunk to its place; the first one allocates the memory."""
         part = self.parts[0 if chunk.trained else 1]
         values = tensor(payload, part.dtype)
-        if not chunk.trained and self.kept is not None:
-            self.kept[chunk.begin : chunk.end] = values
+        if not chunk.trained and self.cached is not None:
+            self.cached[chunk.begin : chunk.end] = values
             return
         if not part.is_there:
             part.allocate()
         part.values()[chunk.begin : chunk.end].copy_(values)
 
     def enter(self) -> None:
-        """Have what lies in host memory too."""
-        if self.kept is not None:
-            self.parts[1].fill(self.kept)
+        """Copy frozen parameters from host memory, where they are cached."""
+        if self.cached is not None:
+            self.parts[1].fill(self.cached)
 
     def free(self) -> None:
         for part in self.parts:
@@ -100,7 +100,7 @@ class LuWu(Trainable):
     """One worker in training."""
 
     def __init__(self, model: nn.Module, job: Job, connect: Any) -> None:
-        """``connect``: called with the plan, this rank, and what takes chunks to their place."""
+        """``connect``: called with the plan, this rank, and the function that lands chunks."""
         topology, settings = job.topology, job.settings
         assert isinstance(settings, LuWuSettings)
         sent = trained_numel(model) * job.dtype.itemsize * topology.ranks_per_node
@@ -131,7 +131,7 @@ class LuWu(Trainable):
         self._cached = settings.cached
         device = torch.device(topology.mesh.device_type)
         for layer in self._layers:
-            layer.move(device, job.dtype, keeps=self._cached)
+            layer.move(device, job.dtype, caches=self._cached)
         model.to(device)
         self._hook(model, job.blocks)
         #: The layer that is there, and whether a step is under way and in backward.
@@ -165,10 +165,10 @@ class LuWu(Trainable):
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        found = super().evaluate(batch)
+        measured = super().evaluate(batch)
         self._leave()
         self._begin(Pass.FORWARD)
-        return found
+        return measured
 
     def settle(self) -> None:
         """Wait until the server has the last step in its files, and sends nothing more."""
@@ -198,7 +198,7 @@ class LuWu(Trainable):
 
     @property
     def host_cache_bytes(self) -> int | None:
-        return sum(layer.kept.nbytes for layer in self._layers if layer.kept is not None) or None
+        return sum(each.cached.nbytes for each in self._layers if each.cached is not None) or None
 
     def _land(self, chunk: Chunk, payload: Any) -> None:
         self._layers[chunk.unit].land(chunk, payload)
@@ -245,7 +245,7 @@ class LuWu(Trainable):
         if unit == len(self._layers) - 1 and self._training and not self._backward:
             self._begin(Pass.BACKWARD)
 
-    def _after_block(self, unit: int, _module: nn.Module, _given: object, output: Any) -> None:
+    def _after_block(self, unit: int, _module: nn.Module, _inputs: object, output: Any) -> None:
         if not self._training or self._backward:
             return
         for each in output if isinstance(output, (tuple, list)) else (output,):
@@ -253,7 +253,7 @@ class LuWu(Trainable):
                 each.register_hook(lambda _: self._enter(unit))
 
     def _enter(self, unit: int) -> None:
-        """Have a layer here, and let the one before go."""
+        """Pull a layer if it is not here, and free the one before."""
         if self._held == unit:
             return
         self._leave()
@@ -276,7 +276,7 @@ class LuWu(Trainable):
             self._push(unit)
 
     def _end_backward(self) -> None:
-        """Take and push what the loss did not depend on, lest the order of layers change."""
+        """Pull and push layers that the loss did not depend on, lest the order of layers change."""
         for unit in [*self._left]:
             self._enter(unit)
         for unit in reversed(range(len(self._layers))):
@@ -290,7 +290,7 @@ class LuWu(Trainable):
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
     """The modules outside of blocks that have parameters.
 
-    Raises ``ValueError`` for one with a block in it, which has them all the time.
+    Raises ``ValueError`` for one that contains a block: it would need them all the time.
     """
     for name, module in model.named_modules():
         if id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
@@ -309,9 +309,9 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[_Layer]:
     Raises ``ValueError`` for blocks that share a parameter.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    found = [[*block.parameters()] for block in blocks]
-    inside = [id(param) for params in found for param in params]
+    by_block = [[*block.parameters()] for block in blocks]
+    inside = [id(param) for params in by_block for param in params]
     if len(inside) != len(set(inside)):
         raise ValueError("model: blocks share a parameter; allowed are blocks of their own")
     outside = [param for param in model.parameters() if id(param) not in set(inside)]
-    return [_Layer(params, names) for params in (outside, *found)]
+    return [_Layer(params, names) for params in (outside, *by_block)]

@@ -142,7 +142,7 @@ class Keys:
 
     @classmethod
     def of(cls, secret: str) -> Keys:
-        """Derive the keys from the run's secret. Raises ``ValueError`` for what is none."""
+        """Derive the keys from the run's secret. Raises ``ValueError`` for an invalid one."""
         if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", secret):
             raise ValueError(f"{SECRET}: allowed are {2 * _SECRET_BYTES} hexadecimal digits")
         raw = bytes.fromhex(secret)
@@ -156,15 +156,15 @@ class Keys:
 
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     raw = hashlib.blake2b(secret, digest_size=_SECRET_BYTES, person=role).digest()
-    own: bytes = z85.encode(raw)  # type: ignore[no-untyped-call]
-    return zmq.curve_public(own), own
+    private: bytes = z85.encode(raw)  # type: ignore[no-untyped-call]
+    return zmq.curve_public(private), private
 
 
 class _End:
     """A socket with bounds, in a context of its own."""
 
     def __init__(self, kind: int, senders: int = 1) -> None:
-        """``senders``: so many, each with a window of its own, may speak through it."""
+        """``senders``: how many send through it, each with a window of its own."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(kind)
         self.socket.maxmsgsize = LARGEST_FRAME
@@ -201,8 +201,8 @@ class Listener(_End):
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
-        #: Where it listens: host and port.
         endpoint = self.socket.get_string(zmq.LAST_ENDPOINT)
+        #: Where it listens: host and port.
         self.address = endpoint.removeprefix("tcp://").rstrip("\0")
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class Connection(_End):
 
 
 def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -> None:
-    """Send without waiting; a listener says to whom. Raises ``Lost`` where that cannot be."""
+    """Send without waiting, from a listener to ``name``. Raises ``Lost`` where it cannot."""
     frames = message.frames() if name is None else [name.encode(), *message.frames()]
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)

@@ -31,7 +31,7 @@ class Replicated(Replica):
         return loss
 
     def _reduce(self) -> None:
-        """Average the gradients over all ranks, in one buffer that is filled up to their number."""
+        """Average the gradients over all ranks, in one buffer, padded to a multiple of them."""
         params = [param for param in trainable_parameters(self.model) if param.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:

@@ -21,7 +21,7 @@ def build(model: nn.Module, job: Job) -> DDP:
         return DDP(model.to(device), job, closed_form)
     replica = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
     if job.dtype == torch.bfloat16:
-        # By its own name PyTorch refuses it where there is no NCCL; Gloo reduces bfloat16 too.
+        # Under its own name PyTorch refuses the hook without NCCL; gloo reduces bfloat16 too.
         replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return DDP(replica, job, closed_form)
 

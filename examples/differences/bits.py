@@ -36,7 +36,7 @@ from fcdp import Topology
 MATRIX = Path(__file__).resolve().parent / "matrix.yaml"
 RECORD = Path(__file__).resolve().parents[2] / "results" / "difference-bits" / "record.json"
 ENTRY = "examples.differences.bits:train"
-#: Steps before, as Adam's first move each weight by the whole rate, and steps that are measured.
+#: Warm-up steps, as Adam's first ones move weights by the whole rate, and measured steps.
 WARM_UP, STEPS = 40, 15
 
 
@@ -65,8 +65,8 @@ def train(cell_file: str, output: str) -> None:
         after = _words(model)
         before, differences = after, (after - before) & 0xFFFF
     if training.topology.rank == 0:
-        found = {"parameters": training.parameters, "bits": bits}
-        Path(output, "bits.json").write_text(json.dumps(found), encoding="utf-8")
+        measurement = {"parameters": training.parameters, "bits": bits}
+        Path(output, "bits.json").write_text(json.dumps(measurement), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -106,9 +106,9 @@ def measured() -> dict[str, Any]:
                 runner.write(timed, Path(folder))
                 outcome, _ = runner.launch(cluster, timed, Path(folder), ENTRY)
                 assert outcome.state == "ok", outcome.error
-                found = json.loads(Path(folder, "bits.json").read_text(encoding="utf-8"))
-            bits = {name: quantiles(values) for name, values in found.pop("bits").items()}
-            rows.append({"learning_rate": cell.learning_rate, **found, **bits})
+                measurement = json.loads(Path(folder, "bits.json").read_text(encoding="utf-8"))
+            bits = {name: quantiles(values) for name, values in measurement.pop("bits").items()}
+            rows.append({"learning_rate": cell.learning_rate, **measurement, **bits})
             print(*_row(rows[-1]), sep="  ", flush=True)
     return {
         "command": "python -m examples.differences.bits",

@@ -13,17 +13,17 @@ from baselines.pins import Pin
 from tests import programs
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
-#: What each setting is without a configuration; settings of no default are not among them.
+#: Prints the default of each setting; settings without one are not among them.
 DEFAULTS = """
 import json
 from deepspeed.runtime import constants
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 zero = DeepSpeedZeroConfig(stage=3)
 names = {field.alias or name: name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-found = {alias: getattr(zero, name) for alias, name in names.items()}
-found = {key: value for key, value in found.items() if isinstance(value, (bool, int, float))}
-found |= {"gradient_clipping": constants.GRADIENT_CLIPPING_DEFAULT, "wall_clock_breakdown": False}
-print(json.dumps(found))
+usual = {alias: getattr(zero, name) for alias, name in names.items()}
+usual = {key: value for key, value in usual.items() if isinstance(value, (bool, int, float))}
+usual |= {"gradient_clipping": constants.GRADIENT_CLIPPING_DEFAULT, "wall_clock_breakdown": False}
+print(json.dumps(usual))
 """
 
 
@@ -36,8 +36,8 @@ def committed() -> dict[str, dict[str, Any]]:
 def defaults(pin: Pin) -> dict[str, Any]:
     if pins.version(pin) is None:
         pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
-    told = programs.printed(sys.executable, "-c", DEFAULTS, **pins.variables(pin))
-    return json.loads(told.splitlines()[-1])
+    output = programs.printed(sys.executable, "-c", DEFAULTS, **pins.variables(pin))
+    return json.loads(output.splitlines()[-1])
 
 
 def test_they_are_what_the_code_makes() -> None:

@@ -34,7 +34,7 @@ def trained(strategy: str) -> tuple[list[float], list[float]]:
     images.SOURCES["digits"] = made_up()
     topology = topology_of(2, 2)
     chosen = SGD(kind="sgd", weight_decay=1e-3, decay=Decay(every=2, by=0.5))
-    wanted = cell(
+    image_cell = cell(
         strategy,
         model=MODEL,
         data=Images(images="digits"),
@@ -43,18 +43,18 @@ def trained(strategy: str) -> tuple[list[float], list[float]]:
         held_out=8,
         optimizer=chosen,
     )
-    model, blocks = models.build(wanted)
-    workload = images.ImageWorkload(wanted, Images(images="digits"), topology.rank, 4)
-    given = job(
+    model, blocks = models.build(image_cell)
+    workload = images.ImageWorkload(image_cell, Images(images="digits"), topology.rank, 4)
+    image_job = job(
         topology,
         blocks,
         learning_rate=0.05,
-        settings=wanted.settings,
+        settings=image_cell.settings,
         optimizer=chosen,
         loss=workload.loss,
         measure=workload.measure,
     )
-    trainable = load(strategy)(model, given)
+    trainable = load(strategy)(model, image_job)
     (first, _) = workload.held_out()
     before = trainable.evaluate(first).tolist()
     losses = [trainable.step([batch]).item() for batch in islice(workload.batches(), STEPS)]
@@ -65,11 +65,11 @@ def test_losses_and_accuracy_are_fsdp2s(ranks: Pools) -> None:
     """Where a strategy has numerics of its own, its first step begins where all others' does."""
     expected = ranks.run(4, trained, "fsdp2")
     for strategy in ("fcdp", "ddp", "cyclic", "co2"):
-        found = ranks.run(4, trained, strategy)
-        for (mine, measured), (losses, wanted) in zip(found, expected, strict=True):
+        actual = ranks.run(4, trained, strategy)
+        for (mine, measured), (losses, reference) in zip(actual, expected, strict=True):
             if registry.find(strategy).numerics == "exact":
                 assert mine == pytest.approx(losses, rel=1e-5)
-                assert measured == pytest.approx(wanted, rel=1e-5)
+                assert measured == pytest.approx(reference, rel=1e-5)
             assert mine[0] == pytest.approx(losses[0], rel=1e-5)
             assert all(torch.tensor([*mine, *measured]).isfinite())
             assert 0 <= measured[3] <= 1

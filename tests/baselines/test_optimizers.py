@@ -19,12 +19,12 @@ def made(chosen: AnyOptimizer) -> tuple[nn.Parameter, torch.optim.Optimizer]:
 
 def rates(chosen: AnyOptimizer, steps: int) -> list[float]:
     param, optimizer = made(chosen)
-    found = []
+    by_step = []
     for _ in range(steps):
         param.grad = torch.ones(3)
         optimizer.step()
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
+        by_step.append(optimizer.param_groups[0]["lr"])
+    return by_step
 
 
 def test_learning_rates() -> None:

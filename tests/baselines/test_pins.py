@@ -1,4 +1,4 @@
-"""Where DeepSpeed's other pin is looked for, and with what a process imports it."""
+"""The place of DeepSpeed's other pin, and the variables with which a process imports it."""
 
 import os
 import sys

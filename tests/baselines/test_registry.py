@@ -113,8 +113,8 @@ def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
             schedule_of("added")
 
 
-def test_where_entries_are_kept() -> None:
-    """What the strategy fixes goes before what the cell says."""
+def test_where_entries_lie() -> None:
+    """A policy that the strategy fixes goes before the cell's."""
     assert FCDP.keeps_in("disk") == "disk"
     assert replace(FCDP, policy="device").keeps_in("disk") == "device"
     assert replace(FCDP, cache=None).keeps_in("disk") is None

@@ -12,7 +12,7 @@ from tests.baselines.training import Settings, Tuning, made
 from tests.baselines.training import step as step_of
 from tests.ranks import Pools
 
-#: Relative, of each step's loss.
+#: Relative tolerances of each step's loss.
 EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
     **dict.fromkeys(("fcdp", "zero3", "hpz", "mics", "offload", "replicated"), EXACT),
@@ -23,30 +23,30 @@ TOLERANCES = {
 
 
 def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = True) -> list[float]:
-    """Of this rank, two nodes of two; the last one is of data that are not trained on."""
+    """Losses of this rank of two nodes of two; the last is of data that are not trained on."""
     settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation)
     trainable, batches = made(strategy, settings)
     held_out = torch.arange(33).view(1, 33)
-    found, of_held_out = [], 0.0
+    of_steps, of_held_out = [], 0.0
     for step in range(3):
         if evaluates and step == 1:
             evaluated = trainable.evaluate(held_out)
             assert not evaluated.requires_grad
             of_held_out = evaluated.item()
-        found.append(step_of(trainable, batches))
-    return [*found, of_held_out]
+        of_steps.append(step_of(trainable, batches))
+    return [*of_steps, of_held_out]
 
 
 @pytest.fixture(scope="module")
 def reference(ranks: Pools) -> dict[Any, Any]:
-    """By FSDP2, which trains on after an evaluation as without one."""
-    found = {}
+    """FSDP2's losses; it trains on after an evaluation as without one."""
+    by_case = {}
     for tuning, count in (("full", 1), ("lora", 2)):
-        found[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
+        by_case[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
         without = ranks.run(4, losses, "fsdp2", tuning, count, False)
-        assert [each[:-1] for each in found[tuning, count]] == [each[:-1] for each in without]
-        assert len({each[-1] for each in found[tuning, count]}) == 1, "the ranks do not agree"
-    return found
+        assert [each[:-1] for each in by_case[tuning, count]] == [each[:-1] for each in without]
+        assert len({each[-1] for each in by_case[tuning, count]}) == 1, "the ranks do not agree"
+    return by_case
 
 
 @pytest.mark.parametrize(("tuning", "accumulation"), [("full", 1), ("lora", 2)])
@@ -92,7 +92,7 @@ def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strateg
 
 
 def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
-    """Of training on this rank; the bytes that it holds of what is frozen."""
+    """Losses of training on this rank, and the bytes that it holds of frozen parameters."""
     trainable, batches = made(strategy, settings)
     losses = [step_of(trainable, batches) for _ in range(4)]
     frozen = [param for param in trainable.model.parameters() if not param.requires_grad]

@@ -31,7 +31,7 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def given(model: Model, **own: Any) -> Job:
+def job_of(model: Model, **own: Any) -> Job:
     return job(alone(), model.blocks, **own)
 
 
@@ -47,7 +47,7 @@ CODEC, POLICY = EncodedSettings(gather_codec="int8(128)"), CacheSettings(policy=
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen", "said"),
+    ("name", "chosen", "reason"),
     [
         ("zeropp", CODEC, r"gather_codec\n.*allowed is none.*int8, in any case"),
         ("zero3", POLICY, "policy = 'device': zero3 has its own, none; allowed are gather_codec, "),
@@ -55,11 +55,11 @@ CODEC, POLICY = EncodedSettings(gather_codec="int8(128)"), CacheSettings(policy=
     ],
 )
 def test_what_builds_a_strategy_refuses_what_it_does_not_leave(
-    name: str, chosen: Settings, said: str
+    name: str, chosen: Settings, reason: str
 ) -> None:
     model = Model()
-    with pytest.raises(ValueError, match=said):
-        strategy.load(name)(model, given(model, settings=chosen))
+    with pytest.raises(ValueError, match=reason):
+        strategy.load(name)(model, job_of(model, settings=chosen))
 
 
 @pytest.mark.ranks
@@ -81,10 +81,10 @@ def test_zero3_gathers_what_is_frozen_and_reduces_what_is_trained() -> None:
     model = Model()
     # 28 elements outside of the blocks, gathered once, and 48 inside, gathered twice; all 76
     # reduced; half of each leaves a node, at 4 bytes.
-    assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 76) / 2 * 4
+    assert strategy.zero3_bytes(model, job_of(model)) == (28 + 2 * 48 + 76) / 2 * 4
     model.requires_grad_(False)
     model.blocks[1].requires_grad_(True)
-    assert strategy.zero3_bytes(model, given(model)) == (28 + 2 * 48 + 16) / 2 * 4
+    assert strategy.zero3_bytes(model, job_of(model)) == (28 + 2 * 48 + 16) / 2 * 4
 
 
 def test_the_loss_is_that_of_the_next_token() -> None:

@@ -29,11 +29,11 @@ class Settings:
     nodes: int = 2
     ranks_per_node: int = 1
     accumulation: int = 1
-    #: Of the gather and the reduction; parameters are float32.
+    #: Type of gathers and reductions; parameters are float32.
     dtype: torch.dtype = torch.float32
-    #: Of what is frozen, where that is narrower.
+    #: Type of frozen parameters, where that is narrower.
     frozen: torch.dtype | None = None
-    #: The strategy's own.
+    #: The strategy's own settings.
     chosen: StrategySettings = field(default_factory=StrategySettings)
 
 

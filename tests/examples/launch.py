@@ -1,4 +1,4 @@
-"""What torchrun tells a rank, for ranks that torchrun did not start."""
+"""torchrun's variables and an example's output, for ranks that torchrun did not start."""
 
 import contextlib
 import io

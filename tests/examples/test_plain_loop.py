@@ -52,10 +52,10 @@ def test_torchrun_starts_it(request: pytest.FixtureRequest, tmp_path: Path) -> N
     command += ["--nproc-per-node", "2", str(ROOT / "examples/plain_loop.py")]
     command += ["--nodes", "2", "--layers", "1", "--steps", "3", "--lr", "0.01"]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    said = programs.printed(*command, folder=tmp_path, **variables)
-    losses = losses_in(said.splitlines())
+    output = programs.printed(*command, folder=tmp_path, **variables)
+    losses = losses_in(output.splitlines())
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     # Two units: once a step each across nodes; each again in the second micro-batch, and the
     # block in both backwards.
-    assert "12 gathers from the cache, 6 across nodes" in said
+    assert "12 gathers from the cache, 6 across nodes" in output

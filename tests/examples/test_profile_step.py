@@ -31,7 +31,7 @@ def write_trace(path: str) -> list[str]:
 def traced(
     ranks: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], dict[str, list[Range]]]:
-    """What rank 0 printed, and the ranges of its trace by name, in order of time."""
+    """The lines that rank 0 printed, and its trace's ranges by name, in order of time."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     lines, *_ = ranks.run(4, write_trace, str(path))
     return lines, ranges_in(path)
@@ -39,11 +39,11 @@ def traced(
 
 def ranges_in(path: Path) -> dict[str, list[Range]]:
     events = json.loads(path.read_text())["traceEvents"]
-    found: dict[str, list[Range]] = {}
+    ranges: dict[str, list[Range]] = {}
     for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: float(e["ts"])):
         start = float(event["ts"])
-        found.setdefault(event["name"], []).append(Range(start, start + float(event["dur"])))
-    return found
+        ranges.setdefault(event["name"], []).append(Range(start, start + float(event["dur"])))
+    return ranges
 
 
 EXPECTED = {
@@ -59,12 +59,12 @@ EXPECTED = {
 
 def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Range]]]) -> None:
     lines, ranges = traced
-    found: dict[str, set[str]] = {}
+    units: dict[str, set[str]] = {}
     for name in ranges:
         if name.startswith("fcdp::"):
             kind, unit = name.removeprefix("fcdp::").split()
-            found.setdefault(kind, set()).add(unit)
-    assert found == EXPECTED
+            units.setdefault(kind, set()).add(unit)
+    assert units == EXPECTED
     assert {line.split()[0] for line in lines} == {
         *(f"fcdp::{kind}" for kind in EXPECTED),
         "trace:",
@@ -74,8 +74,8 @@ def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Rang
 def test_blocks_are_gathered_while_those_before_them_compute(
     traced: tuple[list[str], dict[str, list[Range]]],
 ) -> None:
-    """The first two blocks' gathers begin together, ahead of the first; each later one's, a block
-    further ahead."""
+    """The first two blocks' gathers begin together, before the first block computes; each later
+    one's a block further on."""
     _, ranges = traced
     gathers = [ranges[f"fcdp::gather_inter {block}"][0] for block in BLOCKS]
     # FSDP2's own ranges, before and after the block's forward.

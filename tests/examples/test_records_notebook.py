@@ -21,14 +21,14 @@ def test_it_is_a_notebook_without_outputs() -> None:
 
 @pytest.fixture(scope="module")
 def scope(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the cells have defined, run one after another in another folder."""
-    found: dict[str, Any] = {}
+    """The names that the cells define, run one after another in another folder."""
+    namespace: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         for number, cell in enumerate(CODE):
             source = "".join(cell["source"])
-            exec(compile(source, f"cell {number}", "exec", dont_inherit=True), found)
-    return found
+            exec(compile(source, f"cell {number}", "exec", dont_inherit=True), namespace)
+    return namespace
 
 
 def test_its_cells_run_and_say_what_the_records_say(scope: dict[str, Any]) -> None:

@@ -58,19 +58,19 @@ import fcdp, train
 
 save, evaluate = fcdp.save, train.evaluate
 
-def full(*given, extra, asynchronous, **options):
+def full(*arguments, extra, asynchronous, **options):
     if not asynchronous or extra["step"] > 4:
-        return save(*given, extra=extra, asynchronous=asynchronous, **options)
+        return save(*arguments, extra=extra, asynchronous=asynchronous, **options)
     failed = Future()
     failed.set_exception(RuntimeError("No space left on device"))
     return failed
 
-def told(*given):
+def noticed(*arguments):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-    return evaluate(*given)
+    return evaluate(*arguments)
 
-fcdp.save, train.evaluate = full, told
+fcdp.save, train.evaluate = full, noticed
 train.main(sys.argv[1:])
 """
 
@@ -107,21 +107,21 @@ def test_a_mistake_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     make_model(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     usual = [f"--model={tmp_path}", f"--data={tmp_path / 'x.jsonl'}", f"--output={tmp_path}"]
-    for given in ("--steps=0", "--seed=1e9", "--held-out=1", "--lr=-1", "--time-out=nan"):
+    for option in ("--steps=0", "--seed=1e9", "--held-out=1", "--lr=-1", "--time-out=nan"):
         with pytest.raises(SystemExit, match="2"):
-            train.parse([*usual, given])
-        assert given.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+            train.parse([*usual, option])
+        assert option.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit, match="--sequence-length 128: the model allows 64"):
         train.check_model(train.parse([*usual, "--sequence-length=128"]))
     with pytest.raises(SystemExit, match=r"x\.jsonl: line 2: UnicodeEncodeError; must be an obj"):
         train.tokenise(train.parse([*usual, "--sequence-length=32"]))
     config = tmp_path / "config.json"
-    for given, said in (
+    for text, reason in (
         ('{"model_type": "bert"}', "type bert; must be"),
         ("{", "not a valid JSON"),
     ):
-        config.write_text(given)
-        with pytest.raises(SystemExit, match=f"--model .*: .*{said}"):
+        config.write_text(text)
+        with pytest.raises(SystemExit, match=f"--model .*: .*{reason}"):
             train.check_model(train.parse(usual))
 
 
@@ -162,7 +162,7 @@ class Run:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
 
     def trained(self) -> dict[int, tuple[Any, ...]]:
-        """What is the same wherever a run was interrupted, by step; the last word counts."""
+        """Values that are the same wherever a run was interrupted; a step's last line counts."""
         return {
             line["step"]: (line["loss"], line["norm"], line["lr"], line.get("held_out_loss"))
             for line in self.lines()
@@ -174,8 +174,8 @@ class Run:
 
     def wait_for(self, lines: int) -> None:
         """Wait until so many more steps are done."""
-        wanted = len(self.lines()) + lines
-        wait_until(lambda: len(self.lines()) >= wanted, within_s=120)
+        target = len(self.lines()) + lines
+        wait_until(lambda: len(self.lines()) >= target, within_s=120)
 
     def ends(self, *agents: subprocess.Popen[bytes]) -> None:
         for agent in agents:
@@ -205,14 +205,14 @@ def undisturbed(place: Path) -> Run:
     return run
 
 
-def test_a_mistake_is_said_once_however_often_ranks_may_start(place: Path) -> None:
+def test_a_mistake_is_printed_once_however_often_ranks_may_start(place: Path) -> None:
     (place / "x.jsonl").write_text('{"txet": "a"}\n')
     run = Run(place, "mistaken", "--data", "x.jsonl")
     agent = run.start(*ON_ONE_NODE, "--max-restarts", "100")
     assert agent.wait(timeout=120) != 0
     printed = run.printed.read_text()
-    said = "--data x.jsonl: line 1: KeyError; must be"
-    assert 1 <= printed.count(said) <= 2, printed  # by each rank
+    message = "--data x.jsonl: line 1: KeyError; must be"
+    assert 1 <= printed.count(message) <= 2, printed  # by each rank
     assert 'train.py", line' not in printed  # torchrun's own traceback has other files
 
 
@@ -232,14 +232,14 @@ def test_a_mistake_that_ranks_find_is_one_line_of_each(
     (tokens,) = damaged.glob("tokens-*.pt")
     os.truncate(tokens, tokens.stat().st_size // 2)
     output, file = str(undisturbed.output), f"{place}/text.txt"
-    for options, said in (
+    for options, reason in (
         (("--policy", "hots"), "policy = 'hots': allowed are none,"),
         (("--output", file), f"{file}/checkpoint: Not a directory; must be a folder"),
         (("--output", str(damaged)), f"{tokens.name}: is damaged; remove it"),
         (("--output", output, "--seed", "1"), "was trained with seed = 0; must be the same"),
     ):
         for line in ranks.run(2, mistaken, place, *options):
-            assert said in line
+            assert reason in line
             assert "\n" not in line
 
 
@@ -345,7 +345,7 @@ class Nodes:
 
 
 def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undisturbed: Run) -> None:
-    """As ranks that are told so at the same step, and but for rounding as those of before."""
+    """As a single rank from the same step does, and but for rounding as both ranks do."""
     run = Run(place, "fewer", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
     nodes = Nodes(run, "1:2", "keep.py")
     run.wait_for(SAVE_EVERY + 2)
@@ -354,21 +354,21 @@ def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undist
     begun, went_on = run.starts()
     assert (begun, went_on % SAVE_EVERY) == (0, 0)
     assert [line["ranks"] for line in run.lines()][:: len(run.lines()) - 1] == [2, 1]
-    told = Run(place, "told", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
-    shutil.copytree(run.output / "loaded", told.output / "checkpoint")
-    told.ends(told.start("--standalone", "--nproc-per-node", "1"))
-    assert told.starts() == [went_on]
-    expected, found = told.trained(), run.trained()
-    assert {step: found[step] for step in expected} == expected
+    single = Run(place, "single", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    shutil.copytree(run.output / "loaded", single.output / "checkpoint")
+    single.ends(single.start("--standalone", "--nproc-per-node", "1"))
+    assert single.starts() == [went_on]
+    expected, actual = single.trained(), run.trained()
+    assert {step: actual[step] for step in expected} == expected
     for step, (loss, *_) in undisturbed.trained().items():
-        assert found[step][0] == pytest.approx(loss, rel=0.02), step
+        assert actual[step][0] == pytest.approx(loss, rel=0.02), step
 
 
 LONG, KILLS = 1000, 10
 
 
 def test_ten_kills(place: Path, request: pytest.FixtureRequest) -> None:
-    """Of ranks, of a node that another one replaces, of all; and notices to all."""
+    """Kills of ranks, of a node that another one replaces, of all; and notices to all."""
     if not request.config.getoption("--exhaustive"):
         pytest.skip("trains for minutes: runs with --exhaustive")
     options = ("--steps", str(LONG), "--save-every", "10", "--evaluate-every", "1000")

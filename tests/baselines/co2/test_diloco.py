@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo as their listings have them, whose outer optimizer is PyTorch's."""
+"""DiLoCo and Streaming DiLoCo train as their listings do, with PyTorch's outer optimizer."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,14 +18,14 @@ STREAMING = StreamingSettings(interval=4, overlap=1)
 
 
 def listing(training: Training) -> list[list[torch.Tensor]]:
-    """The parameters of each worker, by step, of a listing in one process.
+    """The parameters of each worker after each step, by the listing in one process.
 
-    Fragments are the model's two modules, or all of it is one.
+    Fragments are the model's two modules, or the whole model is one.
     """
     settings = training.settings
-    count, overlap, kept, interval = 1, 0, 0.0, settings.interval
+    count, overlap, local_share, interval = 1, 0, 0.0, settings.interval
     if isinstance(settings, StreamingSettings):
-        count, overlap, kept = settings.fragments, settings.overlap, settings.kept
+        count, overlap, local_share = settings.fragments, settings.overlap, settings.kept
     rate, momentum = settings.outer_learning_rate, settings.outer_momentum
 
     def fragments(of: nn.Sequential) -> list[list[nn.Parameter]]:
@@ -34,7 +34,7 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
     parts = fragments(model())
     outer = [torch.optim.SGD(part, rate, momentum, nesterov=True) for part in parts]
     under_way: dict[int, list[torch.Tensor]] = {}
-    found = []
+    parameters = []
     for step, models in enumerate(apart(training), 1):
         owned = [fragments(each) for each in models]
         with torch.no_grad():
@@ -42,7 +42,7 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
                 due = (at + 1) * interval // count % interval
                 arrives = (step - overlap) % interval == due
                 if overlap and arrives and at in under_way:
-                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, kept)
+                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, local_share)
                 if step % interval == due:
                     ends = zip(*(parts_of[at] for parts_of in owned), strict=True)
                     under_way[at] = [
@@ -50,9 +50,9 @@ def listing(training: Training) -> list[list[torch.Tensor]]:
                         for start, each in zip(parts[at], ends, strict=True)
                     ]
                 if not overlap and arrives:
-                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, kept)
-        found.append([flat(each) for each in models])
-    return found
+                    _arrive(outer[at], parts[at], under_way.pop(at), owned, at, local_share)
+        parameters.append([flat(each) for each in models])
+    return parameters
 
 
 def _arrive(
@@ -61,14 +61,14 @@ def _arrive(
     means: list[torch.Tensor],
     owned: list[list[list[nn.Parameter]]],
     at: int,
-    kept: float,
+    local_share: float,
 ) -> None:
     for start, mean in zip(starts, means, strict=True):
         start.grad = mean
     outer.step()
     for worker in owned:
         for mine, start in zip(worker[at], starts, strict=True):
-            mine.copy_(kept * mine + (1 - kept) * start)
+            mine.copy_(local_share * mine + (1 - local_share) * start)
 
 
 @pytest.mark.ranks
@@ -92,11 +92,11 @@ def _arrive(
 )
 def test_each_step_is_the_listings(ranks: Pools, training: Training) -> None:
     training = replace(training, steps=24)
-    found = ranks.run(training.nodes * training.ranks_per_node, by_step, training)
-    apart = training.nodes * training.ranks_per_node // training.workers
-    for rank, mine in enumerate(found):
+    world_size = training.nodes * training.ranks_per_node
+    per_worker = world_size // training.workers
+    for rank, mine in enumerate(ranks.run(world_size, by_step, training)):
         for step, expected in zip(mine[1:], listing(training), strict=True):
-            torch.testing.assert_close(step, expected[rank // apart], rtol=0, atol=1e-6)
+            torch.testing.assert_close(step, expected[rank // per_worker], rtol=0, atol=1e-6)
 
 
 @pytest.mark.ranks
@@ -109,26 +109,26 @@ def test_all_workers_of_diloco_start_alike(ranks: Pools) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("worker", ["rank", "nodes"])
 def test_what_is_measured_is_what_workers_share(ranks: Pools, worker: str) -> None:
-    """Where fragments arrive in turn no two workers are alike; training knows nothing of it."""
+    """Where fragments arrive in turn no two workers are alike; measuring changes no training."""
     settings = STREAMING.model_copy(update={"worker": worker})
-    each = 1 if worker == "rank" else 2
-    training = Training(settings, nodes=2, ranks_per_node=each)
-    measured, ends = zip(*ranks.run(2 * each, _measured, training), strict=True)
+    per_node = 1 if worker == "rank" else 2
+    training = Training(settings, nodes=2, ranks_per_node=per_node)
+    measured, ends = zip(*ranks.run(2 * per_node, _measured, training), strict=True)
     assert len(set(measured)) == 1
     assert not ends[0].equal(ends[-1])
-    for rank, expected in enumerate(ranks.run(2 * each, by_step, training)):
+    for rank, expected in enumerate(ranks.run(2 * per_node, by_step, training)):
         assert ends[rank].equal(expected[-1])
 
 
 def _measured(training: Training) -> tuple[float, torch.Tensor]:
     trained, workers = made(training)
-    own, held_out = batches(workers.job.topology.rank), next(batches(9))
-    found = 0.0
+    data, held_out = batches(workers.job.topology.rank), next(batches(9))
+    loss = 0.0
     for _ in range(training.steps):
-        workers.step([next(own)])
-        found = workers.evaluate(held_out).item()
+        workers.step([next(data)])
+        loss = workers.evaluate(held_out).item()
     workers.settle()
-    return found, flat(trained)
+    return loss, flat(trained)
 
 
 @pytest.mark.parametrize(

@@ -79,33 +79,33 @@ def test_the_host_reads_nothing_before_it_has_landed() -> None:
 def _trained(settings: Any, lazy: Lazy | None) -> list[torch.Tensor]:
     """The parameters after each of four rounds, with copies made at once or by ``lazy``."""
     trained, workers = made(Training(settings))
-    own = batches(0)
+    data = batches(0)
     if lazy is not None:
         workers._fragments[0].memory._device = SimpleNamespace(type="stand-in")  # type: ignore[assignment]
-    found = []
+    by_round = []
     with mock.patch("torch.get_device_module", return_value=lazy):
         for _ in range(4):
             for step in range(3):
                 if step == 2:
                     with lazy or contextlib.nullcontext():
-                        workers.step([next(own)])
+                        workers.step([next(data)])
                 else:
-                    workers.step([next(own)])
+                    workers.step([next(data)])
             if lazy is not None:
                 lazy.catch_up()  # the next forward comes after what is queued
-            found.append(flat(trained))
-    return found
+            by_round.append(flat(trained))
+    return by_round
 
 
 @pytest.mark.parametrize("worker", ["rank", "node", "nodes"])
 def test_where_it_lies_changes_nothing(ranks: Pools, worker: str) -> None:
     update = {"worker": worker}
     device, host = (each.model_copy(update=update) for each in (ALL, ON_HOST))
-    found = [
+    by_place = [
         ranks.run(4, _parameters, Training(settings, nodes=2, ranks_per_node=2))
         for settings in (device, host)
     ]
-    for (on_device, nothing), (on_host, held) in zip(*found, strict=True):
+    for (on_device, nothing), (on_host, held) in zip(*by_place, strict=True):
         assert on_device.equal(on_host)
         assert nothing is None
         # 78 parameters, or half of them, thrice.
@@ -114,8 +114,8 @@ def test_where_it_lies_changes_nothing(ranks: Pools, worker: str) -> None:
 
 def _parameters(training: Training) -> tuple[torch.Tensor, float | None]:
     trained, workers = made(training)
-    own = batches(workers.job.topology.rank)
+    data = batches(workers.job.topology.rank)
     for _ in range(training.steps):
-        workers.step([next(own)])
+        workers.step([next(data)])
     workers.settle()
     return flat(trained), workers.take_metrics().get("outer_host_bytes")

@@ -1,4 +1,4 @@
-"""Settings of workers that train apart, the rule that they say, and how a late mean moves."""
+"""Settings of workers that train apart, their outer rule, and how a late mean moves them."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_worker_of_several_nodes_is_of_nodes() -> None:
 
 
 def _late(rule: Rule, rounds: int, gap: float = 1.0) -> list[float]:
-    """Where rounds that end at 0 whatever they start from go on from, each one round late."""
+    """The starts of rounds that all end at 0, where each displacement comes a round late."""
     start, momentum = torch.ones(1), torch.zeros(1)
     sent, starts = [start.clone()], [1.0]
     for _ in range(rounds):

@@ -39,21 +39,21 @@ OVER_FCDP = ALL.model_copy(update=PAIRS)
 )
 def test_all_ranks_start_alike_and_as_the_listing_says(ranks: Pools, training: Training) -> None:
     world = training.nodes * training.ranks_per_node
-    found = ranks.run(world, starts, training)
-    for others in found[1:]:
-        assert all(mine.equal(first) for mine, first in zip(others, found[0], strict=True))
-    for mine, expected in zip(found[0], listing(training), strict=True):
+    by_rank = ranks.run(world, starts, training)
+    for others in by_rank[1:]:
+        assert all(mine.equal(first) for mine, first in zip(others, by_rank[0], strict=True))
+    for mine, expected in zip(by_rank[0], listing(training), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(4)
 def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange() -> None:
     _, workers = made(Training(OVER_FCDP, nodes=4))
-    own = batches(workers.job.topology.rank)
-    workers.step([next(own)])
+    data = batches(workers.job.topology.rank)
+    workers.step([next(data)])
     workers.take_ledger()
     for _ in range(3):
-        workers.step([next(own)])
+        workers.step([next(data)])
     workers.settle()
     cache, ledger = workers.cache, workers.take_ledger()
     # 78 parameters in two units, which cross the two nodes of a worker once as parameters and once
@@ -67,12 +67,12 @@ def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange() -> 
 @on_ranks(1)
 def test_what_is_sent_is_not_what_is_trained() -> None:
     _, workers = made(Training(CO2Settings(interval=2, **PLAIN)))
-    own = batches(0)
+    data = batches(0)
     for _ in range(2):
-        workers.step([next(own)])
+        workers.step([next(data)])
     workers.settle()
     sent = workers._fragments[0].memory.snapshot.clone()
-    workers.step([next(own)])
+    workers.step([next(data)])
     assert workers._fragments[0].memory.snapshot.equal(sent)
     assert sent.any()
 
@@ -80,23 +80,23 @@ def test_what_is_sent_is_not_what_is_trained() -> None:
 @on_ranks(2)
 def test_metrics_are_of_the_updates_since_they_were_taken() -> None:
     _, workers = made(Training(ALL, nodes=2))
-    own = batches(workers.job.topology.rank)
+    data = batches(workers.job.topology.rank)
     for _ in range(3):
-        workers.step([next(own)])
+        workers.step([next(data)])
     assert workers.take_metrics() == {}
     for _ in range(9):
-        workers.step([next(own)])
-    found = workers.take_metrics()
-    assert found["staleness_gap"] > 1
-    assert 0 < found["worker_drift"] <= 1
-    assert 0 < found["clipped_fraction"] < 1
+        workers.step([next(data)])
+    metrics = workers.take_metrics()
+    assert metrics["staleness_gap"] > 1
+    assert 0 < metrics["worker_drift"] <= 1
+    assert 0 < metrics["clipped_fraction"] < 1
     assert workers.take_metrics() == {}
     workers.settle()
 
 
 @on_ranks(4)
 def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
-    """The one over nodes."""
+    """The thread of ``_over_nodes``."""
     _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
     for fragment in workers._fragments:
         fragment._send()

@@ -28,7 +28,7 @@ class Training:
 
     @property
     def schedule(self) -> Schedule:
-        """The strategy's, whose settings these are."""
+        """The schedule of the strategy that has these settings."""
         if isinstance(self.settings, StreamingSettings):
             return STREAMING
         return CO2 if isinstance(self.settings, CO2Settings) else LOCAL_SGD
@@ -60,7 +60,7 @@ def batches(rank: int) -> Iterator[torch.Tensor]:
 
 def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
     trained = model()
-    given = job(
+    worker_job = job(
         topology_of(training.nodes, training.ranks_per_node),
         list(trained)[: getattr(training.settings, "fragments", 1)],
         accumulation=training.accumulation,
@@ -68,7 +68,7 @@ def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
         schedule=training.schedule,
         loss=loss,
     )
-    return trained, LocalSteps(trained, given)
+    return trained, LocalSteps(trained, worker_job)
 
 
 def flat(of: nn.Module) -> torch.Tensor:
@@ -80,14 +80,14 @@ def flat(of: nn.Module) -> torch.Tensor:
 
 
 def apart(training: Training) -> Iterator[list[nn.Sequential]]:
-    """All workers in this one process, by their own steps; whoever asks may change them between."""
+    """All workers in one process, after each step of their own; the caller may change them."""
     ranks = training.nodes * training.ranks_per_node // training.workers
     models = [model() for _ in range(training.workers)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
     data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
     for _ in range(training.steps):
-        for each, optimizer, own in zip(models, optimizers, data, strict=True):
-            for source in own * training.accumulation:
+        for each, optimizer, sources in zip(models, optimizers, data, strict=True):
+            for source in sources * training.accumulation:
                 (loss(each, next(source)) / ranks / training.accumulation).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def apart(training: Training) -> Iterator[list[nn.Sequential]]:
 def listing(training: Training) -> list[torch.Tensor]:
     """The starts of all rounds by the paper's listing.
 
-    No scalar of it is formed as the strategy forms it.
+    Its scalars are computed in other ways than the strategy's.
     """
     settings = training.settings
     momentum_of = getattr(settings, "outer_momentum", 0.0)
@@ -135,13 +135,13 @@ def listing(training: Training) -> list[torch.Tensor]:
 def by_step(training: Training) -> list[torch.Tensor]:
     """The parameters of this rank at first, and after each step."""
     trained, workers = made(training)
-    own = batches(workers.job.topology.rank)
-    found = [flat(trained)]
+    data = batches(workers.job.topology.rank)
+    parameters = [flat(trained)]
     for _ in range(training.steps):
-        workers.step([next(own) for _ in range(training.accumulation)])
-        found.append(flat(trained))
+        workers.step([next(data) for _ in range(training.accumulation)])
+        parameters.append(flat(trained))
     workers.settle()
-    return found
+    return parameters
 
 
 def starts(training: Training) -> list[torch.Tensor]:

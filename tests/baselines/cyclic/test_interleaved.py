@@ -38,11 +38,11 @@ def test_each_micro_batch_computes_with_what_a_rank_would(
 ) -> None:
     arguments = (CyclicSettings(rule=rule, stages=stages), STEPS, count == 3, (0, 2, 3))
     expected = ranks.run(count, trained, "cyclic", count, *arguments, 1, optimizer)
-    (found,) = ranks.run(1, interleaved, count, *arguments, optimizer)
-    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+    (actual,) = ranks.run(1, interleaved, count, *arguments, optimizer)
+    for number, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         for step in range(STEPS):
             alike(mine.used[step], other.used[step], f"micro-batch {number}, step {step}:")
-    assert found[0].held_out == pytest.approx(expected[0].held_out, rel=1e-5)
+    assert actual[0].held_out == pytest.approx(expected[0].held_out, rel=1e-5)
 
 
 def test_ranks_add_up_gradients_of_each_stage(ranks: Pools) -> None:
@@ -53,10 +53,10 @@ def test_ranks_add_up_gradients_of_each_stage(ranks: Pools) -> None:
 
 def _losses(ranks: int) -> list[float]:
     trainable = Interleaved(*made(ranks, 1, CyclicSettings(), k=3))
-    found = [
+    losses = [
         trainable.step([batch(number, step) for number in range(3)]).item() for step in range(4)
     ]
-    return [*found, trainable.evaluate(batch(99, 0)).item()]
+    return [*losses, trainable.evaluate(batch(99, 0)).item()]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -64,8 +64,8 @@ def _losses(ranks: int) -> list[float]:
 def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(count)))
-    given = {"accumulation": count, "settings": CyclicSettings(), "loss": _homogeneous}
-    # Before the strategy has its hooks.
+    options = {"accumulation": count, "settings": CyclicSettings(), "loss": _homogeneous}
+    # Before the strategy registers its hooks.
     saved = SavedBytes(model.parameters())
     with saved.counted():
         graphs = [_homogeneous(model, torch.rand(ROWS, WIDTH)) for _ in range(count)]
@@ -75,16 +75,16 @@ def test_activations_are_constant_and_about_half_of_all_at_once(count: int) -> N
     del graphs, graph
     assert saved.now == 0
     model.zero_grad()
-    trainable = Interleaved(model, job(topology_of(1, 1), model, **given))
+    trainable = Interleaved(model, job(topology_of(1, 1), model, **options))
     for _ in range(3):
         trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
-    told: Any = trainable.take_metrics()
+    metrics: Any = trainable.take_metrics()
     trainable.settle()
     assert trainable._saved.now == 0
     # A block keeps its input and what its second matrix multiplies.
     unit = 3 * WIDTH * ROWS * 4
-    assert told["activation_bytes_together"] == at_once == count**2 * unit
-    assert told["activation_bytes_by_slot"] == [count * (count + 1) / 2 * unit] * (2 * count)
+    assert metrics["activation_bytes_together"] == at_once == count**2 * unit
+    assert metrics["activation_bytes_by_slot"] == [count * (count + 1) / 2 * unit] * (2 * count)
 
 
 def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:

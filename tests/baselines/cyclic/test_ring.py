@@ -16,7 +16,7 @@ from baselines.optimizers import AnyOptimizer
 from baselines.part import Part
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
-from tests.baselines.cyclic.training import ADAMW, PLAIN, Told, alike, batch, made, trained
+from tests.baselines.cyclic.training import ADAMW, PLAIN, Trace, alike, batch, made, trained
 from tests.baselines.jobs import alone, job
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
@@ -27,14 +27,14 @@ FORMS = ("cyclic-ring", "cyclic-zero")
 
 
 def test_a_sum_on_the_host_steps_an_optimizer_on_a_device() -> None:
-    """Messages cross by gloo. Here the device is one without memory, which shows the same."""
+    """Messages cross by gloo, on the host. A device without memory, ``meta``, shows it too."""
     param = torch.nn.Parameter(torch.ones(3, device="meta"))
     parts = (Part([param], torch.device("meta")), Part([], torch.device("meta")))
     Owned(Stage(*parts), job(alone(), [])).update(torch.ones(3))
 
 
-def _same(found: list[Told], expected: list[Told]) -> None:
-    for rank, (mine, other) in enumerate(zip(found, expected, strict=True)):
+def _same(actual: list[Trace], expected: list[Trace]) -> None:
+    for rank, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         assert mine.losses == pytest.approx(other.losses, rel=1e-5)
         assert mine.held_out == pytest.approx(other.held_out, rel=1e-5)
         for step in range(STEPS):
@@ -47,7 +47,7 @@ def _same(found: list[Told], expected: list[Told]) -> None:
 def test_each_rank_computes_with_what_it_would_in_synchrony(
     ranks: Pools, rule: UpdateRule, count: int, stages: int, optimizer: AnyOptimizer
 ) -> None:
-    """Whatever is evaluated in between; of three ranks with frozen parameters."""
+    """Evaluations in between change nothing; three ranks have frozen parameters."""
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
     arguments = (count, settings, STEPS, count == 3, (0, 1, 3), 1, optimizer)
     expected = ranks.run(count, trained, "cyclic", *arguments)
@@ -86,20 +86,20 @@ def test_a_slot_sends_one_stage(form: str, stages_at_once: int, rule: UpdateRule
     for step in range(3):
         trainable.step([batch(job.topology.rank, step)])
     metrics: Any = trainable.take_metrics()
-    told = metrics["bytes_by_slot"]
+    by_slot = metrics["bytes_by_slot"]
     largest = max(sum(p.numel() for p in stage.params) * 4 for stage in trainable._stages)
     assert trainable.take_metrics() == {}
-    assert len(told) == 8
-    assert min(told) > 0, told
-    assert max(told[:4]) == largest, told
-    assert max(told[4:]) == stages_at_once * largest, told
+    assert len(by_slot) == 8
+    assert min(by_slot) > 0, by_slot
+    assert max(by_slot[:4]) == largest, by_slot
+    assert max(by_slot[4:]) == stages_at_once * largest, by_slot
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_crosses_nodes_is_the_closed_form(ranks: Pools, form: str) -> None:
-    found = ranks.run(4, _crossing, form)
-    expected = {told[0] for told in found}
-    nodes = [sum(told[1] for told in found[2 * node : 2 * node + 2]) for node in range(2)]
+    by_rank = ranks.run(4, _crossing, form)
+    expected = {closed_form for closed_form, _ in by_rank}
+    nodes = [sum(sent for _, sent in by_rank[2 * node : 2 * node + 2]) for node in range(2)]
     assert expected == {max(nodes)}
 
 
@@ -129,7 +129,7 @@ def _crossing(form: str) -> tuple[float, float]:
 def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> None:
     model, job = made(4, 1, CyclicSettings())
     params = [param for block in job.blocks for param in block.parameters()]
-    every = sum(param.nbytes for param in params)
+    total = sum(param.nbytes for param in params)
     trainable = load(form)(model, job)
     dist.barrier()  # ranks may wait for one another before the first step
 
@@ -144,13 +144,13 @@ def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> Non
     for step in range(3):
         trainable.step([batch(job.topology.rank, step)])
     trainable.settle()
-    largest, own = max(held), there()
+    largest, owned = max(held), there()
     if form == "cyclic-ring":
-        assert largest == every
+        assert largest == total
     else:
         # Five blocks in four stages: its own, and those of one other.
-        assert 0 < own < largest < every
-        assert largest - own <= every * 2 / 5
+        assert 0 < owned < largest < total
+        assert largest - owned <= total * 2 / 5
 
 
 @on_ranks(2)

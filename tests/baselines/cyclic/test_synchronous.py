@@ -28,7 +28,7 @@ SCHEDULES: list[optimizers.AnyOptimizer] = [
 def by_the_rule(
     rule: UpdateRule, ranks: int, stages: int, k: int, chosen: optimizers.AnyOptimizer
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """What each rank computes with in each step: θ_t where a stage is fresh, else θ_{t−1}."""
+    """Each rank's parameters in each step: θ_t where a stage is fresh, else θ_{t−1}."""
     torch.manual_seed(1)
     newest = Tied()
     named = dict(newest.named_parameters())
@@ -36,7 +36,7 @@ def by_the_rule(
     stage = {id(param): index for index, params in enumerate(of_stages) for param in params}
     optimizer = optimizers.make(chosen, newest.parameters(), LEARNING_RATE)
     before = {name: param.detach().clone() for name, param in named.items()}
-    found: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(ranks)]
+    by_rank: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(ranks)]
     for step in range(STEPS):
         now = {name: param.detach().clone() for name, param in named.items()}
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ def by_the_rule(
             }
             used = Tied()
             used.load_state_dict({name: of[name] for name, of in versions.items()}, strict=False)
-            found[rank].append({name: of[name] for name, of in versions.items()})
+            by_rank[rank].append({name: of[name] for name, of in versions.items()})
             for number in range(k * rank, k * (rank + 1)):
                 (loss(used, batch(number, step)) / (ranks * k)).backward()
             for name, param in used.named_parameters():
@@ -56,15 +56,15 @@ def by_the_rule(
                 named[name].grad = param.grad if total is None else total + param.grad
         optimizer.step()
         before = now
-    return found
+    return by_rank
 
 
 def check(
     pools: Pools, settings: CyclicSettings, ranks: int, k: int, optimizer: optimizers.AnyOptimizer
 ) -> None:
-    told = pools.run(ranks, trained, "cyclic", ranks, settings, STEPS, False, (), k, optimizer)
-    wanted = by_the_rule(settings.rule, ranks, settings.stages or ranks, k, optimizer)
-    for rank, (mine, other) in enumerate(zip(told, wanted, strict=True)):
+    actual = pools.run(ranks, trained, "cyclic", ranks, settings, STEPS, False, (), k, optimizer)
+    expected = by_the_rule(settings.rule, ranks, settings.stages or ranks, k, optimizer)
+    for rank, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         for step in range(STEPS):
             # The head is the embedding's matrix.
             used = dict(mine.used[step])
@@ -96,11 +96,11 @@ def test_losses_are_those_of_the_mean_parameters_and_training_goes_on() -> None:
     for step in range(3):
         cyclic.step([batch(job.topology.rank, step)])
     before = parameters_to_vector(model.parameters()).detach()
-    told = cyclic.evaluate(batch(99, 0))
-    every = [torch.empty_like(before) for _ in range(2)]
-    dist.all_gather(every, before)
+    measured = cyclic.evaluate(batch(99, 0))
+    gathered = [torch.empty_like(before) for _ in range(2)]
+    dist.all_gather(gathered, before)
     mean = Tied()
-    vector_to_parameters((every[0] + every[1]) / 2, mean.parameters())
-    torch.testing.assert_close(told, loss(mean, batch(99, 0)), rtol=1e-5, atol=0.0)
+    vector_to_parameters((gathered[0] + gathered[1]) / 2, mean.parameters())
+    torch.testing.assert_close(measured, loss(mean, batch(99, 0)), rtol=1e-5, atol=0.0)
     assert parameters_to_vector(model.parameters()).equal(before)
-    assert not every[0].equal(every[1])
+    assert not gathered[0].equal(gathered[1])

@@ -75,8 +75,8 @@ def made(
 
 
 @dataclass
-class Told:
-    """What one rank has computed with, and found, in each step."""
+class Trace:
+    """Losses and parameters of one rank's training, by step."""
 
     losses: list[float] = field(default_factory=list)
     #: Each parameter when its block begins forward; others after forward.
@@ -93,28 +93,28 @@ def trained(
     evaluated: tuple[int, ...] = (),
     k: int = 1,
     optimizer: AnyOptimizer = ADAMW,
-) -> Told:
+) -> Trace:
     """This rank's training; ``evaluated``: after so many steps, and at the end."""
     model, job = made(ranks, 1, settings, frozen=frozen, k=k)
     job = replace(job, optimizer=optimizer)
     trainable = load(strategy)(model, job)
-    told = Told()
+    trace = Trace()
 
     def note(prefix: str, module: nn.Module) -> None:
         if module.training:
             for name, param in module.named_parameters(prefix):
-                told.used[-1][name] = param.detach().clone()
+                trace.used[-1][name] = param.detach().clone()
 
     _before_forwards(model, note)
     for step in range(steps):
         if step in evaluated:
-            told.held_out.append(trainable.evaluate(batch(99, 0)).item())
-        told.used.append({})
-        own = range(k * job.topology.rank, k * (job.topology.rank + 1))
-        told.losses.append(trainable.step([batch(number, step) for number in own]).item())
-    told.used.append({})
-    told.held_out.append(trainable.evaluate(batch(99, 0)).item())
-    return told
+            trace.held_out.append(trainable.evaluate(batch(99, 0)).item())
+        trace.used.append({})
+        numbers = range(k * job.topology.rank, k * (job.topology.rank + 1))
+        trace.losses.append(trainable.step([batch(number, step) for number in numbers]).item())
+    trace.used.append({})
+    trace.held_out.append(trainable.evaluate(batch(99, 0)).item())
+    return trace
 
 
 def interleaved(
@@ -124,27 +124,27 @@ def interleaved(
     frozen: bool = False,
     evaluated: tuple[int, ...] = (),
     optimizer: AnyOptimizer = ADAMW,
-) -> list[Told]:
+) -> list[Trace]:
     """The same training on one device: what each micro-batch computes with.
 
-    Held-out losses are the first one's. Losses of single ones are not told.
+    Held-out losses are in the first trace. Losses of single micro-batches are in none.
     """
     model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
     trainable = Interleaved(model, replace(job, optimizer=optimizer))
-    told = [Told(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
+    traces = [Trace(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
 
     def note(prefix: str, module: nn.Module) -> None:
         if (flight := trainable._running) is not None:
             for name, param in module.named_parameters(prefix):
-                told[flight.number].used[flight.step][name] = param.detach().clone()
+                traces[flight.number].used[flight.step][name] = param.detach().clone()
 
     _before_forwards(model, note)
     for step in range(steps):
         if step in evaluated:
-            told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+            traces[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
         trainable.step([batch(number, step) for number in range(micro_batches)])
-    told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
-    return told
+    traces[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+    return traces
 
 
 def alike(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:

@@ -118,6 +118,6 @@ def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
     # The same parameters stay whole as with the default.
     usual = defaults().param_persistence_threshold
     for setting in (zero["stage3_param_persistence_threshold"], usual):
-        kept = [param for param in model.parameters() if param.numel() <= setting]
-        assert {param.dim() for param in kept} == {1}
-        assert len(kept) == sum(param.dim() == 1 for param in model.parameters())
+        whole = [param for param in model.parameters() if param.numel() <= setting]
+        assert {param.dim() for param in whole} == {1}
+        assert len(whole) == sum(param.dim() == 1 for param in model.parameters())

@@ -56,7 +56,7 @@ def test_what_is_chosen_is_the_best_of_all_amounts(work: Work, rates: Rates, kee
 
 
 def test_the_second_matrix_of_the_mlp_spares_four_times_the_operations_for_a_byte() -> None:
-    """Of a layer of width h and a token: qkv, projection, and the MLP's two."""
+    """In a layer of width h, for a token: qkv, projection, and the MLP's two matrices."""
     h = 1024
     outputs = {"qkv": (3, 1), "projection": (1, 1), "first": (4, 1), "second": (1, 4)}
     items = [Item(2 * out * h, 2 * out * wide * h * h) for out, wide in outputs.values()]
@@ -77,12 +77,12 @@ def test_the_formula_by_hand() -> None:
         items=(Item(20, 50),),
     )
     rates = Rates(flops=10, link=4, read=8, write=2, adam=50, dram=15)
-    (none, plain), (some, kept) = cost.curve(work, rates)
+    (none, recomputing), (some, swapping) = cost.curve(work, rates)
     assert (none, some) == (0, 20)
     # 10 s of forward; 182 / 8 + 182 / 2 of SSDs in backward.
-    assert plain == pytest.approx(10 + 22.75 + 91)
+    assert recomputing == pytest.approx(10 + 22.75 + 91)
     # 26 / 8 + 15 / 2 are more than forward's 10; and 15 bytes more are read in backward.
-    assert kept == pytest.approx(10.75 + 22.75 + 91 + 15 / 8)
+    assert swapping == pytest.approx(10.75 + 22.75 + 91 + 15 / 8)
     assert cost.chosen(work, rates) == 0
     # Without a wait for what is written SSDs are the limit of the whole: 208 / 8 + 182 / 2.
     delayed = cost.curve(replace(work, delayed=True), rates)
@@ -90,7 +90,7 @@ def test_the_formula_by_hand() -> None:
 
 
 def _rates(read: tuple[int, float], **chosen: Any) -> Rates:
-    """A step before which the disk has moved something."""
+    """Rates observed in a step, before which the disk has moved something."""
     moved = {"read": (50, 0.1), "write": (90, 0.1)}
     copies, adam = SimpleNamespace(nbytes=0, seconds=0.0), SimpleNamespace(seconds=1.0)
     observed = Observed(SimpleNamespace(moved=moved.__getitem__), copies, adam)  # type: ignore[arg-type]

@@ -54,9 +54,9 @@ def endless(folder: str) -> None:
     """Train until somebody ends it; a line per step."""
     _alone()
     trainer = Fuyou(*made(settings()), Path(folder))
-    given = batches_of()
+    batches = batches_of()
     while True:
-        steps(trainer, 1, given)
+        steps(trainer, 1, batches)
         print(trainer.steps_done, flush=True)
 
 
@@ -71,10 +71,10 @@ def _goes_on(folder: Path) -> None:
     done = trainer.steps_done
     assert done >= 2
     same(state(trainer), in_memory(done)[1])
-    given = batches_of()
+    batches = batches_of()
     for _ in range(done):
-        next(given)
-    steps(trainer, 1, given)
+        next(batches)
+    steps(trainer, 1, batches)
     same(state(trainer), in_memory(done + 1)[1])
 
 
@@ -88,8 +88,8 @@ def test_a_program_that_ends_without_a_word_writes_its_last_step_or_says_that_it
     assert ended.returncode == 0, ended.stderr
     (done,) = ranks.run(1, _done, tmp_path)
     assert done == 4 - fails
-    said = "the last step does not count: [Errno 5] Input/output error"
-    assert (said in ended.stderr) == fails
+    warning = "the last step does not count: [Errno 5] Input/output error"
+    assert (warning in ended.stderr) == fails
 
 
 def _done(folder: Path) -> int:
@@ -103,8 +103,8 @@ def ends(folder: str, fails: bool) -> None:
     """Train four steps, whose last writes wait until the program ends."""
     _alone()
     trainer = Fuyou(*made(settings(update="delayed"), layers=1), Path(folder))
-    given = batches_of()
-    steps(trainer, 3, given)
+    batches = batches_of()
+    steps(trainer, 3, batches)
     trainer.settle()
     write = os.pwritev
     first = iter([True])
@@ -119,7 +119,7 @@ def ends(folder: str, fails: bool) -> None:
         return write(*arguments)  # type: ignore[arg-type]
 
     os.pwritev = late
-    steps(trainer, 1, given)
+    steps(trainer, 1, batches)
 
 
 @pytest.mark.parametrize("update", ["after", "delayed"])
@@ -128,8 +128,8 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
     tmp_path: Path, update: str
 ) -> None:
     trainer = Fuyou(*made(settings(update=update)), tmp_path)
-    given = batches_of()
-    steps(trainer, 2, given)
+    batches = batches_of()
+    steps(trainer, 2, batches)
     trainer.settle()
     write, count = os.pwritev, 0
 
@@ -141,7 +141,7 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
         return write(*arguments)  # type: ignore[arg-type]
 
     with mock.patch("os.pwritev", failing), pytest.raises(OSError, match="Input/output error"):
-        steps(trainer, 1, given)
+        steps(trainer, 1, batches)
         trainer.settle()
     with suppress(OSError):
         trainer.close()
@@ -158,8 +158,8 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
 @on_ranks(1)
 def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -> None:
     trainer = Fuyou(*made(settings(update="delayed")), tmp_path)
-    given = batches_of()
-    steps(trainer, 3, given)
+    batches = batches_of()
+    steps(trainer, 3, batches)
     write = os.pwritev
 
     def slow(*arguments: object) -> int:
@@ -167,11 +167,11 @@ def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -
         return write(*arguments)  # type: ignore[arg-type]
 
     with mock.patch("os.pwritev", slow):
-        steps(trainer, 1, given)
+        steps(trainer, 1, batches)
         with pytest.raises(RuntimeError):  # the model's own
-            trainer.step([next(given).to(torch.float32)])
+            trainer.step([next(batches).to(torch.float32)])
         with pytest.raises(RuntimeError, match="a step failed; .* to go on from step 4"):
-            steps(trainer, 1, given)
+            steps(trainer, 1, batches)
     trainer.close()
     trainer.close()
     again = Fuyou(*made(settings(update="after")), tmp_path)

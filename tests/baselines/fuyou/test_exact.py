@@ -18,7 +18,7 @@ from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
-#: What is chosen, and the model; several things differ in each.
+#: Settings and model of each case; several things differ between cases.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"update": "after", "swap": "none"}, {}),
     ({"update": "overlapped", "swap": "all"}, {"dtype": "bfloat16", "k": 2}),
@@ -33,14 +33,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_it_is_adam_in_memory_bit_for_bit(ranks: Pools, tmp_path: Path, case: int) -> None:
-    (told,) = ranks.run(1, _compared, case, tmp_path)
+    (metrics,) = ranks.run(1, _compared, case, tmp_path)
     chosen, _ = CASES[case]
     if chosen["swap"] in ("all", "100 kB"):
-        assert told["chosen_bytes"] > 0
+        assert metrics["chosen_bytes"] > 0
     least = "dram_budget" in chosen
-    assert told["state_buffers"] == (1 if least else BUFFERS[chosen["update"]])
+    assert metrics["state_buffers"] == (1 if least else BUFFERS[chosen["update"]])
     if least:
-        assert told["kept_on_ssd_bytes"] > 0
+        assert metrics["kept_on_ssd_bytes"] > 0
 
 
 def _compared(case: int, folder: Path) -> dict[str, Any]:
@@ -48,12 +48,12 @@ def _compared(case: int, folder: Path) -> dict[str, Any]:
     expected_losses, expected = in_memory(STEPS, **model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        losses, found, told = trained(folder, STEPS, settings(**chosen), **model)
-    said = [str(one.message) for one in caught if "buffers of optimizer state" in str(one.message)]
-    assert said == [] if "dram_budget" not in chosen else "has room for 1 of 2 buffers" in said[0]
+        losses, actual, metrics = trained(folder, STEPS, settings(**chosen), **model)
+    texts = [str(w.message) for w in caught if "buffers of optimizer state" in str(w.message)]
+    assert texts == [] if "dram_budget" not in chosen else "has room for 1 of 2 buffers" in texts[0]
     assert losses == expected_losses
-    same(found, expected)
-    return told
+    same(actual, expected)
+    return metrics
 
 
 @on_ranks(1)
@@ -83,9 +83,9 @@ def test_a_model_four_times_its_host_memory_trains_within_its_budgets(tmp_path: 
     assert sum(param.nbytes for param in model.parameters()) > 4 * LARGE_DRAM
     trainer = Fuyou(model, job, tmp_path)
     steps(trainer, 2, batches_of())
-    told: dict[str, Any] = trainer.take_metrics()
-    assert told["dram_peak_bytes"] <= LARGE_DRAM
-    assert told["peak_device_bytes"] <= LARGE_DEVICE
+    metrics: dict[str, Any] = trainer.take_metrics()
+    assert metrics["dram_peak_bytes"] <= LARGE_DRAM
+    assert metrics["peak_device_bytes"] <= LARGE_DEVICE
 
 
 @on_ranks(1)

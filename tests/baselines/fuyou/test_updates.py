@@ -1,4 +1,4 @@
-"""When groups and blocks are read, stepped and written, on stores that note it."""
+"""The order in which groups and blocks are read, stepped and written, on stores that note it."""
 
 import os
 import threading
@@ -46,7 +46,7 @@ class _Fakes:
         self._users: dict[int, int] = {}
         #: Held by a step of a group until it may end.
         self.hold: Callable[[int], None] = lambda _: None
-        #: The same of a write.
+        #: The same for a write.
         self.hold_write: Callable[[int], None] = lambda _: None
         self.fails: Note | None = None
 
@@ -110,13 +110,13 @@ def _groups() -> list[Group]:
 def _updates(
     form: Update, fakes: _Fakes, groups: list[Group], buffers: int | None = None
 ) -> Iterator[Updates]:
-    """With as many buffers as the form has where there is room, unless so many are given."""
+    """With ``buffers``, by default as many as the form has where there is room."""
     both = cast(Any, fakes)
     dram = Dram(2**20, CPU)
     renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
     updates = Updates(form, both, both, groups, dram, renewed, sums=False)
-    wanted = BUFFERS[form] if buffers is None else buffers
-    assert updates.ring.deepen(wanted, 0) == wanted
+    count = BUFFERS[form] if buffers is None else buffers
+    assert updates.ring.deepen(count, 0) == count
     yield updates
     updates.close()
 
@@ -140,13 +140,13 @@ def test_nothing_is_written_before_its_step_is_acknowledged(form: Update, buffer
             _step(updates, groups)
             updates.flush()
             for group in groups:
-                own = [what for what, index in fakes.notes if index == group.index]
+                of_group = [what for what, index in fakes.notes if index == group.index]
                 aside = ["put aside"] * (form == "after")
-                assert [what for what in own if what != "read"] == [
+                assert [what for what in of_group if what != "read"] == [
                     *aside,
                     *("step", "stepped", "renewed", "write"),
                 ]
-                assert own.index("read") < own.index("step")
+                assert of_group.index("read") < of_group.index("step")
             if form == "after":
                 assert [what for what, _ in fakes.notes[:GROUPS]] == ["put aside"] * GROUPS
             for what in ("read", "step", "write"):
@@ -341,9 +341,9 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
 
 def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
     _, layout, store, dram, fifo = _made(slots=3)
-    kept = 2
-    spare = dram.free - kept * layout.blocks[0].compute_bytes
-    assert fifo.cache(dram, spare) == kept
+    cached = 2
+    spare = dram.free - cached * layout.blocks[0].compute_bytes
+    assert fifo.cache(dram, spare) == cached
     store.reads.clear()
     fifo.expect(ORDER)
     for block in ORDER:

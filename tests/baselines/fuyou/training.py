@@ -15,7 +15,7 @@ from tests.baselines.jobs import job
 from tests.baselines.training import Family, Tuning, batches_of, built, step
 from tests.fcdp.training import topology_of
 
-#: By name: values and moments.
+#: Values and moments of parameters, by name.
 State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,8 +41,8 @@ def made(
     return model, job(topology_of(nodes, 1), blocks, dtype=DTYPES[dtype], **own)
 
 
-def steps(trainer: Fuyou, count: int, given: Iterator[torch.Tensor]) -> list[float]:
-    return [step(trainer, given) for _ in range(count)]
+def steps(trainer: Fuyou, count: int, batches: Iterator[torch.Tensor]) -> list[float]:
+    return [step(trainer, batches) for _ in range(count)]
 
 
 def state(trainer: Fuyou) -> State:
@@ -55,9 +55,9 @@ def trained(
     """Losses, state and metrics after so many steps out of core."""
     trainer = Fuyou(*made(chosen, **model), folder)
     losses = steps(trainer, count, batches_of())
-    found = losses, state(trainer), dict(trainer.take_metrics())
+    final, metrics = state(trainer), dict(trainer.take_metrics())
     trainer.close()
-    return found
+    return losses, final, metrics
 
 
 def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
@@ -68,12 +68,12 @@ def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
     chosen: Any = job.optimizer
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, chosen.beta2), fused=True)
     module.to(job.dtype)
-    given, losses = batches_of(), []
+    batches, losses = batches_of(), []
     for done in range(count):
         optimizer.param_groups[0]["lr"] = job.learning_rate * chosen.rate(done)
         total = torch.zeros(())
         for _ in range(job.accumulation):
-            loss = job.loss(module, next(given)) / job.accumulation
+            loss = job.loss(module, next(batches)) / job.accumulation
             loss.backward()
             total += loss.detach()
             _add_gradients(params, masters)
@@ -83,25 +83,25 @@ def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
             param.data.copy_(masters[name].detach())
         losses.append(total.item())
     entries = ("exp_avg", "exp_avg_sq")
-    found = {
+    final = {
         name: (master.detach(), [optimizer.state[master][entry] for entry in entries])
         for name, master in masters.items()
     }
-    return losses, found
+    return losses, final
 
 
 def _add_gradients(params: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
-        found = param.grad.float()
+        gradient = param.grad.float()
         before, param.grad = masters[name].grad, None
-        masters[name].grad = found if before is None else before + found
+        masters[name].grad = gradient if before is None else before + gradient
 
 
-def same(found: State, expected: State) -> None:
-    """Every bit of what is trained."""
+def same(actual: State, expected: State) -> None:
+    """Compare the trained parameters and their moments, bit for bit."""
     for name, (values, moments) in expected.items():
         pairs: Sequence[Any] = [
-            (found[name][0], values),
-            *zip(found[name][1], moments, strict=True),
+            (actual[name][0], values),
+            *zip(actual[name][1], moments, strict=True),
         ]
         assert all(torch.equal(mine, other) for mine, other in pairs), name

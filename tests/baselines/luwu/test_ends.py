@@ -36,20 +36,20 @@ STEPS = 400
 _context = multiprocessing.get_context("forkserver")
 
 
-def _server(folder: Path, patience_s: float, said: Pipe) -> None:
+def _server(folder: Path, patience_s: float, pipe: Pipe) -> None:
     listener = Listener(KEYS, "127.0.0.1:0")
-    said.send(listener.address)
-    _telling(server.Server(listener, folder, patience_s).serve, said)
+    pipe.send(listener.address)
+    _telling(server.Server(listener, folder, patience_s).serve, pipe)
 
 
-def _switch(to: str, workers: int, patience_s: float, said: Pipe) -> None:
+def _switch(to: str, workers: int, patience_s: float, pipe: Pipe) -> None:
     listener = Listener(KEYS, "127.0.0.1:0")
-    said.send(listener.address)
+    pipe.send(listener.address)
     connection = Connection(KEYS, to, SWITCH)
-    _telling(switch.Switch(listener, connection, workers, patience_s).serve, said)
+    _telling(switch.Switch(listener, connection, workers, patience_s).serve, pipe)
 
 
-def _worker(to: str, rank: int, workers: int, patience_s: float, steps: int, said: Pipe) -> None:
+def _worker(to: str, rank: int, workers: int, patience_s: float, steps: int, pipe: Pipe) -> None:
     torch.set_num_threads(1)
 
     def work() -> None:
@@ -58,36 +58,36 @@ def _worker(to: str, rank: int, workers: int, patience_s: float, steps: int, sai
         worker = LuWu(model, job, partial(connect, to, patience_s=patience_s))
         for _ in range(steps):
             worker.step([batch(rank, worker.steps_done)])
-            said.send(worker.steps_done)
+            pipe.send(worker.steps_done)
         worker.close()
 
-    _telling(work, said)
+    _telling(work, pipe)
 
 
-def _telling(function: Callable[[], None], said: Pipe) -> None:
+def _telling(function: Callable[[], None], pipe: Pipe) -> None:
     try:
         function()
     except Exception as error:
-        said.send(error if isinstance(error, Lost) else Lost(repr(error)))
+        pipe.send(error if isinstance(error, Lost) else Lost(repr(error)))
 
 
 class _Process:
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        self.said, theirs = _context.Pipe(duplex=False)
+        self.pipe, theirs = _context.Pipe(duplex=False)
         self.process: Any = _context.Process(target=function, args=(*args, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
     def hear(self, within_s: float = WITHIN_S) -> Any:
-        assert self.said.poll(within_s), "says nothing"
-        return self.said.recv()
+        assert self.pipe.poll(within_s), "says nothing"
+        return self.pipe.recv()
 
     def last_words(self, within_s: float) -> BaseException:
         """The error that it ends with."""
         deadline = time.monotonic() + within_s
-        while not isinstance(said := self.hear(max(0.0, deadline - time.monotonic())), Exception):
+        while not isinstance(error := self.hear(max(0.0, deadline - time.monotonic())), Exception):
             pass
-        return said
+        return error
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -107,8 +107,8 @@ def _running(folder: Path, steps: Sequence[int] = (STEPS, STEPS)) -> Iterator[di
         roles["switch"] = _Process(_switch, roles["server"].hear(), workers, PATIENCE_S)
         address = roles["switch"].hear()
         for rank in range(workers):
-            given = address, rank, workers, PATIENCE_S, steps[rank]
-            roles[f"worker {rank}"] = _Process(_worker, *given)
+            arguments = address, rank, workers, PATIENCE_S, steps[rank]
+            roles[f"worker {rank}"] = _Process(_worker, *arguments)
         yield roles
     finally:
         for role in roles.values():
@@ -116,7 +116,7 @@ def _running(folder: Path, steps: Sequence[int] = (STEPS, STEPS)) -> Iterator[di
 
 
 def _goes_on(folder: Path) -> None:
-    """The files have a whole step, from which training gives what it had given at once."""
+    """The files have a whole step, and training from it gives what it would without a stop."""
     step = step_in(folder)
     assert step >= 2
     plan, _ = trained(2, 1, folder, then=plan_of)
@@ -124,7 +124,7 @@ def _goes_on(folder: Path) -> None:
 
 
 def test_a_worker_that_leaves_before_the_others_ends_the_run(tmp_path: Path) -> None:
-    """As one does whose program fails: it says goodbye, and beats no more."""
+    """As one whose program fails does: it says goodbye, and beats no more."""
     with _running(tmp_path, (STEPS, 3)) as roles:
         for name in ("worker 0", "switch", "server"):
             error = roles[name].last_words(WITHIN_S)

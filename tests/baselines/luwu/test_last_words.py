@@ -18,7 +18,7 @@ BEAT = Message(Kind.BEAT)
 
 
 class _Meeting:
-    """A listener, and who has come to it."""
+    """A listener, and the peers that are connected to it."""
 
     def __init__(self) -> None:
         self.listener = Listener(KEYS, "127.0.0.1:0")
@@ -119,13 +119,13 @@ def test_last_words_are_not_answered(
     server = Server(meeting.listener, tmp_path, patience_s=30)
     meeting.comes(SWITCH, server._hear_guest)
     meeting.goes(SWITCH, *[Message(Kind.COUNT)] * 9)
-    said: list[Kind] = []
+    sent: list[Kind] = []
 
     def sending(socket: Any, message: Message, name: str) -> None:
-        said.append(message.kind)
+        sent.append(message.kind)
         send(socket, message, name)
 
     monkeypatch.setattr("baselines.luwu.wire.send", sending)
     with pytest.raises(Lost, match="switch is gone"):
         server._beat()
-    assert said == [Kind.BEAT]
+    assert sent == [Kind.BEAT]

@@ -57,11 +57,11 @@ def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
         plans.append(plan_of(worker))
         return first
 
-    found = trained(2, 3, tmp_path, then=evaluate)
+    losses = trained(2, 3, tmp_path, then=evaluate)
     expected.load_state_dict(reference(2, 3), strict=False)
     expected.head.weight = expected.embedding.weight
     with torch.no_grad():
-        assert torch.equal(found[0], loss(expected, batch(9, 0)))
+        assert torch.equal(losses[0], loss(expected, batch(9, 0)))
     check_masters(tmp_path, plans[0], 2, 4)
 
 
@@ -78,10 +78,10 @@ def test_memory_of_what_is_cached_is_locked_for_as_long_as_the_worker_is_there(
     settings = SMALL.model_copy(update={"cached": True})
 
     def there(worker: LuWu) -> tuple[int, int]:
-        return len(made), sum(layer.kept is not None for layer in worker._layers)
+        return len(made), sum(layer.cached is not None for layer in worker._layers)
 
-    ((arenas, kept),) = trained(1, 1, tmp_path, settings=settings, frozen=True, then=there)
-    assert arenas == kept > 0
+    ((arenas, cached),) = trained(1, 1, tmp_path, settings=settings, frozen=True, then=there)
+    assert arenas == cached > 0
 
 
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

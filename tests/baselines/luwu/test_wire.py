@@ -74,7 +74,7 @@ def test_garbage_and_oversized_messages_are_refused(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b"one"], [b"x" * 21, b""], [b"LuW1" + b"\xff" * 17, b""]])
-def test_what_is_no_message_is_told(frames: list[bytes]) -> None:
+def test_what_is_no_message_is_malformed(frames: list[bytes]) -> None:
     with pytest.raises(Malformed):
         read(frames)
 

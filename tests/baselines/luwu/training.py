@@ -37,7 +37,7 @@ class Roles:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def ended(self) -> dict[str, BaseException]:
-        """What the roles raised; waits until both have ended."""
+        """The roles' errors; waits until both have ended."""
         for thread in self.threads:
             thread.join(60)
             assert not thread.is_alive()
@@ -102,24 +102,24 @@ def trained(
     frozen: bool = False,
     then: Callable[[LuWu], Any] = lambda worker: None,
 ) -> list[Any]:
-    """Train on so many workers from where the folder is; what ``then`` gives of each at the end."""
+    """Train on so many workers, on from the folder; return ``then`` of each worker at the end."""
 
     def work(rank: int) -> Any:
         torch.set_num_threads(1)  # sums of LayerNorm's backward depend on it
         model = model_of(frozen)
-        given = job_of(model, rank, workers, settings, dtype)
-        worker = LuWu(model, given, partial(connect, made.address))
+        worker_job = job_of(model, rank, workers, settings, dtype)
+        worker = LuWu(model, worker_job, partial(connect, made.address))
         for _ in range(steps):
             worker.step([batch(rank, worker.steps_done)])
-        found = then(worker)
+        outcome = then(worker)
         worker.settle()
         worker.close()
-        return found
+        return outcome
 
     with roles(workers, folder) as made, ThreadPoolExecutor(workers) as pool:
-        found = [*pool.map(work, range(workers))]
+        outcomes = [*pool.map(work, range(workers))]
     assert not made.errors
-    return found
+    return outcomes
 
 
 def reference(
@@ -147,11 +147,11 @@ def _reference(
             model.load_state_dict(masters.state_dict())
             model.to(dtype)
             loss(model, batch(rank, step)).backward()
-            found = [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
             if rank:
-                totals = [total + grad for total, grad in zip(totals, found, strict=True)]
+                totals = [total + grad for total, grad in zip(totals, gradients, strict=True)]
             else:
-                totals = [grad.float() for grad in found]
+                totals = [grad.float() for grad in gradients]
         for param, total in zip(params, totals, strict=True):
             param.grad = total.to(dtype).float() / workers
         optimizer.step()

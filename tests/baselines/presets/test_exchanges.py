@@ -1,4 +1,4 @@
-"""What crosses nodes as a cell chooses it: over which ring, and how often gradients do."""
+"""Exchanges as a cell chooses them: over which ring, and how often gradients cross nodes."""
 
 from typing import Any
 
@@ -41,9 +41,9 @@ def test_gradients_of_each_micro_batch_cross_nodes(
         ranks.run(4, sent, "fcdp", tuning, CacheSettings(exchanges=each))[0]
         for each in ("hierarchical", exchanges)
     )
-    for found in (ours, theirs):
-        phases = [nbytes for name, nbytes in found.items() if name not in ("closed form", "loss")]
-        assert sum(phases) == found["closed form"]
+    for counts in (ours, theirs):
+        phases = [nbytes for name, nbytes in counts.items() if name not in ("closed form", "loss")]
+        assert sum(phases) == counts["closed form"]
     assert theirs["reduce"] == ACCUMULATION * times * ours["reduce"]
     assert theirs.get("forward", 0) == times * ours.get("forward", 0)
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
@@ -52,12 +52,12 @@ def test_gradients_of_each_micro_batch_cross_nodes(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "reason"),
     [
         ({"gather_codec": "delta"}, "allowed with another gather_codec than none"),
         ({"reduce_codec": "int8"}, "allowed with another reduce_codec than none"),
     ],
 )
-def test_what_no_ring_carries_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=f"exchanges\n.*{said}: hierarchical, undeferred"):
+def test_what_no_ring_carries_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=f"exchanges\n.*{reason}: hierarchical, undeferred"):
         CacheSettings(exchanges="flat", **given)
