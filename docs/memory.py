@@ -81,8 +81,8 @@ def slices(units: Sequence[Any], cluster: Any) -> int:
     """
     if cluster.nodes == 1:
         return 0
-    kept = 1 if cluster.ranks_per_node == 1 else 2
-    return kept * cluster.nodes * max(unit.shard_bytes for unit in units)
+    buffers = 1 if cluster.ranks_per_node == 1 else 2
+    return buffers * cluster.nodes * max(unit.shard_bytes for unit in units)
 
 
 def _read(

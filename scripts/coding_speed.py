@@ -47,12 +47,12 @@ def measured(elements: int = ELEMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
     for _ in range(rounds):
         for name, new, base, coding in cases(elements):
             version = message.ALONE if base is None else 1
-            told, written = _timed(lambda: message.write(new, base, version, coding))  # noqa: B023
+            encoded, written = _timed(lambda: message.write(new, base, version, coding))  # noqa: B023
             row, copied = _timed((new if base is None else base).clone)
-            _, read = _timed(lambda: message.read(told, row, version))  # noqa: B023
+            _, read = _timed(lambda: message.read(encoded, row, version))  # noqa: B023
             assert torch.equal(row, new), name
             taken = (written, read, copied)
-            speeds[name, round(8 * told.numel() / elements, 2)].append(
+            speeds[name, round(8 * encoded.numel() / elements, 2)].append(
                 [new.nbytes / seconds / 1e9 for seconds in taken]
             )
     return {
@@ -64,8 +64,8 @@ def measured(elements: int = ELEMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
         "elements": elements,
         "rounds": rounds,
         "rows": [
-            {"case": name, "bits": bits, "gb_per_s": [*map(quantiles, zip(*found, strict=True))]}
-            for (name, bits), found in speeds.items()
+            {"case": name, "bits": bits, "gb_per_s": [*map(quantiles, zip(*samples, strict=True))]}
+            for (name, bits), samples in speeds.items()
         ],
     }
 
@@ -97,5 +97,5 @@ def table(record: dict[str, Any]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(made := measured(), indent=1) + "\n", encoding="utf-8")
-    print(table(made))
+    RECORD.write_text(json.dumps(record := measured(), indent=1) + "\n", encoding="utf-8")
+    print(table(record))

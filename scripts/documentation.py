@@ -158,10 +158,10 @@ def _content(path: Path) -> str:
     there = ROOT / path
     if there.is_dir():
         readme = there / "README.md"
-        said = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
-        held = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
-        names = "\n".join(f"- `{item.name}{'/' * item.is_dir()}`" for item in held)
-        return f"{_UNSEARCHED}{said}\n\n## Files\n\n{names}\n"
+        intro = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
+        entries = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
+        names = "\n".join(f"- `{entry.name}{'/' * entry.is_dir()}`" for entry in entries)
+        return f"{_UNSEARCHED}{intro}\n\n## Files\n\n{names}\n"
     text = there.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
@@ -174,12 +174,12 @@ def reference() -> str:
     of = _public()
     if sorted(named) != sorted(of):
         raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(of)}")
-    said = ["# The library", _OPENING]
+    sections = ["# The library", _OPENING]
     for part, names in _PARTS.items():
         # A module and a function in it may have one name: its own module's is meant.
         of_part = (f"::: {of[name]}.{name}\n    options: {{heading_level: 3}}" for name in names)
-        said += [f"## {part}", *of_part]
-    return "\n\n".join(said) + "\n"
+        sections += [f"## {part}", *of_part]
+    return "\n\n".join(sections) + "\n"
 
 
 def _public() -> dict[str, str]:

@@ -128,8 +128,8 @@ def _each(method: Callable[..., None]) -> Callable[..., None]:
     def all_of_them(
         group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *of: Any
     ) -> None:
-        for output, given in zip(outputs, inputs, strict=True):
-            method(group, output, given, *of)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            method(group, output, tensor, *of)
 
     return all_of_them
 

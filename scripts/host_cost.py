@@ -93,9 +93,9 @@ class Collectives:
         """
         issued = self.issued
 
-        def single(group: Any, output: torch.Tensor, given: torch.Tensor, *_: Any) -> dist.Work:
+        def single(group: Any, output: torch.Tensor, tensor: torch.Tensor, *_: Any) -> dist.Work:
             issued[id(group)] += 1
-            return group.allreduce_coalesced([output, given])  # type: ignore[no-any-return]
+            return group.allreduce_coalesced([output, tensor])  # type: ignore[no-any-return]
 
         def coalesced(group: Any, outputs: Any, inputs: Any, *_: Any) -> dist.Work:
             issued[id(group)] += 1
@@ -120,12 +120,12 @@ class UnitCalls:
         whole = gather.allocate(
             (topology.world_size * ELEMENTS,), dtype=torch.float32, device=torch.device("cpu")
         ).zero_()
-        own = whole.view(topology.world_size, -1)[topology.rank]
-        reduced = own.clone(), whole.clone(), group, dist.ReduceOp.AVG
+        shard = whole.view(topology.world_size, -1)[topology.rank]
+        reduced = shard.clone(), whole.clone(), group, dist.ReduceOp.AVG
         self.calls: dict[str, Callable[[], object]] = {
-            "gather": partial(gather, whole, own, group),
+            "gather": partial(gather, whole, shard, group),
             "reduce": partial(reduction, *reduced),
-            "FSDP2 gather": partial(DefaultAllGather(), whole, own, group),
+            "FSDP2 gather": partial(DefaultAllGather(), whole, shard, group),
             "FSDP2 reduce": partial(DefaultReduceScatter(), *reduced),
         }
 

@@ -24,8 +24,8 @@ PRETRAINED, PRETRAIN = EXAMPLES / "weights", "examples.differences.pretrain"
 
 
 def committed() -> dict[str, Path]:
-    found = files.below(RESULTS, FILE)
-    return {path.parent.relative_to(RESULTS).as_posix(): path for path in found}
+    paths = files.below(RESULTS, FILE)
+    return {path.parent.relative_to(RESULTS).as_posix(): path for path in paths}
 
 
 def argument(name: str) -> str:
@@ -53,10 +53,10 @@ def reproduce(names: Sequence[str]) -> int:
     print("\n".join(f"{took[name]:7.1f} min  {argument(name)}" for name in names))
     print(f"{sum(took.values()):7.1f} min  by the committed records; what has run is kept")
     for name in names:
-        given = argument(name)
-        if given != name and not PRETRAINED.exists():
+        matrix = argument(name)
+        if matrix != name and not PRETRAINED.exists():
             _run(PRETRAIN)
-        status = _run("experiments", "run", given, "--resume")
+        status = _run("experiments", "run", matrix, "--resume")
         if status not in (0, 1):  # a cell that fails is a result too
             return status
         (RESULTS / name).mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
+    record = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    print(tables.saving(found))
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print(tables.saving(record))

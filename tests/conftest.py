@@ -58,9 +58,9 @@ def fork_server() -> Iterator[None]:
 
     The one of all others cannot be ended while ranks that it forked live on.
     """
-    own = forkserver.ForkServer()
+    server = forkserver.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
-            patch.setattr(forkserver, name, getattr(own, name))
+            patch.setattr(forkserver, name, getattr(server, name))
         yield
-        own._stop()  # type: ignore[attr-defined]
+        server._stop()  # type: ignore[attr-defined]

@@ -216,17 +216,17 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
 
     def decorate(act: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(act)
-        def test(ranks: Pools, **given: Any) -> None:
-            ranks.run(world_size, _act, act.__module__, act.__name__, given)
+        def test(ranks: Pools, **arguments: Any) -> None:
+            ranks.run(world_size, _act, act.__module__, act.__name__, arguments)
 
-        own = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        pools = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         asked = inspect.signature(act).parameters.values()
-        test.__signature__ = inspect.Signature([own, *asked])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([pools, *asked])  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def _act(module: str, name: str, given: dict[str, Any]) -> None:
+def _act(module: str, name: str, arguments: dict[str, Any]) -> None:
     """Do what a test does on each rank, found by its name."""
-    getattr(import_module(module), name).__wrapped__(**given)
+    getattr(import_module(module), name).__wrapped__(**arguments)

@@ -58,43 +58,43 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
     parser.add_argument("--unit", action="store_true", help="by tests of one process alone")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     chosen = [
-        each for each in mutants(ROOT) if not given.files or part_of(each.file) in given.files
+        each for each in mutants(ROOT) if not options.files or part_of(each.file) in options.files
     ]
-    if given.list:
+    if options.list:
         print(*chosen, sep="\n")
         return 0
     os.nice(10)
-    found = _sample(chosen, given) if given.seconds else _all(chosen, given)
-    if not given.files and not given.unit and not given.seconds:
-        record.write(ROOT, found)
-    return record.report(ROOT, found)
+    caught_by = _sample(chosen, options) if options.seconds else _all(chosen, options)
+    if not options.files and not options.unit and not options.seconds:
+        record.write(ROOT, caught_by)
+    return record.report(ROOT, caught_by)
 
 
-def _all(chosen: Sequence[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
+def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
     """The catcher of each mutant; an empty text where nothing did."""
     cache = record.Cache(ROOT)
-    found = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
-    print(f"{len(chosen)} mutants, {len(found)} of them tried before", flush=True)
-    for mutant, caught in _try([each for each in chosen if each not in found], given, None):
-        found[mutant] = caught
-        if caught or not given.unit:
+    caught_by = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
+    print(f"{len(chosen)} mutants, {len(caught_by)} of them tried before", flush=True)
+    for mutant, caught in _try([each for each in chosen if each not in caught_by], options, None):
+        caught_by[mutant] = caught
+        if caught or not options.unit:
             cache.add(mutant, caught)
-    return {each: found[each] for each in chosen}
+    return {each: caught_by[each] for each in chosen}
 
 
-def _sample(chosen: list[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
+def _sample(chosen: list[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
     """Try mutants that the record has as caught: one that lives now has lost its test."""
     caught = record.catchers(ROOT)
     chosen = [each for each in chosen if caught.get(each.name)]
-    random.Random(given.seed).shuffle(chosen)
-    return dict(_try(chosen, given, time.monotonic() + given.seconds))
+    random.Random(options.seed).shuffle(chosen)
+    return dict(_try(chosen, options, time.monotonic() + options.seconds))
 
 
 def _try(
-    left: Sequence[Mutant], given: argparse.Namespace, ends: float | None
+    left: Sequence[Mutant], options: argparse.Namespace, ends: float | None
 ) -> Iterator[tuple[Mutant, str]]:
     """Try mutants until the time ends, several at once, each as soon as it is known."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: what is forked has no threads
@@ -104,11 +104,11 @@ def _try(
     numba.njit(lambda values: values[0])(np.zeros(1))  # the first loop takes seconds more
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    tiers = ("unit",) if given.unit else ("unit", "ranks", "system")
+    tiers = ("unit",) if options.unit else ("unit", "ranks", "system")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
         settings = (Path(folder), tiers, record.catchers(ROOT), ends)
-        with ProcessPoolExecutor(given.jobs, context, _Worker.begin, settings) as pool:
+        with ProcessPoolExecutor(options.jobs, context, _Worker.begin, settings) as pool:
             tried = {pool.submit(_Worker.attempt, each): each for each in left}
             for count, future in enumerate(as_completed(tried), 1):
                 if (caught := future.result()) is None:
@@ -125,7 +125,7 @@ def _try(
 class _Worker:
     """One of the processes that try mutants, and its tree."""
 
-    _one: "_Worker"
+    _instance: "_Worker"
 
     def __init__(
         self,
@@ -143,12 +143,12 @@ class _Worker:
 
     @classmethod
     def begin(cls, *settings: Any) -> None:
-        cls._one = cls(*settings)
+        cls._instance = cls(*settings)
 
     @classmethod
     def attempt(cls, mutant: Mutant) -> str | None:
         """The catcher of the mutant; ``None`` where the time has ended."""
-        worker = cls._one
+        worker = cls._instance
         if worker._ends is not None and time.monotonic() > worker._ends:
             return None
         return worker._attempt(mutant)
@@ -228,8 +228,8 @@ class Tree:
         the old one's place: who is killed between, or reads then, takes one for the other.
         """
         path = self.place / mutant.file
-        for kept in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
-            kept.unlink()
+        for cached in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
+            cached.unlink()
 
 
 def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool = False) -> Outcome:
@@ -253,8 +253,8 @@ def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool 
         with suppress(ChildProcessError):
             os.waitpid(process, 0)
     text = log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
-    by = found[1] if found else "the end of the process"
+    match = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
+    by = match[1] if match else "the end of the process"
     return Outcome(os.waitstatus_to_exitcode(ended[1]), by)
 
 

@@ -42,13 +42,13 @@ def sources(root: Path) -> Iterator[Source]:
 
 def mutants(root: Path) -> Iterator[Mutant]:
     for source in sources(root):
-        found = source.mutants("order", order(source))
+        faults = source.mutants("order", order(source))
         if part_of(source.file) in ARITHMETIC:
-            have = {mutant.source for mutant in found}
+            have = {mutant.source for mutant in faults}
             edits = [*omissions(source), *arithmetic(source)]
             more = source.mutants("arithmetic", edits)
-            found += [mutant for mutant in more if mutant.source not in have]
-        yield from found
+            faults += [mutant for mutant in more if mutant.source not in have]
+        yield from faults
 
 
 def tests_of(file: str) -> tuple[str, ...]:

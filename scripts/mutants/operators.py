@@ -82,7 +82,7 @@ class Source:
     @cached_property
     def functions(self) -> dict[int, str]:
         """The innermost function or class of each line; a class's lines include its methods'."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
 
         def visit(node: ast.AST, name: str) -> None:
             for child in ast.iter_child_nodes(node):
@@ -90,11 +90,11 @@ class Source:
                 if isinstance(child, ast.FunctionDef | ast.ClassDef):
                     inner = f"{name}.{child.name}" if name else child.name
                     lines = range(child.lineno, (child.end_lineno or child.lineno) + 1)
-                    found.update(dict.fromkeys(lines, inner))
+                    names.update(dict.fromkeys(lines, inner))
                 visit(child, inner)
 
         visit(self.tree, "")
-        return found
+        return names
 
     @cached_property
     def ignored(self) -> list[tuple[int, int]]:
@@ -120,22 +120,22 @@ class Source:
 
     def mutants(self, part: str, edits: Iterable[Edit]) -> list[Mutant]:
         """The mutants of a part that ``edits`` make, in the file's order, each once."""
-        found: dict[str, Mutant] = {}
+        by_source: dict[str, Mutant] = {}
         places: Counter[tuple[str, ...]] = Counter()
         for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end)):
             if any(begin <= edit.begin and edit.end <= end for begin, end in self.ignored):
                 continue
             source = self.text[: edit.begin] + edit.text + self.text[edit.end :]
-            if source in found or not _compiles(source):
+            if source in by_source or not _compiles(source):
                 continue
             line = self.text.count("\n", 0, edit.begin)
             first, last = self.starts[line], self.text.find("\n", max(edit.begin, edit.end - 1))
             before = " ".join(self.text[first:last].split())
             after = " ".join(source[first : last + len(source) - len(self.text)].split())
             name = self.file, self.functions.get(line + 1, ""), edit.kind, before, after
-            found[source] = Mutant(part, *name, places[name], line + 1, source)
+            by_source[source] = Mutant(part, *name, places[name], line + 1, source)
             places[name] += 1
-        return [*found.values()]
+        return [*by_source.values()]
 
 
 def _compiles(source: str) -> bool:
@@ -232,8 +232,8 @@ def omissions(source: Source) -> Iterator[Edit]:
                 yield source.edit("statement", node, "pass")
             case ast.BoolOp(values=values):
                 for left_out in values:
-                    kept = ast.BoolOp(node.op, [each for each in values if each is not left_out])
-                    text = ast.unparse(kept if len(kept.values) > 1 else kept.values[0])
+                    rest = ast.BoolOp(node.op, [each for each in values if each is not left_out])
+                    text = ast.unparse(rest if len(rest.values) > 1 else rest.values[0])
                     yield source.edit("condition", node, f"({text})")
             case ast.Call(func=function) if _last(function) in _SIBLINGS:
                 text = ast.unparse(function)
@@ -290,8 +290,8 @@ def arithmetic(source: Source) -> Iterator[Edit]:
         for name, operator in operators.items():
             for index, _ in enumerate(operator.mutation_positions(node)):
                 # Operators write to what they are given: a copy, of which all above it is shared.
-                own = copy.deepcopy(node, {id(node.parent): node.parent})
-                text = operator.mutate(own, index).get_code().lstrip()
+                clone = copy.deepcopy(node, {id(node.parent): node.parent})
+                text = operator.mutate(clone, index).get_code().lstrip()
                 if name != "AddNot" or not _TWICE.search(text):
                     yield _narrowed(name, source, node, text)
 
@@ -305,6 +305,6 @@ def _narrowed(kind: str, source: Source, node: Any, text: str) -> Edit:
     return Edit(kind, begin + same, begin + len(was) - behind, text[same : len(text) - behind])
 
 
-def _same(one: str, other: str) -> int:
-    """How many characters the two begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _same(old: str, new: str) -> int:
+    """The length of the prefix that two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))

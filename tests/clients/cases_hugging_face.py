@@ -109,10 +109,10 @@ def stock() -> Iterator[None]:
     """accelerate's own sharding, on CPUs."""
     init = AcceleratorState.__init__
 
-    def init_here(self: Any, *args: Any, **given: Any) -> None:
-        init(self, *args, **given)
-        if given.get("_from_accelerator"):
-            hugging_face.allow_cpus(self, given["fsdp_plugin"])
+    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if kwargs.get("_from_accelerator"):
+            hugging_face.allow_cpus(self, kwargs["fsdp_plugin"])
 
     AcceleratorState.__init__ = init_here
     try:
@@ -127,7 +127,7 @@ def trained(
     look: Callable[[nn.Module, Any], Any],
     after: Callable[[Any, str], Any] | None = None,
     shared: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Any:
     """What ``look`` finds in the model that a trainer has trained, and in what it has logged.
 
@@ -139,17 +139,17 @@ def trained(
             dist.broadcast_object_list(names)
             folder = names[0] if shared else own
             torch.manual_seed(1)
-            trainer = make(folder, **given)
+            trainer = make(folder, **options)
             trainer.train()
             shown = [
                 {key: value for key, value in entry.items() if key in SHOWN}
                 for entry in trainer.state.log_history
             ]
-            found = look(trainer.model, shown)
+            observed = look(trainer.model, shown)
             if after is not None:
                 after(trainer, folder)
             dist.barrier()  # before the first rank removes its folder
-            return found
+            return observed
     finally:
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
@@ -160,10 +160,10 @@ def trained(
         gc.collect()
 
 
-def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    theirs = trained(stock(), make, lambda *found: (tiny.parameters(found[0]), found[1]), **given)
+def compared(topology: fcdp.Topology, make: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    theirs = trained(stock(), make, lambda model, logs: (tiny.parameters(model), logs), **options)
     return trained(
-        hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **given
+        hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **options
     )
 
 
@@ -179,8 +179,8 @@ def resumed(topology: fcdp.Topology) -> dict[str, Any]:
         for name, each in tiny.parameters(trainer.model).items():
             assert torch.equal(held[name], each), f"{name}: resumed is not what was trained on"
 
-    given = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
-    return compared(topology, sft, shared=True, **given)
+    options = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
+    return compared(topology, sft, shared=True, **options)
 
 
 def refused(topology: fcdp.Topology) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def refused(topology: fcdp.Topology) -> dict[str, Any]:
     return sentences
 
 
-def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
-    return lambda topology: compared(topology, make, adapters=adapters, **given)
+def _case(make: Callable[..., Any], adapters: bool = False, **options: Any) -> Any:
+    return lambda topology: compared(topology, make, adapters=adapters, **options)
 
 
 _SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1}

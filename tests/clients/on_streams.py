@@ -51,7 +51,7 @@ class _Takeovers:
 
 def _make_models_on_the_accelerator() -> None:
     made = tiny.llama
-    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
+    tiny.llama = lambda *args, **kwargs: made(*args, **kwargs).to(accelerator.NAME)
 
 
 def hugging_face() -> Any:
@@ -70,11 +70,11 @@ def hugging_face() -> Any:
     for state in (PartialState, AcceleratorState, GradientState):
         state._shared_state = ThreadLocalSharedDict()
     hugging_face._takeover = _Takeovers()  # type: ignore[assignment]
-    fsdp.fully_shard = lambda *args, **given: _owner().fully_shard(*args, **given)
+    fsdp.fully_shard = lambda *args, **kwargs: _owner().fully_shard(*args, **kwargs)
     _make_models_on_the_accelerator()
     loaded = PreTrainedModel.from_pretrained.__func__
     PreTrainedModel.from_pretrained = classmethod(
-        lambda kind, *args, **given: loaded(kind, *args, **given).to(accelerator.NAME)
+        lambda kind, *args, **kwargs: loaded(kind, *args, **kwargs).to(accelerator.NAME)
     )
     # For all threads, and for good: one would end it while another is in it.
     _for_good.enter_context(cases.stock())
@@ -115,11 +115,11 @@ def main(client: str, out: str, *names: str) -> None:
         with torch.device("cpu"):  # clients move what they have made
             return cases[name](topology)
 
-    found = {}
+    results = {}
     for name in names:
-        (found[name], _), tape = accelerator.run(case, 2, name)
-        found[name]["wrong"] = accelerator.check(tape, range(1))
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+        (results[name], _), tape = accelerator.run(case, 2, name)
+        results[name]["wrong"] = accelerator.check(tape, range(1))
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ ROUNDED = {("lightning", "trainer-lora-accumulated"), ("torchtitan", "dp-accumul
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    found = os.environ.get("FCDP_CLIENTS_PYTHON", str(PYTHON))
-    if not Path(found).exists():
+    interpreter = os.environ.get("FCDP_CLIENTS_PYTHON", str(PYTHON))
+    if not Path(interpreter).exists():
         pytest.skip("other people's trainers are not installed: make clients")
-    return found
+    return interpreter
 
 
 class Forks:
@@ -84,12 +84,12 @@ def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
     forks.end()
 
 
-def found(
+def run_cases(
     forks: Forks, client: str, nodes: int, per_node: int, cases: tuple[str, ...]
 ) -> dict[str, Any]:
     """What the cases of a client find, on the accelerator if there is but one process."""
     script = "ranks" if nodes * per_node > 1 else "on_streams"
-    out = forks.folder / "found.json"
+    out = forks.folder / "results.json"
     out.unlink(missing_ok=True)
     forks.run(nodes, per_node, ROOT, ROOT / f"tests/clients/{script}.py", client, out, *cases)
     return json.loads(out.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def gathered(result: dict[str, Any]) -> int:
 def test_two_nodes_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    results = found(forks, client, 2, 1, cases)
+    results = run_cases(forks, client, 2, 1, cases)
     alone = gathered(results.pop("alone")) if "alone" in results else 0
     for case, result in results.items():
         exact = (client, case) not in ROUNDED
@@ -146,7 +146,7 @@ def test_two_nodes_train_as_fsdp2_to_the_bit(
 def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    for case, result in found(forks, client, 2, 2, cases).items():
+    for case, result in run_cases(forks, client, 2, 2, cases).items():
         assert result["apart"] < 1e-4, case
 
 
@@ -162,7 +162,7 @@ def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
     """On the accelerator of ``tests.fcdp``, without a race, and in a schedule that is drawn."""
-    for case, result in found(forks, client, 1, 1, cases).items():
+    for case, result in run_cases(forks, client, 1, 1, cases).items():
         assert result["same_history"], case
         assert result["apart"] == 0.0, case
         assert result["hits"] > 0, case
@@ -170,7 +170,7 @@ def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
 
 
 def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> None:
-    sentences = found(forks, "hugging_face", 2, 1, ("refused",))["refused"]
+    sentences = run_cases(forks, "hugging_face", 2, 1, ("refused",))["refused"]
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
         assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
     assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]

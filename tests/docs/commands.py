@@ -33,25 +33,25 @@ class Shown:
 def fences(page: Path) -> list[tuple[str, str]]:
     """Language and text of each block."""
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
-    assert text.count("\n```") == 2 * len(found), f"{page}: a block has no end"
-    return found
+    blocks = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    assert text.count("\n```") == 2 * len(blocks), f"{page}: a block has no end"
+    return blocks
 
 
 def shown(page: Path) -> list[Shown]:
     """The page's commands, in order; continued lines are one, comments are none."""
-    found = []
+    commands = []
     for language, text in fences(page):
         text = text.replace("\\\n", " ")
         if language == "console":
             for each in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
                 command, _, printed = each.partition("\n")
                 parts = tuple(_joined(part) for part in printed.split("\n…\n"))
-                found.append(Shown(page.name, _joined(command), parts))
+                commands.append(Shown(page.name, _joined(command), parts))
         elif language == "bash":
             lines = (_joined(re.sub(r"(^|\s)#.*", "", line)) for line in text.splitlines())
-            found += [Shown(page.name, line) for line in lines if line]
-    return found
+            commands += [Shown(page.name, line) for line in lines if line]
+    return commands
 
 
 def _joined(text: str) -> str:

@@ -115,8 +115,8 @@ def test_the_commands_of_a_page_run_as_written(page: str, checkout: Path) -> Non
         if reason(command) is None:
             printed = run(command.text, checkout)
             for part in command.prints:
-                before, found, printed = printed.partition(part)
-                assert found, f"{command.text}: {part}\n{before}"
+                before, match, printed = printed.partition(part)
+                assert match, f"{command.text}: {part}\n{before}"
         else:
             check(command, checkout)
 
@@ -233,36 +233,35 @@ def check_program(words: list[str]) -> None:
     match words:
         case ["launch/train-ssh.sh", _, _, *options]:
             parse_training(options)
-            told = []
+            commands = []
         case [script, _, *commands] if script.startswith("launch/"):
             assert os.access(ROOT / script, os.X_OK)
-            told = commands
         case ["sbatch", *_]:
             (script,) = [word for word in words if word.startswith("launch/")]
-            told = words[words.index(script) + 1 :]
+            commands = words[words.index(script) + 1 :]
             if script == "launch/train.sbatch":
-                parse_training(told[1:])
-                told = []
+                parse_training(commands[1:])
+                commands = []
         case ["torchrun", *_]:
             torchrun = get_args_parser().parse_args(words[1:])
             assert (ROOT / "examples" / torchrun.training_script).is_file()
             parse_training(torchrun.training_script_args)
-            told = []
+            commands = []
         case ["sky", "launch", *_]:
             assert (ROOT / words[-1]).is_file()
-            told = []
+            commands = []
         case ["pip", "install", "."]:
-            told = []
+            commands = []
         case ["docker", "build", *_]:
             assert {"BASE", "TORCH"} >= {w.split("=")[0] for w in words if re.match("[A-Z]+=", w)}
             assert words[-1] == "."
-            told = []
+            commands = []
         case ["docker", "run", *_]:
             inner = words[words.index("fcdp") + 1 :]
-            told = [] if inner == ["--help"] else [shlex.join(inner)]
+            commands = [] if inner == ["--help"] else [shlex.join(inner)]
         case _:
             raise AssertionError(f"{words[0]}: nobody knows how to check this")
-    for text in told:
+    for text in commands:
         parse("experiments", shlex.split(text))
 
 
@@ -280,7 +279,7 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     folders = ("baselines", "docs", "examples", "experiments", "fcdp", "launch", "results")
     inside = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
     for page in (*ROOT.glob("*.md"), *inside):
@@ -289,20 +288,20 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
             assert find_spec(module), (page, module)
         for program, name in re.findall(r"\bpython -m (experiments|analysis) ([a-z]+)", text):
             called(program, [name])
-        for program, said in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
-            words = said.split()
+        for program, call in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
+            words = call.split()
             if page in PAGES and not words[0].isupper():
                 command = called(program, words)[1]
                 known = [command, *getattr(command, "commands", {}).values()]
                 options = {name for each in known for p in each.params for name in p.opts}
                 assert {w for w in words if w.startswith("--")} <= options, (page.name, words)
-                found["sentences"] += 1
+                counts["sentences"] += 1
         for matrix in re.findall(r"(?:\bexperiments run |EMULATED=)([\w./-]*\w)", text):
             assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
         for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
             assert target in targets, (page, target)
-            found["make"] += 1
-        found["modules"] += text.count("python -m ")
-    assert found["modules"] > 300
-    assert found["make"] > 30
-    assert found["sentences"] > 15
+            counts["make"] += 1
+        counts["modules"] += text.count("python -m ")
+    assert counts["modules"] > 300
+    assert counts["make"] > 30
+    assert counts["sentences"] > 15

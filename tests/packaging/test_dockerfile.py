@@ -121,8 +121,8 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
     (image / ".git").mkdir(parents=True)
     shutil.copy(repository / "file", image)
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    kept = [line.removeprefix("!") for line in lines[lines.index(".git/*") :] if line[:1] == "!"]
-    for path in (found for pattern in kept for found in repository.glob(pattern)):
+    globs = [line.removeprefix("!") for line in lines[lines.index(".git/*") :] if line[:1] == "!"]
+    for path in (match for glob in globs for match in repository.glob(glob)):
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, image / path.relative_to(repository))
     assert git(image, "rev-parse", "HEAD") == git(repository, "rev-parse", "HEAD")

@@ -106,7 +106,7 @@ def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     assert deepspeed == f"{pinned} --group baselines"
 
 
-def test_without_a_cpu_build_the_other_is_taken_and_said_to_be(machine: Machine) -> None:
+def test_without_a_cpu_build_the_cuda_build_is_taken_with_a_message(machine: Machine) -> None:
     done = machine.setup(FAIL="+cpu")
     assert done.returncode == 0
     assert "taking the CUDA build from PyPI" in done.stdout
@@ -231,13 +231,13 @@ def test_root_gets_them_installed(machine: Machine) -> None:
 
 
 def test_an_old_python_and_an_unknown_build_of_torch_are_refused(machine: Machine) -> None:
-    for given, said in (
+    for variables, message in (
         ({"FAIL": "version_info"}, "Python 3.10 or newer is needed"),
         ({"TORCH": "rocm"}, "auto, cpu or cuda"),
     ):
-        done = machine.setup(**given)
+        done = machine.setup(**variables)
         assert done.returncode == 1
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 def test_a_directory_that_is_no_virtual_environment_is_left_alone(machine: Machine) -> None:
