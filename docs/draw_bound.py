@@ -86,7 +86,7 @@ def draw() -> Figure:
 def _maxima(
     mfu: Any, speed: Any, name: str, gbit_s: float, share: float, look: dict[str, str]
 ) -> None:
-    """The best of the grid over stages, kept activations and kernels, by size; gaps do not fit."""
+    """The best of the grid over stages, kept activations and kernels, by the sizes that fit."""
     maxima = []
     for point in points_on(gpu(name), 1e9 * gbit_s):
         steps = [*point.grid(_STEPS, share)]

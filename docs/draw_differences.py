@@ -12,15 +12,15 @@ from analysis.load.table import frame, latest, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
-#: What entropy codes take: see examples/differences/bits.py.
+#: Bits of entropy codes, measured by examples/differences/bits.py.
 BITS = ROOT / "results" / "difference-bits" / "record.json"
 
 
 def bits(records: Path = RECORDS) -> Mapping[float, float]:
     """Bits per parameter that crossed nodes in gathers, headers included, by learning rate.
 
-    The kernel's count of a step, less that of a step of which only reductions are left: the
-    ledger's reductions, with the same overhead of protocols that the kernel saw on all of it.
+    Bytes of the ledger but for reductions, times the overhead of protocols on the whole step: the
+    kernel's count over the ledger's.
     """
     by_rate = {}
     for record in latest(load(records)):

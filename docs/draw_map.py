@@ -34,13 +34,13 @@ _NODES, _MODEL, _LINK = 4, "llama-3-8b", 100.0
 
 
 def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
-    """Nodes of eight, as the command plans them."""
+    """Nodes of eight GPUs, as ``experiments plan`` models them."""
     bits = 1e9 * gbit_s
     return with_rates(reported(cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=bits)))
 
 
 def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[str, Any]:
-    """The strategy that the planner takes, and tokens per second of each that fits."""
+    """The strategy that the planner chooses, and tokens per second of each that fits."""
     request = Request(
         model=model,
         hardware=rented(gpu, nodes, gbit_s),

@@ -1,9 +1,9 @@
-"""Speed of exact coding: bytes of a shard per second of one core, to write and to read them.
+"""Speed of exact coding: bytes of a shard that one core writes and reads per second.
 
-python -m scripts.coding_speed    measure, and write the record; scripts.readme the table
+python -m scripts.coding_speed    measure and write the record, for scripts.readme
 
 Weights are drawn from N(0, 0.02²) and moved as by AdamW at a learning rate; gradients differ in
-magnitude from row to row. What counts is a core's own seconds, without those of other work.
+magnitude from row to row. Times are CPU time of one thread, without other work's.
 """
 
 import json
@@ -29,7 +29,7 @@ RATES = (3e-5, 1e-5, 1e-6, 0.0)
 
 
 def cases(elements: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None, Coding]]:
-    """Names, new shards, the versions before, and how they are coded."""
+    """Name, new shard, the version before it and coding of each case."""
     torch.manual_seed(0)
     weights, steps = 0.02 * torch.randn(elements), torch.randn(elements).clamp_(-2, 2) / 2
     for rate in RATES:

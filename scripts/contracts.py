@@ -1,4 +1,4 @@
-"""A contract for import-linter that it does not bring: of other people's packages, only these."""
+"""A contract that import-linter lacks: of third-party packages, only the listed are imported."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pages of the documentation's site beside the pages of docs: the reference, and what they link.
+"""Pages of the documentation's site beside those of docs: the reference, and linked files.
 
 mkdocs calls these functions (``hooks`` in mkdocs.yml). Pages link files of the repository as
 GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of the site, so that
@@ -22,12 +22,12 @@ _FOLDER = "repository"
 #: One of the five pages, though it lies outside of docs: what it links is in the site, too.
 _REPRODUCTION = "REPRODUCTION.md"
 _LINK = re.compile(r"!?\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
-#: In HTML, which mkdocs leaves as it is.
+#: Pictures in HTML, which mkdocs leaves as it is.
 _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
-#: Sources would stand before the pages in what a search finds.
+#: Keeps sources out of the search, which would list them before the pages.
 _UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
-#: Lines that the examples in docstrings of the library start from.
+#: Set-up code of the examples in the library's docstrings.
 SETTING = """\
 import torch
 import fcdp
@@ -95,7 +95,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         uri = _uri(path)
         if files.get_file_from_path(uri) is None:
-            # A page of the repository links more than pages of docs do: that stays in it.
+            # Pages outside of docs link files that the site lacks: their text alone is kept.
             return match["text"]
         mark = "!" * match[0].startswith("!")
         return f"{mark}[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
@@ -125,7 +125,7 @@ def _is_a_page_or_figure(path: Path) -> bool:
 
 
 def _path(target: str, page: str) -> Path | None:
-    """The target of a relative link, from the repository's root; none elsewhere, or of mkdocs."""
+    """The path that a relative link names, from the repository's root, or ``None``."""
     if "://" in target or page == "library.md":
         return None
     inside, _, rest = page.partition("/")
@@ -154,7 +154,7 @@ def _file(uri: str, path: Path, config: MkDocsConfig) -> File:
 
 
 def _content(path: Path) -> str:
-    """A page of a file or folder: a Markdown file as it is, another's text, a folder's names."""
+    """A page of a file or folder: Markdown as it is, other text as a block, a folder as a list."""
     there = ROOT / path
     if there.is_dir():
         readme = there / "README.md"
@@ -176,14 +176,14 @@ def reference() -> str:
         raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(of)}")
     sections = ["# The library", _OPENING]
     for part, names in _PARTS.items():
-        # A module and a function in it may have one name: its own module's is meant.
+        # A module may have the name of a function in it: the function's own module is named too.
         of_part = (f"::: {of[name]}.{name}\n    options: {{heading_level: 3}}" for name in names)
         sections += [f"## {part}", *of_part]
     return "\n\n".join(sections) + "\n"
 
 
 def _public() -> dict[str, str]:
-    """The modules of what ``fcdp`` has, read and not imported: a site needs no torch."""
+    """The module of each public name, parsed and not imported: a site needs no torch."""
     module = ast.parse((ROOT / "fcdp" / "public.py").read_text(encoding="utf-8"))
     return {
         item.name: str(node.module)

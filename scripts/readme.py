@@ -1,4 +1,4 @@
-"""Writes tables of the README and docs: from the committed records, a command, matrices' types.
+"""Write tables of the README and docs, from committed records, commands and matrices' types.
 
 python -m scripts.readme           rewrite the pages
 python -m scripts.readme --check   fail if that would change one
@@ -49,7 +49,7 @@ _PLAN = (
     "--price-per-gpu-hour 0.5 "
     "--strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-hpz,deepspeed-zero3,fcdp"
 )
-#: Where FCDP is worth its host memory and where it is not, by what stands in the README's heads.
+#: Plans in which FCDP is worth its host memory and in which it is not, by the README's titles.
 _CASES = {
     "70B, LoRA 16, 8,192 tokens; 4 nodes × 8 L40S, 10 Gbit/s": (
         "plan --model llama-3-70b --peft lora:16 --sequence-length 8192 "
@@ -60,8 +60,8 @@ _CASES = {
     ),
 }
 _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
-#: Commands at the doors of the site's front.
-_DOORS = {
+#: Commands that the site's front page shows.
+_FRONT = {
     "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
     "check": "analysis check results/paper/volume",
     "policies": (
@@ -76,7 +76,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "planned": lambda: _planned(),
     },
     "docs/README.md": {
-        name: partial(lambda door: _answered(door), door) for name, door in _DOORS.items()
+        name: partial(lambda call: _answered(call), call) for name, call in _FRONT.items()
     },
     "docs/differences.md": {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
@@ -132,7 +132,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def _ordered() -> str:
-    """How many pairs of cells the simulator has in the right order, and what its choice costs."""
+    """Pairs of cells that the simulator puts in the right order, and the cost of its choices."""
     loaded_runs = [run for run in runs.load(ROOT / "results") if isinstance(run, runs.Run)]
     rows = simulator.choices(simulator.orders(papers.load(), loaded_runs))
     names = {
@@ -162,7 +162,7 @@ def _records(matrix: str) -> list[Record]:
 
 
 def committed(name: str) -> dict[str, Any]:
-    """The record of the last measurement by a script that was kept, in a folder of results."""
+    """The committed record of a script's measurement, in a folder of results."""
     file = ROOT / "results" / name / "record.json"
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
@@ -179,7 +179,7 @@ def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:
 
 
 def _answered(command: str) -> str:
-    """The command and what it prints; of a long answer the beginning and the end."""
+    """A command and its output, of which a long one is cut in the middle."""
     program, _, rest = command.partition(" ")
     lines = [line.rstrip() for line in _run(rest, program=program).strip("\n").splitlines()]
     if len(lines) > 25:
@@ -216,7 +216,7 @@ def _plan(command: str) -> dict[str, dict[str, str]]:
 
 
 def _on_a_gpu() -> str:
-    """Steps of tests/fcdp/cuda, and what a plan says of FSDP2's on that GPU."""
+    """Timed steps of tests/fcdp/cuda, and the planned speed of FSDP2 on that GPU."""
     steps = tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml"))
     options = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
     planned = _plan(f"plan --model results/gpu/model {options}")["fsdp2"]
@@ -238,11 +238,11 @@ def _speed(row: dict[str, str] | None) -> str:
     return f"{speed:,.0f} ({least:,.0f}–{most:,.0f})"
 
 
-# Lists of docs/reference.md: the keys of a matrix file, from the types that read them. What a key
-# means is the comment above its field, or above the name of its field's type; else its label.
+# Lists of docs/reference.md: each key of a matrix file, from the types that read them. Its
+# meaning is the comment above its field, or above the name of its field's type; else its label.
 
 _REQUIRED = "–"
-#: Keys that the file has in another form than a cell: what they take, and their defaults.
+#: Values and defaults of keys that a file has in another form than a cell.
 _IN_A_FILE = {
     "strategy": ("a [strategy](strategies.md)", _REQUIRED),
     "model": ("a name of `models`", _REQUIRED),
@@ -266,7 +266,7 @@ def of_cells() -> str:
 
 
 def of_strategies() -> str:
-    """Lists of the settings of some strategies alone, one for those that have the same."""
+    """Lists of settings that only some strategies have, one for those that share them."""
     tables: dict[str, dict[str, list[str]]] = {}
     for kind in registry.settings_types():
         for row in _rows(kind):
@@ -292,7 +292,7 @@ def of_clusters() -> str:
 
 
 def of_objectives() -> str:
-    """A line for each kind of objective with what it is given by, but for models."""
+    """A line for each kind of objective with its keys, but for models."""
     kinds = [(f"`kind: {name}`", kind) for name, kind in OBJECTIVES.items()]
     lines = []
     for name, kind in [*kinds, ("A user's own", objective.OwnObjective)]:
@@ -303,12 +303,12 @@ def of_objectives() -> str:
     return "\n".join(lines)
 
 
-#: Fields that the reader adds to the file's.
+#: Fields that the reader of matrices adds to those of a file.
 _ADDED = ("configuration", "digest")
 
 
 def of_kinds(union: Any) -> str:
-    """A list per type of a union, under what it is."""
+    """A list of keys per type of a union, below the type's description."""
     parts, earlier = [], []
     for kind in get_args(union):
         rows = _rows(kind, {name: name for name in kind.model_fields if name not in _ADDED})
@@ -409,7 +409,7 @@ def _comments(module: ModuleType) -> dict[str, tuple[str, str]]:
 
 
 def _above(lines: list[str], number: int) -> str:
-    """The comment that ends above a line, as a cell of a table has it."""
+    """The comment right above a line, as one line of Markdown."""
     comment: list[str] = []
     for line in reversed(lines[: number - 1]):
         if not line.strip().startswith("#:"):

@@ -57,7 +57,7 @@ def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
-    """Cells that are compared, by strategy."""
+    """The records of each comparison, by strategy."""
     ran = [record for record in records if record.state != "skipped"]
     return [{record.cell.strategy: record for record in group} for group in groups(ran)]
 
@@ -89,7 +89,7 @@ def _of_phase(record: Record, phase: str) -> str:
 
 
 def by_rollout(records: Sequence[Record]) -> str:
-    """A row per way of having answers: an iteration, and what a rollout is told, as Markdown."""
+    """A row per source of answers: an iteration and the rollouts' metrics, as Markdown."""
     metrics = {n: m for n, m in METRICS.items() if {_measured(r, n) for r in records} - {None}}
     rows = [
         (
@@ -217,7 +217,7 @@ def _noise(records: Sequence[Record]) -> str:
     """Speeds that no link explains, as a paragraph; nothing where there are none."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
-    # The most by which a slower link is faster than a faster one, of each.
+    # Of each comparison, the most by which a slower link is the faster one.
     most = [
         max((Comparison(*two).ratio or 0 for two in combinations(group, 2)), default=0)
         for group in alike
@@ -380,7 +380,7 @@ def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
 
 
 def on_the_slow_link(records: Sequence[Record]) -> str:
-    """How each compares with FCDP that sends all words as they are, a table per model."""
+    """The speed of each strategy beside FCDP without codecs, a table per model, as Markdown."""
     parts = []
     for group in _by_model(records):
         plain, cell = _of(group, "fcdp"), group[0].cell
@@ -415,7 +415,7 @@ def on_a_gpu(speed: ElementTree) -> str:
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
-    """Exact codes in both directions beside FCDP without them and HSDP, and that beside ZeRO-3."""
+    """Exact codecs in both directions beside plain FCDP and HSDP, and plain FCDP beside ZeRO-3."""
     large, small = _by_model(records)
     coded, plain = _of(large, "fcdp gather delta reduce exact"), _of(large, "fcdp")
     over_plain, over_hsdp, over_zero3 = (

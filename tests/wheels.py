@@ -15,7 +15,7 @@ from tests.programs import ROOT
 
 
 def source(folder: Path, *packages: str) -> Path:
-    """A copy of the checkout, in which no build has left anything."""
+    """A copy of parts of the checkout, without leftovers of builds."""
     for name in packages:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE"):
@@ -24,7 +24,7 @@ def source(folder: Path, *packages: str) -> Path:
 
 
 def built(hook: str, source: Path, target: Path) -> Path:
-    """What the build backend's ``hook`` makes, without pip and so without a network."""
+    """Build a wheel by the backend's ``hook``, without pip and so without a network."""
     code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
     programs.printed(sys.executable, "-c", code, target, folder=source)
     (wheel,) = target.glob("*.whl")
@@ -34,7 +34,7 @@ def built(hook: str, source: Path, target: Path) -> Path:
 def environment(wheel: Path, folder: Path, *packages: str) -> Path:
     """The Python of a new environment with the wheel, what it asks for, and ``packages``.
 
-    All but the wheel is what is installed here.
+    Other packages than the wheel are those installed here.
     """
     made, shared = folder / "environment", folder / "shared"
     programs.printed(sys.executable, "-m", "venv", "--without-pip", made)

@@ -33,7 +33,7 @@ from scripts.mutants.files import mutants, part_of, tests_of
 from scripts.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
-#: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
+#: Limits in seconds of tests whose duration is unknown: a mutant may run for ever.
 _LIMITS = {"unit": 60.0, "ranks": 400.0, "system": 400.0}
 #: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
@@ -42,11 +42,11 @@ _PRELOADED = (
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     "numba",
 )
-#: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
+#: Tests are copied too: pytest caches their byte code beside them, with the copy's path.
 _COPIED = ("fcdp", "tests")
-#: Packages of this repository that whoever forks may have imported: each tree has its own.
+#: Packages of this repository that the parent may have imported: each tree has its own.
 _OWN = {"fcdp", "scripts", "simulation"}
-#: Not the tree's own.
+#: Folders that no tree needs.
 _LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
-    """The catcher of each mutant; an empty text where nothing did."""
+    """The test that caught each mutant; an empty string for a survivor."""
     cache = record.Cache(ROOT)
     caught_by = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
     print(f"{len(chosen)} mutants, {len(caught_by)} of them tried before", flush=True)
@@ -86,7 +86,7 @@ def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, 
 
 
 def _sample(chosen: list[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
-    """Try mutants that the record has as caught: one that lives now has lost its test."""
+    """Try mutants that the record has as caught: one that survives now has lost its test."""
     caught = record.catchers(ROOT)
     chosen = [each for each in chosen if caught.get(each.name)]
     random.Random(options.seed).shuffle(chosen)
@@ -96,7 +96,7 @@ def _sample(chosen: list[Mutant], options: argparse.Namespace) -> dict[Mutant, s
 def _try(
     left: Sequence[Mutant], options: argparse.Namespace, ends: float | None
 ) -> Iterator[tuple[Mutant, str]]:
-    """Try mutants until the time ends, several at once, each as soon as it is known."""
+    """Try mutants in parallel until the time ends; yield each outcome as soon as it is known."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: what is forked has no threads
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -138,7 +138,7 @@ class _Worker:
         self._tiers = tiers
         self._catchers = catchers
         self._ends = ends
-        #: Seconds that unit tests may take; they pass without a mutant, others by `make ci`.
+        #: Limits of unit tests in seconds; measuring them shows that they pass without a mutant.
         self._limits: dict[tuple[str, ...], float] = {}
 
     @classmethod
@@ -147,7 +147,7 @@ class _Worker:
 
     @classmethod
     def attempt(cls, mutant: Mutant) -> str | None:
-        """The catcher of the mutant; ``None`` where the time has ended."""
+        """The test that caught the mutant; ``None`` once the time has ended."""
         worker = cls._instance
         if worker._ends is not None and time.monotonic() > worker._ends:
             return None
@@ -157,7 +157,7 @@ class _Worker:
         before = self._catchers.get(mutant.name, "")
         if before.startswith("tests/"):
             outcome = self._run(mutant, [before], _LIMITS["ranks"])
-            if outcome.status not in (0, 4, 5):  # 4: no such test any more
+            if outcome.status not in (0, 4, 5):  # 4: that test has been removed
                 return outcome.by
         for tier in self._tiers:
             tests = (*tests_of(mutant.file), "-m", tier)
@@ -176,7 +176,7 @@ class _Worker:
             self._tree.restore(mutant)
 
     def _measured(self, tests: Sequence[str]) -> float:
-        """Several times what tests take that pass; raises ``RuntimeError`` where they do not."""
+        """Several times the duration of passing tests; raises ``RuntimeError`` if one fails."""
         began = time.monotonic()
         outcome = run(self._tree, tests, 20 * _LIMITS["unit"], compiled=True)
         if not outcome.passed:
@@ -184,7 +184,7 @@ class _Worker:
         return 30 + 5 * (time.monotonic() - began)
 
 
-# Whoever runs tests has imported torch; what it forks has it already, which saves seconds a
+# The process that runs tests has imported torch, and so have its forks: that saves seconds per
 # mutant.
 
 
@@ -222,10 +222,10 @@ class Tree:
         shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
 
     def _forget(self, mutant: Mutant) -> None:
-        """Remove what was compiled of a file's loops.
+        """Remove the code that numba has cached for a file's loops.
 
-        numba tells texts apart, but by an index that names the new one before its code has taken
-        the old one's place: who is killed between, or reads then, takes one for the other.
+        numba's index names a new source before its code has replaced the old one's: a process that
+        is killed or reads in between takes one for the other.
         """
         path = self.place / mutant.file
         for cached in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
@@ -235,7 +235,7 @@ class Tree:
 def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool = False) -> Outcome:
     """Run pytest on a tree until the first test that fails.
 
-    ``compiled``: what is imported is kept as byte code.
+    ``compiled``: byte code of imported modules is written.
     """
     log = tree.place / "log.txt"
     process = os.fork()
@@ -259,7 +259,7 @@ def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool 
 
 
 class _NoShrinking:
-    """Has hypothesis stop at the first example that fails, and draw the same in every run."""
+    """Makes hypothesis stop at the first example that fails, and draw the same in every run."""
 
     def pytest_collection(self) -> None:
         from hypothesis import Phase, settings
@@ -275,7 +275,7 @@ class _NoShrinking:
 
 
 def _test(place: Path, log: Path, arguments: Sequence[str], compiled: bool) -> None:
-    """Become a process that runs pytest in a tree, and end."""
+    """Run pytest in a tree, as the forked process, and exit."""
     status = 3
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Faults and their operators: on what orders and chooses (waits, events, groups), on arithmetic.
+"""Mutation operators: on what orders or chooses (waits, events, groups), and on arithmetic.
 
 Arithmetic is cosmic-ray's, its operators alone: its runner rewrites the files of the tree that it
 runs in, and starts a Python for each mutant, whose import of torch takes longer than the tests.
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Edit:
-    """The text that an operator puts in place of that from ``begin`` to ``end``, both offsets."""
+    """The text that an operator puts between two offsets of the source, ``begin`` and ``end``."""
 
     kind: str
     begin: int
@@ -32,7 +32,7 @@ class Mutant:
     """A file of the library as a fault leaves it.
 
     ``file``, ``function``, ``kind``, the lines ``before`` and ``after`` and the place among equals
-    in that function name it: no number of a line, which others' edits move.
+    in that function name it: a line's number would change with edits elsewhere.
     """
 
     #: Part that it is counted under: ``order`` or ``arithmetic``.
@@ -56,7 +56,7 @@ class Mutant:
 
 
 class Source:
-    """A file's text, its syntax tree, and which function each line belongs to."""
+    """A file's text, its syntax tree, and the function of each line."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file = file
@@ -98,7 +98,7 @@ class Source:
 
     @cached_property
     def ignored(self) -> list[tuple[int, int]]:
-        """Offsets of what no test is meant to see: annotations, what an error says, assertions."""
+        """Offsets of code that tests need not cover: annotations, errors' messages, assertions."""
         nodes: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):
@@ -146,14 +146,14 @@ def _compiles(source: str) -> bool:
     return True
 
 
-#: A call of one of these, as a statement, is left out.
+#: Functions whose calls, as statements, are left out.
 _CALLS = {
     *("wait_stream", "wait_event", "record_event", "synchronize", "freed_for", "settle"),
     "invalidate",
 }
-#: A body under one of these runs without it.
+#: Context managers whose bodies run without them.
 _GUARDS = {"reading", "writing", "on"}
-#: Siblings that are chosen instead: as many ranks, or as good a queue.
+#: Groups and streams that are chosen instead: of as many ranks, or as good a queue.
 _GROUPS = {
     "inter": "reduce_inter",
     "intra": "reduce_intra",
@@ -168,7 +168,7 @@ _STREAMS = {
     "inter_node": "intra_node",
     "intra_node": "inter_node",
 }
-#: Counters that say which contents of the parameters something has.
+#: Counters that tell versions of the parameters apart.
 _GENERATIONS = {"generation", "offered", "held", "passed_over"}
 _VERDICTS = {"fresh", "readable"}
 
@@ -258,7 +258,7 @@ def _is(node: ast.expr, name: str) -> bool:
     return _last(node).lstrip("_") == name
 
 
-#: For each of Python's operators, by what cosmic-ray replaces it here; it knows all pairs.
+#: A replacement of each of Python's operators, out of all pairs that cosmic-ray has.
 _BINARY = (
     *("Add_Sub", "Sub_Add", "Mul_FloorDiv", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul"),
     *("RShift_LShift", "LShift_RShift", "BitOr_BitAnd", "BitAnd_BitOr", "BitXor_BitAnd"),
@@ -276,7 +276,7 @@ _OPERATORS = (
     "ZeroIterationForLoop",
 )
 
-#: A condition whose comparison is turned around by another operator.
+#: A negated comparison, which another operator has too.
 _TWICE = re.compile(r"\bnot [^ ()]+ (is|==|!=|<|<=|>|>=) ")
 
 
@@ -289,7 +289,7 @@ def arithmetic(source: Source) -> Iterator[Edit]:
     for node in ast_nodes(get_ast(source.text)):
         for name, operator in operators.items():
             for index, _ in enumerate(operator.mutation_positions(node)):
-                # Operators write to what they are given: a copy, of which all above it is shared.
+                # Operators change the node that they get: a copy, which shares its ancestors.
                 clone = copy.deepcopy(node, {id(node.parent): node.parent})
                 text = operator.mutate(clone, index).get_code().lstrip()
                 if name != "AddNot" or not _TWICE.search(text):

@@ -1,4 +1,4 @@
-"""Outcome of each mutant: remembered between runs, committed, and shown in docs."""
+"""Outcomes of mutants: cached between runs, committed, and shown in docs."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ from simulation import files
 
 _FOLDER = "results/mutants"
 
-#: Name of a mutant's change in the file of those that change nothing.
+#: A mutant's key in equivalent.yaml: file, function, and the lines before and after.
 _Change = tuple[str, str, str, str]
 
 
 class Cache:
     """Outcomes by what they depend on: the mutated file, and the tests that are run.
 
-    That other files of the library have changed since is not looked at.
+    Changes of the library's other files since then are ignored.
     """
 
     def __init__(self, root: Path) -> None:
@@ -55,14 +55,14 @@ def _digest(root: Path, tests: tuple[str, ...]) -> str:
 
 
 def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
-    """By a mutant's name the test that caught it when the record was made."""
+    """The test that caught each mutant when the record was made, by the mutant's name."""
     file = files.stored(root / _FOLDER / "mutants.jsonl")
     records = map(json.loads, files.lines(file) if file.exists() else [])
     return {tuple(record[:-1]): record[-1] for record in records}
 
 
 def report(root: Path, caught_by: Mapping[Mutant, str]) -> int:
-    """Print shares, and survivors that are not explained; 1 if there is one."""
+    """Print shares and unexplained survivors; return 1 if there is one."""
     explained = _explained(root)
     unexplained = [m for m, by in caught_by.items() if not by and _change(m) not in explained]
     print(*_table(caught_by, explained, lambda each: each.part), sep="\n")
@@ -117,7 +117,7 @@ def _table(
 
 
 def _explained(root: Path) -> dict[_Change, str]:
-    """Why a mutant changes nothing that a test could see."""
+    """Reasons why a mutant changes nothing that a test could see."""
     file = root / _FOLDER / "equivalent.yaml"
     entries: Sequence[Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {

@@ -21,7 +21,7 @@ from fcdp.integrations import hugging_face
 from tests.clients import tiny
 
 STEPS = 3
-#: What trainers log that does not depend on time.
+#: Keys of trainers' logs that do not depend on time.
 SHOWN = ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
 
 
@@ -129,9 +129,9 @@ def trained(
     shared: bool = False,
     **options: Any,
 ) -> Any:
-    """What ``look`` finds in the model that a trainer has trained, and in what it has logged.
+    """Train, and return what ``look`` makes of the trained model and its log.
 
-    In its folder, which ranks may share, ``after`` is called with the trainer.
+    ``after`` is called with the trainer and its folder, which ranks may share.
     """
     try:
         with tempfile.TemporaryDirectory() as own, how:
@@ -184,7 +184,7 @@ def resumed(topology: fcdp.Topology) -> dict[str, Any]:
 
 
 def refused(topology: fcdp.Topology) -> dict[str, Any]:
-    """The sentences for models and settings that cannot be taken over."""
+    """The errors for models and settings that cannot be taken over."""
     layers = tiny.llama()
     for layer in layers.get_submodule("model.layers").children():
         fully_shard(layer, mesh=topology.mesh)

@@ -1,4 +1,4 @@
-"""Run cases of one client on ranks that are threads with accelerators, and write what they found.
+"""Run cases of one client on ranks that are threads with accelerators, and write their results.
 
 tests/clients/on_streams.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.clients.forks import environment
 
-# One node is as another here: a rank is what its group says.
+# All threads have these variables; only its process group knows a thread's rank.
 os.environ.update(environment(0, nodes=2, per_node=1), ACCELERATE_TORCH_DEVICE="taped:0")
 
 import torch

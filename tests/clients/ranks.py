@@ -1,4 +1,4 @@
-"""Cases of one client on a rank, of which the first writes what they found.
+"""Run cases of one client on a rank, of which the first writes their results.
 
 tests/clients/ranks.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 """

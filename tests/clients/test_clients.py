@@ -59,7 +59,7 @@ class Forks:
             )
 
     def run(self, nodes: int, per_node: int, folder: Path, *words: str | Path) -> str:
-        """Run a program on its ranks; what they print."""
+        """Run a program on its ranks; return what they print."""
         before = self.log.stat().st_size
         program = {"nodes": nodes, "per_node": per_node, "folder": str(folder)}
         print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)
@@ -87,7 +87,7 @@ def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
 def run_cases(
     forks: Forks, client: str, nodes: int, per_node: int, cases: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What the cases of a client find, on the accelerator if there is but one process."""
+    """Run cases of a client, on the accelerator if there is but one process."""
     script = "ranks" if nodes * per_node > 1 else "on_streams"
     out = forks.folder / "results.json"
     out.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
 def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    """On the accelerator of ``tests.fcdp``, without a race, and in a schedule that is drawn."""
+    """On the accelerator of ``tests.fcdp``, without a race, in a randomly drawn schedule."""
     for case, result in run_cases(forks, client, 1, 1, cases).items():
         assert result["same_history"], case
         assert result["apart"] == 0.0, case
@@ -185,14 +185,14 @@ def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     programs.printed(python, "-m", "venv", "--without-pip", folder / "venv")
     (packages,) = folder.glob("venv/lib/*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)
-    # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.
+    # Python reads no .pth files of folders that one adds: no editable install of fcdp.
     paths = "import sys; print(*(path for path in sys.path if path.endswith('site-packages')))"
     seen = programs.printed(python, "-c", paths).split()
     (packages / "clients.pth").write_text("\n".join(seen))
     return folder / "venv/bin/python"
 
 
-#: Ends where a part of the checkout beside the library can be imported.
+#: Fails where a part of the checkout beside the library can be imported.
 APART = """
 import importlib.util, sys
 import fcdp
@@ -238,7 +238,7 @@ def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Pa
 
 
 def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:
-    """As the first lines of examples have it."""
+    """By the command in the first lines of the examples."""
     start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"
     start += f" --master-addr 127.0.0.1 --master-port 29533 {copied('trainer', tmp_path)}"
     both = f"node=0; {start} & node=1; {start} && wait $!"

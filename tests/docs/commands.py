@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.docs import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-#: What a fence of ours may be of; only the first two hold commands.
+#: Languages of fenced blocks; only the first two hold commands.
 LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 
 
@@ -16,12 +16,12 @@ LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 class Shown:
     page: str
     text: str
-    #: What the page says that it prints, without line breaks, in parts between what is left out.
+    #: Its output on the page, without line breaks, in parts that stand between omissions.
     prints: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
-        """The command's own, without settings of its environment."""
+        """The command's words, without settings of its environment."""
         return shlex.split(self.called)
 
     @property
@@ -39,7 +39,7 @@ def fences(page: Path) -> list[tuple[str, str]]:
 
 
 def shown(page: Path) -> list[Shown]:
-    """The page's commands, in order; continued lines are one, comments are none."""
+    """The page's commands, in order; continued lines are joined, comments left out."""
     commands = []
     for language, text in fences(page):
         text = text.replace("\\\n", " ")

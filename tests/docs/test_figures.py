@@ -1,4 +1,4 @@
-"""The figures of pages are drawn from committed records, and what is said of them is so."""
+"""The figures of pages are drawn from committed records, and statements about them hold."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from experiments.records.record import read
 from simulation.traffic import MEASURED
 from tests.docs import ROOT
 
-#: Figures whose texts alone are those of the committed ones, up to the version of matplotlib.
+#: Figures whose texts alone are compared: their shapes differ by matplotlib's version.
 TEXTS = {"ablation", "overview", "schedule"}
 
 
@@ -75,7 +75,7 @@ def test_the_chosen_amount_is_within_a_twentieth_of_the_best_that_was_measured()
 
 
 def test_what_a_convex_curve_would_have_is_the_bound_of_its_claim() -> None:
-    """Through none and 3 MiB, at twice that amount."""
+    """The bound is the line through none and 3 MiB, at twice that amount."""
     took = {
         draw_fuyou.swap(r): r.step_seconds_median or 0 for r in draw_fuyou.records("fuyou-swap")
     }

@@ -1,4 +1,4 @@
-"""docs/fsdp2.md lists FSDP2's whole public surface, and what it says of refusals is so."""
+"""docs/fsdp2.md lists FSDP2's whole public surface, and its refusals are raised."""
 
 import ast
 import dataclasses
@@ -144,7 +144,7 @@ class Extended(torch.Tensor):
     """A tensor that gathers by an extension of its own."""
 
     def fsdp_pre_all_gather(self, *_: object) -> None:
-        """FSDP2 looks whether there is one."""
+        """FSDP2 checks that this method is there."""
 
 
 def extension(topology: fcdp.Topology) -> None:
@@ -188,7 +188,7 @@ def replacing(call: str) -> Callable[[fcdp.Topology], None]:
     return provoke
 
 
-#: What the table says is refused, and a provocation of it on two nodes of one or two ranks.
+#: Refused calls of the table, each with a provocation on two nodes of one or two ranks.
 REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`fully_shard(mesh)` of two dimensions (HSDP)": (1, two_dimensions),
     "`DataParallelMeshDims(replicate)`": (1, named_dimensions),

@@ -1,6 +1,6 @@
-"""Tables of what was timed and counted: exact coding near its entropy, and host time.
+"""Tables of times and counts: exact coding near its entropy, and host time.
 
-Collectives do not grow with the number of nodes.
+The number of collectives does not grow with the number of nodes.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def test_gathers_are_near_the_entropy_of_the_same_steps_and_reductions_are_coded
     rows = readme.committed("difference-bits")["rows"]
     assert {1e-5, 3e-5, 1e-6} < {row["learning_rate"] for row in rows}
     for row in rows:
-        # At the lowest rate each of ten messages per step of the smaller model is of 4 kB.
+        # At the lowest rate each of the smaller model's ten messages per step has 4 kB.
         most = 1.25 if row["learning_rate"] == 1e-6 and row["parameters"] < 1e7 else 1.2
         assert 1 < row["gathers"][1] / row["entropy"][1] <= most
         assert row["reductions"][1] <= 11.2

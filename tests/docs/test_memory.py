@@ -1,4 +1,4 @@
-"""The equations of docs/memory.md against what real small models make fcdp allocate and send."""
+"""The equations of docs/memory.md beside the bytes that small models allocate and send."""
 
 import os
 import tempfile
@@ -39,7 +39,7 @@ def test_the_worked_example() -> None:
 
 
 def taken(settings: Settings) -> tuple[memory.Memory, memory.Memory]:
-    """What one rank has allocated after two steps, and what the equations say."""
+    """Bytes that one rank has allocated after two steps, and those of the equations."""
     run = Run(settings)
     for _ in range(2):
         run.step()
@@ -112,7 +112,7 @@ def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> 
 
 
 def residual_bytes(settings: Settings) -> tuple[int, int, int]:
-    """Bytes that error feedback keeps after a step, their equation, and what a load leaves."""
+    """Bytes that error feedback keeps after a step, their equation, and the bytes after a load."""
     run = Run(settings)
     for _ in range(2):
         run.loss().backward()
@@ -141,7 +141,7 @@ def gathered_and_trained(settings: Settings) -> tuple[int, int]:
 @pytest.mark.parametrize("adapter_rank", [0, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_bytes_between_nodes(ranks: Pools, adapter_rank: int, accumulation: int) -> None:
-    """Of the second step: the first also gathers what is frozen."""
+    """Compares the second step: the first also gathers frozen parameters."""
     settings = Settings(
         adapter_rank=adapter_rank, accumulation=accumulation, reshard_after_forward=True
     )

@@ -22,7 +22,7 @@ BLOCK = re.compile(r"<!-- (\S+?)(?:: [^>]*)? -->.*?(?:<!-- end of \1 -->|\Z|(?=\
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name in a page: its headings, as GitHub writes them."""
+    """Anchors of a page: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -87,7 +87,7 @@ def blocks(page: str) -> str:
 
 
 def prose(page: str) -> str:
-    """The rest, without code."""
+    """The rest of a page, without code."""
     return re.sub(r"```.*?```", "", BLOCK.sub("", page), flags=re.DOTALL)
 
 

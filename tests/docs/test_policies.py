@@ -1,4 +1,4 @@
-"""Policies: the names are those of matrix files, and the page's own works."""
+"""Policies: the names are those of matrix files, and the pages' examples train."""
 
 import sys
 import tempfile
@@ -28,7 +28,7 @@ def test_each_name_is_the_policy_beside_it() -> None:
 
 
 def run_block(page: str, **names: Any) -> dict[str, Any]:
-    """The page's block, as a program of its own; what it defines."""
+    """Run the page's block as a program of its own; return its names."""
     scope = {"__name__": "example", **names}
     exec(compile(block(page, "policy"), page, "exec", dont_inherit=True), scope)
     return scope

@@ -19,9 +19,9 @@ from scripts.documentation import SETTING
 from tests.ranks import Pools
 
 _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-#: Of protocols: what others write, and only its class has an example.
+#: Methods of protocols, which others write: only the class has an example.
 _DECLARED = {"CachePolicy.place", "Codec.encoded_bytes", "Codec.encode", "Codec.decode"}
-#: Counting is the library's.
+#: Methods that only the library calls.
 _INTERNAL = {
     "Ledger.add",
     "Ledger.add_both",
@@ -88,7 +88,7 @@ def test_each_has_an_example() -> None:
 
 
 def run_examples() -> dict[str, str]:
-    """Every example of every public name, each from the same setting; what did not come out."""
+    """Run all examples of public names, each after the same set-up; return the failures."""
     failed = {}
     for name in fcdp.__all__:
         obj = getattr(fcdp, name)
@@ -115,7 +115,7 @@ def _run(test: doctest.DocTest) -> str:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """One of rank 0's, for all."""
+    """A folder of rank 0 that all ranks use."""
     with tempfile.TemporaryDirectory() as folder:
         shared: list[str | None] = [folder]
         dist.broadcast_object_list(shared)

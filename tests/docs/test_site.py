@@ -17,12 +17,12 @@ from tests.docs import DOCS, ROOT
 pytest.importorskip("mkdocs", reason="no mkdocs here: make setup installs it (group docs)")
 pytest.importorskip("mkdocstrings_handlers.python", reason="no mkdocstrings here: make setup")
 
-#: Of the theme, for pages that a server makes.
+#: Pages of the theme that only a server shows.
 _NOT_PAGES = {"404.html"}
 
 
 class Reader(HTMLParser):
-    """What a page links and fetches, and what may be linked in it."""
+    """Links of a page, files that it fetches, and its anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``make docs`` builds it, or has just built it."""
+    """The site as ``make docs`` builds it, or has just built it."""
     if built := os.environ.get("FCDP_SITE"):
         return Path(built)
     folder = tmp_path_factory.mktemp("site")

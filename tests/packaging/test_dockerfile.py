@@ -18,7 +18,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, argument) of each, with comments dropped and continued lines joined."""
+    """(instruction, argument) pairs, with comments dropped and continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     pairs = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]

@@ -31,7 +31,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
 ALL = GROUPS.pop("all")
-#: In none of what `make` installs: users add it to what they have.
+#: A group that `make` does not install: users add it to their environments.
 IMAGES = GROUPS.pop("images")
 LISTED = [
     Requirement(line) for lines in (PROJECT["dependencies"], *GROUPS.values()) for line in lines

@@ -43,7 +43,7 @@ def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
 
 
 def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -> None:
-    """Whose own checksum, of one commit, is the same each time."""
+    """The archive's own checksum, of one commit, is the same each time."""
     first, again = make("-s", "archive"), make("-s", "archive")
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout
@@ -89,7 +89,7 @@ def test_ci_fails_without_the_documentation_and_runs_the_tests_all_the_same(tmp_
 
 
 def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
-    """Run .ci/run where these are the recipes of ``make ci`` and ``make docs``."""
+    """Run .ci/run with these recipes of ``make ci`` and ``make docs``."""
     (root / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", root / ".ci/run")
     mutants = "" if "mutants:" in tests else "mutants:\n\t@echo survived: none\n"

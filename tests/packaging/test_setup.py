@@ -13,8 +13,8 @@ from tests.programs import ROOT
 #: Everything that the script may find besides the stand-ins.
 TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"
 
-#: Notes how it was called, fails where FAIL says so, and makes a virtual environment of itself.
-#: Which environment's it is, is in front of its calls.
+#: Logs its calls, fails where FAIL says so, and makes a virtual environment of itself. The name
+#: of its environment precedes each call.
 PYTHON = """#!/bin/bash
 [[ $0 == */bin/python ]] && where=${0%/bin/python} && echo -n "${where##*/}: " >>"$CALLS"
 echo "$*" >>"$CALLS"
@@ -33,7 +33,7 @@ exit 0
 
 #: Calls of pip that a set-up consists of: tools, torch, the project, DeepSpeed.
 INSTALLS = 4
-#: How the last of them is told apart.
+#: The arguments that only the last of them has.
 BASELINES = "--group baselines"
 FILES = ("constraints.txt", "constraints-paper.txt", "pyproject.toml", "scripts/setup.sh")
 
@@ -71,7 +71,7 @@ class Machine:
 
     @property
     def installs(self) -> list[str]:
-        """What pip was asked for in .venv, call by call."""
+        """Arguments of pip's installs into .venv, call by call."""
         return self.installs_in(".venv")
 
     def installs_in(self, environment: str) -> list[str]:

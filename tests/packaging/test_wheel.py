@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from tests import programs
 
-#: Imports the library with everything in it but what takes other people's trainers over, and none
-#: of the parts beside it.
+#: Imports every module of the library but the integrations with other people's trainers, without
+#: the packages beside it.
 IMPORTS = """
 import importlib.util, pkgutil, sys
 import fcdp

@@ -1,4 +1,4 @@
-"""What a mutant changes, what names it, and that each has tests."""
+"""Mutants: their changes, their names, and tests for each."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ _NOTHING = '__import__("contextlib").nullcontext()'
 
 
 def changed(source: Source) -> list[tuple[int, str]]:
-    """Lines of what orders and chooses, as they are after each edit."""
+    """Lines after each edit of a thing that orders or chooses, with their numbers."""
     return [(each.line, each.after) for each in source.mutants("order", order(source))]
 
 

@@ -1,4 +1,4 @@
-"""What ``make reproduce`` runs: all matrices that have records, from where it was ended."""
+"""``make reproduce`` runs all matrices that have records, from where it was ended."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_another_name_is_refused() -> None:
 def test_it_says_how_long_it_takes_and_ends_where_a_matrix_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A matrix with failed cells counts; the one that is ended is gone on with by the same call."""
+    """A matrix with failed cells counts; the same call goes on with the one that was ended."""
     took = {name: reproduce.minutes(name) for name in ("quickstart", "delta")}
     ran, statuses = [], {"quickstart": 1, "examples/differences/matrix.yaml": 130}
 

@@ -21,7 +21,7 @@ def test_what_no_link_explains_is_called_noise() -> None:
 
 
 def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
-    """A load alone is one: its host took none of its time."""
+    """A load alone is a reason: its host took none of its time."""
     worst = Machine(load=6.4, cores=2, steal_share=0.0)
     assert tables._busy(worst).startswith(
         "The machine was busy, at worst: a load of 6.4 on 2 cores. Times are"
