@@ -138,31 +138,31 @@ def _uri(path: Path) -> str:
     """Where a file of the repository stands in the site."""
     if _is_a_page_or_figure(path):
         return path.relative_to("docs").as_posix()
-    there = ROOT / path
-    if there.is_dir():
+    source = ROOT / path
+    if source.is_dir():
         return f"{_FOLDER}/{path.as_posix()}/README.md"
     page = path.suffix == ".md" or path.suffix not in _LANGUAGES
     return f"{_FOLDER}/{path.as_posix()}" + ("" if page else ".md")
 
 
 def _file(uri: str, path: Path, config: MkDocsConfig) -> File:
-    there = ROOT / path
+    source = ROOT / path
     options: dict[str, Any] = {"inclusion": InclusionLevel.NOT_IN_NAV}
-    if there.is_file() and path.suffix not in {*_LANGUAGES, ".md"}:
-        return File.generated(config, uri, abs_src_path=str(there), **options)
+    if source.is_file() and path.suffix not in {*_LANGUAGES, ".md"}:
+        return File.generated(config, uri, abs_src_path=str(source), **options)
     return File.generated(config, uri, content=_content(path), **options)
 
 
 def _content(path: Path) -> str:
     """A page of a file or folder: Markdown as it is, other text as a block, a folder as a list."""
-    there = ROOT / path
-    if there.is_dir():
-        readme = there / "README.md"
+    source = ROOT / path
+    if source.is_dir():
+        readme = source / "README.md"
         intro = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
-        entries = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
+        entries = sorted(item for item in source.iterdir() if not item.name.startswith(("_", ".")))
         names = "\n".join(f"- `{entry.name}{'/' * entry.is_dir()}`" for entry in entries)
         return f"{_UNSEARCHED}{intro}\n\n## Files\n\n{names}\n"
-    text = there.read_text(encoding="utf-8")
+    text = source.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
     return f"{_UNSEARCHED}# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"

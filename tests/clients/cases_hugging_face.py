@@ -134,10 +134,10 @@ def trained(
     ``after`` is called with the trainer and its folder, which ranks may share.
     """
     try:
-        with tempfile.TemporaryDirectory() as own, how:
-            names = [own]
+        with tempfile.TemporaryDirectory() as private, how:
+            names = [private]
             dist.broadcast_object_list(names)
-            folder = names[0] if shared else own
+            folder = names[0] if shared else private
             torch.manual_seed(1)
             trainer = make(folder, **options)
             trainer.train()

@@ -28,25 +28,25 @@ from fcdp.integrations.takeover import Takeover
 from tests.clients import tiny
 from tests.fcdp import accelerator
 
-_own = threading.local()
+_local = threading.local()
 _for_good = contextlib.ExitStack()
 _fully_shard = fsdp.fully_shard
 
 
 def _owner() -> Any:
     """A holder of this thread's ``fully_shard``, in which a takeover puts its own."""
-    if not hasattr(_own, "owner"):
-        _own.owner = SimpleNamespace(fully_shard=_fully_shard)
-    return _own.owner
+    if not hasattr(_local, "owner"):
+        _local.owner = SimpleNamespace(fully_shard=_fully_shard)
+    return _local.owner
 
 
 class _Takeovers:
     def __getattr__(self, name: str) -> Any:
-        if not hasattr(_own, "takeover"):
-            _own.takeover = Takeover()
+        if not hasattr(_local, "takeover"):
+            _local.takeover = Takeover()
         if name == "of":
-            return lambda root, owner, apart=(): _own.takeover.of(root, _owner(), apart)
-        return getattr(_own.takeover, name)
+            return lambda root, owner, apart=(): _local.takeover.of(root, _owner(), apart)
+        return getattr(_local.takeover, name)
 
 
 def _make_models_on_the_accelerator() -> None:

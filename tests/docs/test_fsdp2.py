@@ -199,8 +199,8 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
 }
 
 
-def refuse(what: str) -> str:
-    ranks_per_node, provoke = REFUSALS[what]
+def refuse(refusal: str) -> str:
+    ranks_per_node, provoke = REFUSALS[refusal]
     with pytest.raises((ValueError, AssertionError, RuntimeError)) as error:
         provoke(topology_of(2, ranks_per_node))
     return str(error.value)
@@ -208,11 +208,11 @@ def refuse(what: str) -> str:
 
 @pytest.mark.parametrize("row", table("fsdp2.md", "refusals"), ids=lambda row: row["What"])
 def test_what_is_refused(ranks: Pools, row: dict[str, str]) -> None:
-    what = row["What"]
-    call = re.findall(r"`([^`]+)`", what)[0]
+    refusal = row["What"]
+    call = re.findall(r"`([^`]+)`", refusal)[0]
     if call not in set(surface()):
         pytest.skip(f"this torch has no {call}")
-    for message in ranks.run(2 * REFUSALS[what][0], refuse, what):
+    for message in ranks.run(2 * REFUSALS[refusal][0], refuse, refusal):
         assert quoted(row["Error"]) in message
 
 

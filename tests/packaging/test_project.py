@@ -37,9 +37,9 @@ def test_every_target_can_be_shown_and_makes_the_environment_first(target: str) 
 
 def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
     assert "scripts/setup.sh" in make("-n", "gpu").stdout.splitlines()[0]
-    given = make("-n", "gpu", "PYTHON=python3.12").stdout
-    assert "setup.sh" not in given
-    assert "\npython3.12 -m pytest -v -m gpu " in given
+    commands = make("-n", "gpu", "PYTHON=python3.12").stdout
+    assert "setup.sh" not in commands
+    assert "\npython3.12 -m pytest -v -m gpu " in commands
 
 
 def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -> None:

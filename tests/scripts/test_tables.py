@@ -46,8 +46,8 @@ def test_phases_stand_beside_fsdp2s() -> None:
 
 def test_rollouts_stand_beside_the_trainers_own_answers() -> None:
     measured = {"update_seconds": 1.0, "bits_per_parameter": 1.5, "versions_behind": 1.0}
-    own, other = (record(cell(strategy="fcdp"), **m) for m in ({"update_seconds": 1.0}, measured))
-    head, _, first, second = tables.by_rollout([own, other]).splitlines()
+    own, rollout = (record(cell(strategy="fcdp"), **m) for m in ({"update_seconds": 1.0}, measured))
+    head, _, first, second = tables.by_rollout([own, rollout]).splitlines()
     assert head.endswith("| update s | versions behind | bits per parameter |")
     assert first.endswith("| 1 | – | – |")
     assert second.endswith("| 1 | 1 | 1.500 |")
