@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
     parser.add_argument("--into", type=Path, default=FOLDER, metavar="FOLDER")
     parser.add_argument("--anew", action="store_true", help="compute map.json again")
-    given = parser.parse_args(arguments)
-    if unknown := [name for name in given.names if name not in FIGURES]:
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in FIGURES]:
         parser.error(f"{unknown[0]!r} is no figure; allowed: {', '.join(FIGURES)}")
-    if given.anew:
+    if options.anew:
         draw_map.compute()
-    for name in given.names or FIGURES:
-        write(name, given.into)
+    for name in options.names or FIGURES:
+        write(name, options.into)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def draw() -> Figure:
             share = kernels_share(name)
             for gbit_s, line in BANDWIDTHS.items():
                 _maxima(mfu, speed, name, gbit_s, share, {"color": colour, "ls": line})
-            sizes = [(one.parameters, one.tokens()) for one in points_on(gpu(name), 100e9)]
+            sizes = [(point.parameters, point.tokens()) for point in points_on(gpu(name), 100e9)]
             fits = [pair for pair in sizes if pair[1] >= 1]
             context.plot(*zip(*fits, strict=True), color=colour, marker=".")
         _distance(tokens)
@@ -86,15 +86,15 @@ def draw() -> Figure:
 def _maxima(
     mfu: Any, speed: Any, name: str, gbit_s: float, share: float, look: dict[str, str]
 ) -> None:
-    """The best of the grid over stages, kept activations and kernels, by size; gaps do not fit."""
-    found = []
+    """The best of the grid over stages, kept activations and kernels, by the sizes that fit."""
+    maxima = []
     for point in points_on(gpu(name), 1e9 * gbit_s):
         steps = [*point.grid(_STEPS, share)]
         if steps:
-            fastest = max(one.tokens_per_gpu_s for one in steps)
-            found.append((point.parameters, max(one.mfu for one in steps), fastest))
-    if found:
-        sizes, shares, speeds = zip(*found, strict=True)
+            fastest = max(step.tokens_per_gpu_s for step in steps)
+            maxima.append((point.parameters, max(step.mfu for step in steps), fastest))
+    if maxima:
+        sizes, shares, speeds = zip(*maxima, strict=True)
         mfu.plot(sizes, shares, **look)
         speed.plot(sizes, speeds, **look)
 

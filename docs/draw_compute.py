@@ -26,8 +26,8 @@ def draw() -> Figure:
             for gpu, (colour, marker) in _LOOKS.items():
                 rows = [p for p in record.predictions if p.row.gpu == gpu]
                 ax.scatter(
-                    [_parameters(one) for one in rows],
-                    [_ratio(one, held_out=held_out) for one in rows],
+                    [_parameters(prediction) for prediction in rows],
+                    [_ratio(prediction, held_out=held_out) for prediction in rows],
                     s=12,
                     color=colour,
                     marker=marker,
@@ -51,11 +51,11 @@ def draw() -> Figure:
     return figure
 
 
-def _parameters(one: Predicted) -> float:
-    model = one.row.shape()
+def _parameters(prediction: Predicted) -> float:
+    model = prediction.row.shape()
     return 1.0 * model.layers * model.block_parameters
 
 
-def _ratio(one: Predicted, *, held_out: bool) -> float:
-    predicted = one.held_out if held_out else one.fitted
-    return min(max(predicted / one.row.tokens_per_s_per_gpu, _LEAST), _MOST)
+def _ratio(prediction: Predicted, *, held_out: bool) -> float:
+    predicted = prediction.held_out if held_out else prediction.fitted
+    return min(max(predicted / prediction.row.tokens_per_s_per_gpu, _LEAST), _MOST)

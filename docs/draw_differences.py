@@ -12,17 +12,17 @@ from analysis.load.table import frame, latest, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
-#: What entropy codes take: see examples/differences/bits.py.
+#: Bits of entropy codes, measured by examples/differences/bits.py.
 BITS = ROOT / "results" / "difference-bits" / "record.json"
 
 
 def bits(records: Path = RECORDS) -> Mapping[float, float]:
     """Bits per parameter that crossed nodes in gathers, headers included, by learning rate.
 
-    The kernel's count of a step, less that of a step of which only reductions are left: the
-    ledger's reductions, with the same overhead of protocols that the kernel saw on all of it.
+    Bytes of the ledger but for reductions, times the overhead of protocols on the whole step: the
+    kernel's count over the ledger's.
     """
-    found = {}
+    by_rate = {}
     for record in latest(load(records)):
         settings = record.cell.settings.model_dump()
         unshaped = record.cell.inter_bandwidth_bits_per_s is None
@@ -37,12 +37,12 @@ def bits(records: Path = RECORDS) -> Mapping[float, float]:
         gathered = overhead * (sum(ledger.values()) - ledger["reduce"])
         nodes = record.cell.cluster.nodes
         crossing = (nodes - 1) / nodes * measured.parameters
-        found[record.cell.learning_rate] = 8 * gathered / crossing
-    return dict(sorted(found.items()))
+        by_rate[record.cell.learning_rate] = 8 * gathered / crossing
+    return dict(sorted(by_rate.items()))
 
 
 def draw() -> Figure:
-    """Draw the bits told of each parameter, beside those of a whole bf16 gather."""
+    """Bits sent per parameter by both codings, beside those of a whole bf16 gather."""
     records = frame(latest(load(RECORDS)))
     both = sorted(json.loads(BITS.read_bytes())["rows"], key=itemgetter("learning_rate"))
     smaller = min(row["parameters"] for row in both)  # that of the records
@@ -52,9 +52,9 @@ def draw() -> Figure:
     )
     with canvas(5.2, 3.0) as (figure, ((ax,),)):
         ax.axhline(16, linestyle="--", color="0.5", label="whole")
-        for told, label, place in ((bits(), "packed", 6), (coded, "entropy codes", -13)):
-            ax.plot(list(told), list(told.values()), marker="o", label=label)
-            for rate, count in told.items():
+        for series, label, place in ((bits(), "packed", 6), (coded, "entropy codes", -13)):
+            ax.plot(list(series), list(series.values()), marker="o", label=label)
+            for rate, count in series.items():
                 offset = {"xytext": (0, place), "textcoords": "offset points", "ha": "center"}
                 ax.annotate(f"{count:.2g}", (rate, count), **offset)
         ax.plot(list(entropy), list(entropy.values()), ":", color="0.2", label="their entropy")

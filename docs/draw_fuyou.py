@@ -21,8 +21,8 @@ _MARKERS = "osD^"
 
 def records(matrix: str) -> list[Record]:
     """Cells of a committed matrix that were measured."""
-    found = latest(load(ROOT / "results" / matrix / "records.jsonl"))
-    return [record for record in found if record.measurement is not None]
+    loaded = latest(load(ROOT / "results" / matrix / "records.jsonl"))
+    return [record for record in loaded if record.measurement is not None]
 
 
 def published() -> Figure:
@@ -31,14 +31,14 @@ def published() -> Figure:
     rate = fuyou.fitted([point for point in points if point.gpus == 1])
     with canvas(8.4, 3.2, 1, 2) as (figure, ((ssds, batches),)):
         for at, batch in enumerate((32, 48, 64)):
-            own = [p for p in points if p.table == "ssds" and p.batch == batch]
-            _beside(ssds, own, [p.ssds for p in own], f"batch {batch}", at, rate)
+            group = [p for p in points if p.table == "ssds" and p.batch == batch]
+            _beside(ssds, group, [p.ssds for p in group], f"batch {batch}", at, rate)
         ssds.set(xlabel="SSDs (13B, one GPU)", ylabel="TFLOPS")
         series = {(p.model, p.gpus): None for p in points if p.table != "ssds"}
         for at, (model, gpus) in enumerate(series):
-            own = [p for p in points if p.table != "ssds" and (p.model, p.gpus) == (model, gpus)]
+            group = [p for p in points if p.table != "ssds" and (p.model, p.gpus) == (model, gpus)]
             label = f"{model}, {gpus} GPU{'s' * (gpus > 1)}"
-            _beside(batches, own, [p.batch for p in own], label, at, rate)
+            _beside(batches, group, [p.batch for p in group], label, at, rate)
         batches.set_xscale("log", base=2)
         batches.set(xlabel="global batch (12 SSDs)", ylabel="TFLOPS")
         for ax in (ssds, batches):
@@ -66,24 +66,24 @@ def form(record: Record) -> str:
 def measured() -> Figure:
     """Seconds per step by the speed of the SSD, and by what is swapped."""
     with canvas(8.4, 3.2, 1, 2) as (figure, ((speeds, amounts),)):
-        found = records("fuyou")
+        cells = records("fuyou")
         for name, colour, marker in zip(FORMS, _COLOURS, _MARKERS, strict=True):
-            own = [record for record in found if form(record) == name]
-            xs = [_settings(record).ssd_limit / 1e6 for record in own]
-            ys = [record.step_seconds_median for record in own]
+            cells_of_form = [record for record in cells if form(record) == name]
+            xs = [_settings(record).ssd_limit / 1e6 for record in cells_of_form]
+            ys = [record.step_seconds_median for record in cells_of_form]
             speeds.plot(xs, ys, color=colour, marker=marker, label=name)
         speeds.set(xlabel="SSD, MB/s each way", ylabel="s per step")
         speeds.legend(fontsize=7)
         swapped = sorted(records("fuyou-swap"), key=chosen)
         fixed = [record for record in swapped if swap(record) != "auto"]
         best = [record for record in swapped if swap(record) == "auto"]
-        for cells, look in ((fixed, "o-"), (best, "r*")):
+        for group, look in ((fixed, "o-"), (best, "r*")):
             amounts.plot(
-                [chosen(record) / 2**20 for record in cells],
-                [record.step_seconds_median for record in cells],
+                [chosen(record) / 2**20 for record in group],
+                [record.step_seconds_median for record in group],
                 look,
-                label="chosen by the model" if cells is best else "given",
-                markersize=5 if cells is fixed else 12,
+                label="chosen by the model" if group is best else "given",
+                markersize=5 if group is fixed else 12,
             )
         amounts.set(xlabel="swapped, MiB per step", ylabel="s per step")
         amounts.legend(fontsize=7)
@@ -94,8 +94,7 @@ def measured() -> Figure:
 
 def swap(record: Record) -> str:
     """Swap of the cell, as its matrix says it."""
-    found: str = _settings(record).swap
-    return found
+    return str(_settings(record).swap)
 
 
 def _settings(record: Record) -> Any:

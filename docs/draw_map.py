@@ -34,13 +34,13 @@ _NODES, _MODEL, _LINK = 4, "llama-3-8b", 100.0
 
 
 def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
-    """Nodes of eight, as the command plans them."""
+    """Nodes of eight GPUs, as ``experiments plan`` models them."""
     bits = 1e9 * gbit_s
     return with_rates(reported(cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=bits)))
 
 
 def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[str, Any]:
-    """The strategy that the planner takes, and tokens per second of each that fits."""
+    """The strategy that the planner chooses, and tokens per second of each that fits."""
     request = Request(
         model=model,
         hardware=rented(gpu, nodes, gbit_s),
@@ -78,7 +78,7 @@ def compute() -> None:
         for nodes in NODES
         if nodes != _NODES
     ]
-    lines = ",\n".join(json.dumps(one) for one in map_cells + more)
+    lines = ",\n".join(json.dumps(entry) for entry in map_cells + more)
     DATA.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
@@ -92,17 +92,17 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
                 ax.set_xticks(range(len(GBIT_S)), [f"{value:g}" for value in GBIT_S])
                 ax.set_yticks(range(len(MODELS)), MODELS)
                 ax.set(xlim=(-0.5, len(GBIT_S) - 0.5), ylim=(-0.5, len(MODELS) - 0.5))
-                for one in _of(cells, nodes=_NODES, gpu=gpu, tuning=tuning):
-                    x, y = GBIT_S.index(one["gbit_s"]), MODELS.index(one["model"])
-                    colour = "0.9" if one["take"] is None else find(one["take"]).look.colour
+                for entry in _of(cells, nodes=_NODES, gpu=gpu, tuning=tuning):
+                    x, y = GBIT_S.index(entry["gbit_s"]), MODELS.index(entry["model"])
+                    colour = "0.9" if entry["take"] is None else find(entry["take"]).look.colour
                     corners = [x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5] * 2 + [y + 0.5] * 2
                     ax.fill(*corners, color=colour, alpha=0.55, linewidth=0)
-                    ax.text(x, y, _gain(one), ha="center", va="center", fontsize=6)
+                    ax.text(x, y, _gain(entry), ha="center", va="center", fontsize=6)
         for ax in axes[-1]:
             ax.set_xlabel("Gbit/s per node")
-        taken = [name for name in STRATEGIES if any(one["take"] == name for one in cells)]
+        taken = [name for name in STRATEGIES if any(entry["take"] == name for entry in cells)]
         patches = [Patch(color=find(name).look.colour, alpha=0.55, label=name) for name in taken]
-        if any(one["take"] is None for one in cells):
+        if any(entry["take"] is None for entry in cells):
             patches.append(Patch(color="0.9", label="nothing fits"))
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
     return figure
@@ -115,9 +115,9 @@ def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
             rows = _of(cells, model=_MODEL, gpu=GPUS[1], gbit_s=_LINK, tuning=tuning)
             for name in STRATEGIES:
                 points = [
-                    (8 * one["nodes"], one["tokens_per_s"][name] / (8 * one["nodes"]))
-                    for one in sorted(rows, key=lambda one: one["nodes"])
-                    if name in one["tokens_per_s"]
+                    (8 * entry["nodes"], entry["tokens_per_s"][name] / (8 * entry["nodes"]))
+                    for entry in sorted(rows, key=lambda entry: entry["nodes"])
+                    if name in entry["tokens_per_s"]
                 ]
                 look = find(name).look
                 if points:
@@ -132,16 +132,16 @@ def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _of(cells: Sequence[Mapping[str, Any]], **settings: Any) -> list[Mapping[str, Any]]:
-    return [one for one in cells if all(one[key] == value for key, value in settings.items())]
+    return [entry for entry in cells if all(entry[key] == value for key, value in settings.items())]
 
 
-def _gain(one: Mapping[str, Any]) -> str:
+def _gain(entry: Mapping[str, Any]) -> str:
     """FCDP's speed over that of the fastest other, or which of them fits alone."""
-    speeds = dict(one["tokens_per_s"])
-    own = speeds.pop("fcdp", None)
-    if own is None or not speeds:
-        return "" if own is None else "alone"
-    return f"{own / max(speeds.values()):.2f}"
+    speeds = dict(entry["tokens_per_s"])
+    fcdp = speeds.pop("fcdp", None)
+    if fcdp is None or not speeds:
+        return "" if fcdp is None else "alone"
+    return f"{fcdp / max(speeds.values()):.2f}"
 
 
 def figures() -> dict[str, Figure]:

@@ -65,7 +65,7 @@ PALETTES = (
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that the arrows say of one node, by the equations of docs/memory.md."""
+    """Bytes of one node that the arrows show, by the equations of docs/memory.md."""
 
     #: Sent to other nodes by one all-gather or one reduction of the whole model.
     crossing: float

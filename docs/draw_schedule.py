@@ -67,15 +67,15 @@ class Timeline:
 
 
 _ROOT_COMPUTE = 1.5
-#: Length of what adapters take.
+#: Length of the adapters' transfers.
 _SHORT = 0.7
-#: From memory to memory, on CPUs.
+#: Length of a copy from memory to memory, on CPUs.
 _COPY = 1.0
 
 
 @dataclass(eq=False)
 class Unit:
-    """``dirty``: written since its last gather. ``reduced``: has gradients."""
+    """A unit; ``dirty`` if written since its last gather, ``reduced`` if it has gradients."""
 
     name: str
     dirty: bool = True

@@ -21,7 +21,7 @@ class Unit:
     name: str
     #: One rank's part of the gather, in bytes of the gather dtype.
     shard_bytes: int
-    #: Elements of it.
+    #: Elements of that part.
     shard_numel: int
     trainable: bool = True
     reuses: int = 1
@@ -41,7 +41,7 @@ class Memory:
 
     #: Entries on the device; where the policy decides by memory in use, the most there can be.
     device: int
-    #: What the allocator holds for the slices that gathers move, on the device (accelerators only).
+    #: Bytes that the allocator holds for gathers' slices on the device (accelerators only).
     slices: int
     #: The arena and the disk's buffers, page-locked on CUDA.
     host: int
@@ -81,8 +81,8 @@ def slices(units: Sequence[Any], cluster: Any) -> int:
     """
     if cluster.nodes == 1:
         return 0
-    kept = 1 if cluster.ranks_per_node == 1 else 2
-    return kept * cluster.nodes * max(unit.shard_bytes for unit in units)
+    buffers = 1 if cluster.ranks_per_node == 1 else 2
+    return buffers * cluster.nodes * max(unit.shard_bytes for unit in units)
 
 
 def _read(
@@ -134,7 +134,7 @@ def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> l
 
 @dataclass(frozen=True)
 class Example:
-    """bf16, AdamW in fp32, adapters of a hundredth of the model."""
+    """A model in bf16 with AdamW in fp32, or adapters of a hundredth of its size."""
 
     name: str
     parameters: float

@@ -2,8 +2,8 @@
 
     python -m scripts.budgets
 
-Fails where a count has grown past its budget. A budget that is above its aim only falls: what
-brings a count down writes it here, lines rounded up to the next ten.
+Fails where a count has grown past its budget. A budget that is above its aim only falls: a
+change that brings a count down writes it here, lines rounded up to the next ten.
 """
 
 import ast
@@ -17,12 +17,12 @@ import grimp
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fcdp", "baselines", "simulation", "experiments", "analysis", "scripts")
-#: Packages of the product; scripts, which keep the repository, count apart.
+#: Packages of the product; scripts, which maintain the repository, count apart.
 SOURCE = PACKAGES[:-1]
 
 
 class Budget(NamedTuple):
-    """The most that a count may be today, and what it is to become."""
+    """The most that a count may be today, and its target."""
 
     most: int
     aim: int
@@ -90,7 +90,7 @@ def _imports_in_functions(text: str) -> int:
 
 
 def _with_one_importer(graph: grimp.ImportGraph) -> Iterator[str]:
-    """Modules that only one other imports; a package's face and a program's start are none."""
+    """Modules that only one other imports, but for ``__init__`` and ``__main__``."""
     for module in graph.modules:
         is_file = not graph.find_children(module) and not module.endswith("__main__")
         if is_file and len(graph.find_modules_that_directly_import(module)) == 1:

@@ -1,9 +1,9 @@
-"""Speed of exact coding: bytes of a shard per second of one core, to write and to read them.
+"""Speed of exact coding: bytes of a shard that one core writes and reads per second.
 
-python -m scripts.coding_speed    measure, and write the record; scripts.readme the table
+python -m scripts.coding_speed    measure and write the record, for scripts.readme
 
 Weights are drawn from N(0, 0.02²) and moved as by AdamW at a learning rate; gradients differ in
-magnitude from row to row. What counts is a core's own seconds, without those of other work.
+magnitude from row to row. Times are CPU time of one thread, without other work's.
 """
 
 import json
@@ -29,7 +29,7 @@ RATES = (3e-5, 1e-5, 1e-6, 0.0)
 
 
 def cases(elements: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None, Coding]]:
-    """Names, new shards, the versions before, and how they are coded."""
+    """Name, new shard, the version before it and coding of each case."""
     torch.manual_seed(0)
     weights, steps = 0.02 * torch.randn(elements), torch.randn(elements).clamp_(-2, 2) / 2
     for rate in RATES:
@@ -47,12 +47,12 @@ def measured(elements: int = ELEMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
     for _ in range(rounds):
         for name, new, base, coding in cases(elements):
             version = message.ALONE if base is None else 1
-            told, written = _timed(lambda: message.write(new, base, version, coding))  # noqa: B023
+            encoded, written = _timed(lambda: message.write(new, base, version, coding))  # noqa: B023
             row, copied = _timed((new if base is None else base).clone)
-            _, read = _timed(lambda: message.read(told, row, version))  # noqa: B023
+            _, read = _timed(lambda: message.read(encoded, row, version))  # noqa: B023
             assert torch.equal(row, new), name
             taken = (written, read, copied)
-            speeds[name, round(8 * told.numel() / elements, 2)].append(
+            speeds[name, round(8 * encoded.numel() / elements, 2)].append(
                 [new.nbytes / seconds / 1e9 for seconds in taken]
             )
     return {
@@ -64,8 +64,8 @@ def measured(elements: int = ELEMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
         "elements": elements,
         "rounds": rounds,
         "rows": [
-            {"case": name, "bits": bits, "gb_per_s": [*map(quantiles, zip(*found, strict=True))]}
-            for (name, bits), found in speeds.items()
+            {"case": name, "bits": bits, "gb_per_s": [*map(quantiles, zip(*samples, strict=True))]}
+            for (name, bits), samples in speeds.items()
         ],
     }
 
@@ -97,5 +97,5 @@ def table(record: dict[str, Any]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(made := measured(), indent=1) + "\n", encoding="utf-8")
-    print(table(made))
+    RECORD.write_text(json.dumps(record := measured(), indent=1) + "\n", encoding="utf-8")
+    print(table(record))

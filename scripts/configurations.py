@@ -1,6 +1,6 @@
-"""Write baselines/configurations: what DeepSpeed is given for the model of the matrix ``volume``.
+"""Write baselines/configurations: DeepSpeed's files for the model of the matrix ``volume``.
 
-Thresholds follow the model, so the code makes them; these files show what it makes.
+Thresholds depend on the model, so that code computes them; these files show the result.
 """
 
 import json
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "baselines/configurations"
 
 
 def configurations() -> dict[str, dict[str, Any]]:
-    """By strategy, on CPUs, for full fine-tuning; DeepSpeed itself is not started."""
+    """Configurations by strategy, on CPUs, in full fine-tuning; DeepSpeed itself is not started."""
     cells = [entry.cell for entry in reader.read("volume").cells]
     cell = next(each for each in cells if each.tuning == "full")
     names = [entry.name for entry in registry.STRATEGIES if entry.engine == "deepspeed"]

@@ -1,4 +1,4 @@
-"""A contract for import-linter that it does not bring: of other people's packages, only these."""
+"""A contract that import-linter lacks: of third-party packages, only the listed are imported."""
 
 import sys
 from typing import Any
@@ -18,15 +18,15 @@ class OnlyThirdParty(Contract):
         """Look at the direct imports of the package and all below it."""
         package: str = self.package  # type: ignore[assignment]
         known = {package, *self.allowed, *sys.stdlib_module_names}  # type: ignore[misc]
-        found = sorted(
+        forbidden = sorted(
             (module, imported)
             for module in {package, *graph.find_descendants(package)}
             for imported in graph.find_modules_directly_imported_by(module)
             if imported.partition(".")[0] not in known
         )
-        return ContractCheck(kept=not found, metadata={"found": found})
+        return ContractCheck(kept=not forbidden, metadata={"forbidden": forbidden})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
         """Name each import that is one too many."""
-        for module, imported in check.metadata["found"]:
+        for module, imported in check.metadata["forbidden"]:
             output.print_error(f"{module} imports {imported}")

@@ -1,4 +1,4 @@
-"""Pages of the documentation's site beside the pages of docs: the reference, and what they link.
+"""Pages of the documentation's site beside those of docs: the reference, and linked files.
 
 mkdocs calls these functions (``hooks`` in mkdocs.yml). Pages link files of the repository as
 GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of the site, so that
@@ -22,12 +22,12 @@ _FOLDER = "repository"
 #: One of the five pages, though it lies outside of docs: what it links is in the site, too.
 _REPRODUCTION = "REPRODUCTION.md"
 _LINK = re.compile(r"!?\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
-#: In HTML, which mkdocs leaves as it is.
+#: Pictures in HTML, which mkdocs leaves as it is.
 _PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
-#: Sources would stand before the pages in what a search finds.
+#: Keeps sources out of the search, which would list them before the pages.
 _UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
-#: Lines that the examples in docstrings of the library start from.
+#: Set-up code of the examples in the library's docstrings.
 SETTING = """\
 import torch
 import fcdp
@@ -95,7 +95,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         uri = _uri(path)
         if files.get_file_from_path(uri) is None:
-            # A page of the repository links more than pages of docs do: that stays in it.
+            # Pages outside of docs link files that the site lacks: their text alone is kept.
             return match["text"]
         mark = "!" * match[0].startswith("!")
         return f"{mark}[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
@@ -125,7 +125,7 @@ def _is_a_page_or_figure(path: Path) -> bool:
 
 
 def _path(target: str, page: str) -> Path | None:
-    """The target of a relative link, from the repository's root; none elsewhere, or of mkdocs."""
+    """The path that a relative link names, from the repository's root, or ``None``."""
     if "://" in target or page == "library.md":
         return None
     inside, _, rest = page.partition("/")
@@ -138,31 +138,31 @@ def _uri(path: Path) -> str:
     """Where a file of the repository stands in the site."""
     if _is_a_page_or_figure(path):
         return path.relative_to("docs").as_posix()
-    there = ROOT / path
-    if there.is_dir():
+    source = ROOT / path
+    if source.is_dir():
         return f"{_FOLDER}/{path.as_posix()}/README.md"
     page = path.suffix == ".md" or path.suffix not in _LANGUAGES
     return f"{_FOLDER}/{path.as_posix()}" + ("" if page else ".md")
 
 
 def _file(uri: str, path: Path, config: MkDocsConfig) -> File:
-    there = ROOT / path
+    source = ROOT / path
     options: dict[str, Any] = {"inclusion": InclusionLevel.NOT_IN_NAV}
-    if there.is_file() and path.suffix not in {*_LANGUAGES, ".md"}:
-        return File.generated(config, uri, abs_src_path=str(there), **options)
+    if source.is_file() and path.suffix not in {*_LANGUAGES, ".md"}:
+        return File.generated(config, uri, abs_src_path=str(source), **options)
     return File.generated(config, uri, content=_content(path), **options)
 
 
 def _content(path: Path) -> str:
-    """A page of a file or folder: a Markdown file as it is, another's text, a folder's names."""
-    there = ROOT / path
-    if there.is_dir():
-        readme = there / "README.md"
-        said = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
-        held = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
-        names = "\n".join(f"- `{item.name}{'/' * item.is_dir()}`" for item in held)
-        return f"{_UNSEARCHED}{said}\n\n## Files\n\n{names}\n"
-    text = there.read_text(encoding="utf-8")
+    """A page of a file or folder: Markdown as it is, other text as a block, a folder as a list."""
+    source = ROOT / path
+    if source.is_dir():
+        readme = source / "README.md"
+        intro = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
+        entries = sorted(item for item in source.iterdir() if not item.name.startswith(("_", ".")))
+        names = "\n".join(f"- `{entry.name}{'/' * entry.is_dir()}`" for entry in entries)
+        return f"{_UNSEARCHED}{intro}\n\n## Files\n\n{names}\n"
+    text = source.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
     return f"{_UNSEARCHED}# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"
@@ -174,16 +174,16 @@ def reference() -> str:
     of = _public()
     if sorted(named) != sorted(of):
         raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(of)}")
-    said = ["# The library", _OPENING]
+    sections = ["# The library", _OPENING]
     for part, names in _PARTS.items():
-        # A module and a function in it may have one name: its own module's is meant.
+        # A module may have the name of a function in it: the function's own module is named too.
         of_part = (f"::: {of[name]}.{name}\n    options: {{heading_level: 3}}" for name in names)
-        said += [f"## {part}", *of_part]
-    return "\n\n".join(said) + "\n"
+        sections += [f"## {part}", *of_part]
+    return "\n\n".join(sections) + "\n"
 
 
 def _public() -> dict[str, str]:
-    """The modules of what ``fcdp`` has, read and not imported: a site needs no torch."""
+    """The module of each public name, parsed and not imported: a site needs no torch."""
     module = ast.parse((ROOT / "fcdp" / "public.py").read_text(encoding="utf-8"))
     return {
         item.name: str(node.module)

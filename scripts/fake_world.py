@@ -3,8 +3,8 @@
 PyTorch's ``fake`` process group sends nothing. What it leaves in the receiver's buffers differs by
 version, and is uninitialised memory for messages, so the methods that matter are defined here: a
 gather gives this rank's part for every rank's, a message received is the one sent to that peer, and
-a reduction gives as many of this rank's part. Of 2, 4, 8 ... ranks that makes a two-level exchange
-equal to the one-level exchange of FSDP2 bit for bit, and any rank's decision this rank's own.
+a reduction gives as many of this rank's part. With 2, 4, 8 ... ranks a two-level exchange is then
+equal to the one-level exchange of FSDP2 bit for bit, and any rank's decision is this rank's own.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ SINGLE, COALESCED = (*_GATHERS, *_SCATTERS), (*_SEVERAL_GATHERS, *_SEVERAL_SCATT
 
 @contextlib.contextmanager
 def methods(named: Mapping[str, Any]) -> Iterator[None]:
-    """Give process groups these methods, those that they have in this version of torch."""
+    """Patch these methods of process groups, those that this version of torch has."""
     with contextlib.ExitStack() as stack:
         for name, method in named.items():
             if hasattr(dist.ProcessGroup, name):
@@ -69,8 +69,8 @@ def _imitation() -> Iterator[None]:
     at_once = {name: functools.partialmethod(_at_once, of) for name, of in imitated.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(methods(at_once))
-        # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
-        # messages gives is not this rank's part. A mock would keep what it was called with.
+        # On the CPU too, exchange by collectives, as on an accelerator: a reduction by messages
+        # would not give this rank's part. A mock would retain its arguments.
         stack.enter_context(mock.patch.object(exchange, "_on_host", new=_nowhere))
         for module in (dist, dist.distributed_c10d):
             # Groups for decisions are asked for over gloo, which this store cannot serve.
@@ -90,7 +90,7 @@ def _fake_group(*args: Any, **kwargs: Any) -> Any:
 
 
 class _Done(dist.Work):
-    """Queued on the current stream when the call returned: nothing is left to wait for."""
+    """Work that was queued on the current stream by the call: nothing is left to wait for."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -128,8 +128,8 @@ def _each(method: Callable[..., None]) -> Callable[..., None]:
     def all_of_them(
         group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *of: Any
     ) -> None:
-        for output, given in zip(outputs, inputs, strict=True):
-            method(group, output, given, *of)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            method(group, output, tensor, *of)
 
     return all_of_them
 

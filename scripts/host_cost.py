@@ -1,12 +1,12 @@
 """Cost of one unit's gather and reduction for the host, on groups whose other ranks are imitated.
 
 python -m scripts.host_cost            measure, and print the tables of results/tables.md
-python -m scripts.host_cost --write    measure, and write the record; scripts.readme the tables
+python -m scripts.host_cost --write    measure and write the record, for scripts.readme
 
 The library's accelerator path runs on the CPU: collectives instead of messages, an accelerator's
 checksums, and streams, which order nothing there. A collective takes its lists of tensors through
 the binding and the dispatcher and moves nothing. Other work on the machine slows FSDP2's own calls
-too: what is compared is the multiple of these, turn by turn.
+too: results are multiples of these, turn by turn.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ PATHS = {
     "FSDP2 gather": "FSDP2's all-gather",
     "FSDP2 reduce": "FSDP2's reduce-scatter",
 }
-#: The path of FSDP2's that stands beside each.
+#: FSDP2's path that each is compared with.
 PLAIN = {name: f"FSDP2 {name.removeprefix('FSDP2 ').partition(',')[0]}" for name in PATHS}
 #: Collectives issued, by the group that they ran in.
 Counts = dict[str, int]
@@ -68,10 +68,10 @@ class _Queued(Streams):
 
 
 class Collectives:
-    """Counts collectives by the group they run in, and has them move nothing."""
+    """Counts collectives by their group; they move nothing."""
 
     def __init__(self) -> None:
-        self.issued: Counter[int] = Counter()
+        self.issued: Counter[int] = Counter()  # by id of the group
 
     def named(self, topology: fcdp.Topology) -> Counts:
         """Operations issued since the last call, by group."""
@@ -86,16 +86,16 @@ class Collectives:
 
     @contextlib.contextmanager
     def in_place_of_torchs(self) -> Iterator[None]:
-        """Take the place of a process group's collectives in the body.
+        """Replace process groups' collectives in the body.
 
-        What stands for each is an all-reduce of the same tensors, which the fake group answers at
-        once: its gathers and reductions would copy each rank's part, in the host's time.
+        Each becomes an all-reduce of the same tensors, which the fake group answers at once: its
+        gathers and reductions would copy each rank's part, in the host's time.
         """
         issued = self.issued
 
-        def single(group: Any, output: torch.Tensor, given: torch.Tensor, *_: Any) -> dist.Work:
+        def single(group: Any, output: torch.Tensor, tensor: torch.Tensor, *_: Any) -> dist.Work:
             issued[id(group)] += 1
-            return group.allreduce_coalesced([output, given])  # type: ignore[no-any-return]
+            return group.allreduce_coalesced([output, tensor])  # type: ignore[no-any-return]
 
         def coalesced(group: Any, outputs: Any, inputs: Any, *_: Any) -> dist.Work:
             issued[id(group)] += 1
@@ -120,12 +120,12 @@ class UnitCalls:
         whole = gather.allocate(
             (topology.world_size * ELEMENTS,), dtype=torch.float32, device=torch.device("cpu")
         ).zero_()
-        own = whole.view(topology.world_size, -1)[topology.rank]
-        reduced = own.clone(), whole.clone(), group, dist.ReduceOp.AVG
+        shard = whole.view(topology.world_size, -1)[topology.rank]
+        reduced = shard.clone(), whole.clone(), group, dist.ReduceOp.AVG
         self.calls: dict[str, Callable[[], object]] = {
-            "gather": partial(gather, whole, own, group),
+            "gather": partial(gather, whole, shard, group),
             "reduce": partial(reduction, *reduced),
-            "FSDP2 gather": partial(DefaultAllGather(), whole, own, group),
+            "FSDP2 gather": partial(DefaultAllGather(), whole, shard, group),
             "FSDP2 reduce": partial(DefaultReduceScatter(), *reduced),
         }
 

@@ -1,4 +1,4 @@
-"""Writes tables of the README and docs: from the committed records, a command, matrices' types.
+"""Write tables of the README and docs, from committed records, commands and matrices' types.
 
 python -m scripts.readme           rewrite the pages
 python -m scripts.readme --check   fail if that would change one
@@ -49,7 +49,7 @@ _PLAN = (
     "--price-per-gpu-hour 0.5 "
     "--strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-hpz,deepspeed-zero3,fcdp"
 )
-#: Where FCDP is worth its host memory and where it is not, by what stands in the README's heads.
+#: Plans in which FCDP is worth its host memory and in which it is not, by the README's titles.
 _CASES = {
     "70B, LoRA 16, 8,192 tokens; 4 nodes × 8 L40S, 10 Gbit/s": (
         "plan --model llama-3-70b --peft lora:16 --sequence-length 8192 "
@@ -60,8 +60,8 @@ _CASES = {
     ),
 }
 _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
-#: Commands at the doors of the site's front.
-_DOORS = {
+#: Commands that the site's front page shows.
+_FRONT = {
     "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
     "check": "analysis check results/paper/volume",
     "policies": (
@@ -76,14 +76,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "planned": lambda: _planned(),
     },
     "docs/README.md": {
-        name: partial(lambda door: _answered(door), door) for name, door in _DOORS.items()
+        name: partial(lambda call: _answered(call), call) for name, call in _FRONT.items()
     },
     "docs/differences.md": {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
-    "docs/measurements.md": {"slow-link": lambda: tables.kept(_records("slow-link"))},
+    "docs/measurements.md": {"slow-link": lambda: tables.retention(_records("slow-link"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
         "cells": lambda: of_cells(),
@@ -102,7 +102,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
-        "workers": lambda: tables.kept_by_workers(
+        "workers": lambda: tables.retention_by_workers(
             [_records(f"co2-scaling/{workers}") for workers in ("two", "four", "eight")]
         ),
         "lag-short": lambda: tables.lag(_records("co2-loss")),
@@ -132,9 +132,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def _ordered() -> str:
-    """How many pairs of cells the simulator has in the right order, and what its choice costs."""
-    found = [run for run in runs.load(ROOT / "results") if isinstance(run, runs.Run)]
-    rows = simulator.choices(simulator.orders(papers.load(), found))
+    """Pairs of cells that the simulator puts in the right order, and the cost of its choices."""
+    loaded_runs = [run for run in runs.load(ROOT / "results") if isinstance(run, runs.Run)]
+    rows = simulator.choices(simulator.orders(papers.load(), loaded_runs))
     names = {
         "together, if nothing ran beside": "beside which nothing is known to have run",
         "together": "all",
@@ -162,7 +162,7 @@ def _records(matrix: str) -> list[Record]:
 
 
 def committed(name: str) -> dict[str, Any]:
-    """The record of the last measurement by a script that was kept, in a folder of results."""
+    """The committed record of a script's measurement, in a folder of results."""
     file = ROOT / "results" / name / "record.json"
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
@@ -179,7 +179,7 @@ def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:
 
 
 def _answered(command: str) -> str:
-    """The command and what it prints; of a long answer the beginning and the end."""
+    """A command and its output, of which a long one is cut in the middle."""
     program, _, rest = command.partition(" ")
     lines = [line.rstrip() for line in _run(rest, program=program).strip("\n").splitlines()]
     if len(lines) > 25:
@@ -196,12 +196,12 @@ def _broken(line: str, width: int) -> list[str]:
 
 def _planned() -> str:
     """The planner's answer to each case: tokens per second with their range."""
-    cases = {said: _plan(command) for said, command in _CASES.items()}
+    plans = {title: _plan(command) for title, command in _CASES.items()}
     labels = {name: registry.find(name).label for name in _PLANNED}
     speeds = {
-        (f"`{name}`" if label == name else label, said): _speed(case.get(name))
+        (f"`{name}`" if label == name else label, title): _speed(plan.get(name))
         for name, label in labels.items()
-        for said, case in cases.items()
+        for title, plan in plans.items()
     }
     return tables.crossed("Tokens per second", speeds)
 
@@ -216,12 +216,12 @@ def _plan(command: str) -> dict[str, dict[str, str]]:
 
 
 def _on_a_gpu() -> str:
-    """Steps of tests/fcdp/cuda, and what a plan says of FSDP2's on that GPU."""
+    """Timed steps of tests/fcdp/cuda, and the planned speed of FSDP2 on that GPU."""
     steps = tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml"))
-    given = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
-    planned = _plan(f"plan --model results/gpu/model {given}")["fsdp2"]
-    what = "Planned for FSDP2 on one GPU that has all of it"
-    return f"{steps}\n\n{what}: {_speed(planned)} tokens per second."
+    options = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
+    planned = _plan(f"plan --model results/gpu/model {options}")["fsdp2"]
+    label = "Planned for FSDP2 on one GPU that has all of it"
+    return f"{steps}\n\n{label}: {_speed(planned)} tokens per second."
 
 
 def _run(command: str, *more: str, program: str = "experiments") -> str:
@@ -238,11 +238,11 @@ def _speed(row: dict[str, str] | None) -> str:
     return f"{speed:,.0f} ({least:,.0f}–{most:,.0f})"
 
 
-# Lists of docs/reference.md: the keys of a matrix file, from the types that read them. What a key
-# means is the comment above its field, or above the name of its field's type; else its label.
+# Lists of docs/reference.md: each key of a matrix file, from the types that read them. Its
+# meaning is the comment above its field, or above the name of its field's type; else its label.
 
 _REQUIRED = "–"
-#: Keys that the file has in another form than a cell: what they take, and their defaults.
+#: Values and defaults of keys that a file has in another form than a cell.
 _IN_A_FILE = {
     "strategy": ("a [strategy](strategies.md)", _REQUIRED),
     "model": ("a name of `models`", _REQUIRED),
@@ -266,7 +266,7 @@ def of_cells() -> str:
 
 
 def of_strategies() -> str:
-    """Lists of the settings of some strategies alone, one for those that have the same."""
+    """Lists of settings that only some strategies have, one for those that share them."""
     tables: dict[str, dict[str, list[str]]] = {}
     for kind in registry.settings_types():
         for row in _rows(kind):
@@ -292,7 +292,7 @@ def of_clusters() -> str:
 
 
 def of_objectives() -> str:
-    """A line for each kind of objective with what it is given by, but for models."""
+    """A line for each kind of objective with its keys, but for models."""
     kinds = [(f"`kind: {name}`", kind) for name, kind in OBJECTIVES.items()]
     lines = []
     for name, kind in [*kinds, ("A user's own", objective.OwnObjective)]:
@@ -303,19 +303,19 @@ def of_objectives() -> str:
     return "\n".join(lines)
 
 
-#: Fields that the reader adds to the file's.
+#: Fields that the reader of matrices adds to those of a file.
 _ADDED = ("configuration", "digest")
 
 
 def of_kinds(union: Any) -> str:
-    """A list per type of a union, under what it is."""
+    """A list of keys per type of a union, below the type's description."""
     parts, earlier = [], []
     for kind in get_args(union):
         rows = _rows(kind, {name: name for name in kind.model_fields if name not in _ADDED})
-        # A row that an earlier kind has word for word is said once.
-        told = ", ".join(row[0] for row in rows if row in earlier)
-        said = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (told and f" {told}: as above.")
-        parts.append(f"{said}\n\n{_list(row for row in rows if row not in earlier)}")
+        # A row that an earlier kind has word for word is shown once.
+        repeated = ", ".join(row[0] for row in rows if row in earlier)
+        about = _as_markdown(inspect.getdoc(kind) or "") + (repeated and f" {repeated}: as above.")
+        parts.append(f"{about}\n\n{_list(row for row in rows if row not in earlier)}")
         earlier += rows
     return "\n\n".join(parts)
 
@@ -336,14 +336,14 @@ def _items(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list[list[str]]:
     """Key, value, default and meaning of fields, by the names that a file has for them."""
     schema = kind.model_json_schema(mode="validation")
-    found = []
+    rows = []
     for name, key in (names or {name: name for name in kind.model_fields}).items():
         value, default = _IN_A_FILE.get(key, (None, None)) if kind is Cell else (None, None)
         if value is None or default is None:
             value = _value(schema["properties"][name], schema.get("$defs", {}))
             default = _default(kind, name)
-        found.append([f"`{key}`", value, default, _meaning(kind, name)])
-    return found
+        rows.append([f"`{key}`", value, default, _meaning(kind, name)])
+    return rows
 
 
 def _value(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> str:
@@ -380,42 +380,42 @@ def _meaning(kind: type[BaseModel], name: str) -> str:
     for owner in kind.__mro__:
         if name in inspect.get_annotations(owner):
             module = sys.modules[owner.__module__]
-            said, annotation = _comments(module)[f"{owner.__name__}.{name}"]
-            return said or _comments(module).get(annotation, ("", ""))[0] or _label(kind, name)
+            comment, annotation = _comments(module)[f"{owner.__name__}.{name}"]
+            return comment or _comments(module).get(annotation, ("", ""))[0] or _label(kind, name)
     raise AssertionError(f"no class declares {kind.__name__}.{name}")
 
 
 def _label(kind: type[BaseModel], name: str) -> str:
-    said = (item for item in kind.model_fields[name].metadata if isinstance(item, Setting))
-    return next((item.label for item in said), "")
+    settings = (item for item in kind.model_fields[name].metadata if isinstance(item, Setting))
+    return next((setting.label for setting in settings), "")
 
 
 @cache
 def _comments(module: ModuleType) -> dict[str, tuple[str, str]]:
     """The comment above each name and field of a module, and a field's type as it is written."""
     source = inspect.getsource(module)
-    lines, found = source.splitlines(), {}
+    lines, comments = source.splitlines(), {}
     for node in ast.parse(source).body:
         for owner, each in ((node, item) for item in getattr(node, "body", [node])):
             prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
             if isinstance(each, ast.AnnAssign):
-                found[prefix + ast.unparse(each.target)] = (
+                comments[prefix + ast.unparse(each.target)] = (
                     _above(lines, each.lineno),
                     ast.unparse(each.annotation),
                 )
             elif isinstance(each, ast.Assign):
-                found[prefix + ast.unparse(each.targets[0])] = (_above(lines, each.lineno), "")
-    return found
+                comments[prefix + ast.unparse(each.targets[0])] = (_above(lines, each.lineno), "")
+    return comments
 
 
 def _above(lines: list[str], number: int) -> str:
-    """The comment that ends above a line, as a cell of a table has it."""
-    said: list[str] = []
+    """The comment right above a line, as one line of Markdown."""
+    comment: list[str] = []
     for line in reversed(lines[: number - 1]):
         if not line.strip().startswith("#:"):
             break
-        said.insert(0, line.strip().removeprefix("#:").strip())
-    return _as_markdown(" ".join(said)).rstrip(".")
+        comment.insert(0, line.strip().removeprefix("#:").strip())
+    return _as_markdown(" ".join(comment)).rstrip(".")
 
 
 def _as_markdown(words: str) -> str:

@@ -1,8 +1,8 @@
-"""Every matrix whose records are committed, anew: how long that takes, and each where it was ended.
+"""Run every matrix with committed records again, and resume what was ended.
 
     python -m scripts.reproduce [MATRIX ...]
 
-What has run is kept: the same command goes on. Records are copied into results as matrices end.
+It first prints how long that takes. Records are copied into results as matrices end.
 """
 
 import shutil
@@ -18,20 +18,20 @@ from simulation import files, yaml_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-#: Matrices that no name finds, and what makes the weights that they all begin with.
+#: Matrices that are named by their files, and the script that trains their first weights.
 EXAMPLES = ROOT / "examples" / "differences"
 PRETRAINED, PRETRAIN = EXAMPLES / "weights", "examples.differences.pretrain"
 
 
 def committed() -> dict[str, Path]:
-    found = files.below(RESULTS, FILE)
-    return {path.parent.relative_to(RESULTS).as_posix(): path for path in found}
+    paths = files.below(RESULTS, FILE)
+    return {path.parent.relative_to(RESULTS).as_posix(): path for path in paths}
 
 
 def argument(name: str) -> str:
     """The matrix for ``experiments run``: its name, or its file.
 
-    Raises ``ValueError`` for one that there is not.
+    Raises ``ValueError`` for an unknown name.
     """
     if name in matrices.available():
         return name
@@ -48,15 +48,15 @@ def minutes(name: str) -> float:
 
 
 def reproduce(names: Sequence[str]) -> int:
-    """Run matrices and copy their records; the status of the first that was ended."""
+    """Run matrices and copy their records; return the status of the first that was ended."""
     took = {name: minutes(name) for name in names}
     print("\n".join(f"{took[name]:7.1f} min  {argument(name)}" for name in names))
     print(f"{sum(took.values()):7.1f} min  by the committed records; what has run is kept")
     for name in names:
-        given = argument(name)
-        if given != name and not PRETRAINED.exists():
+        matrix = argument(name)
+        if matrix != name and not PRETRAINED.exists():
             _run(PRETRAIN)
-        status = _run("experiments", "run", given, "--resume")
+        status = _run("experiments", "run", matrix, "--resume")
         if status not in (0, 1):  # a cell that fails is a result too
             return status
         (RESULTS / name).mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Cost of saving on a schedule for a step of the reference model: a save each hundred steps.
+"""Cost of saving the reference model on a schedule, once in a hundred steps.
 
-python -m scripts.saving_cost [ROUNDS]    measure, and write the record; scripts.readme the sentence
+python -m scripts.saving_cost [ROUNDS]    measure and write the record, for scripts.readme
 
-Each round trains 25 steps that a save in the background begins, which they wait for in the end, and
-25 without, in turns that change places: what a save takes of later steps' time counts as well.
+Each round trains 25 steps during a background save, for which it waits, and 25 without one, in
+alternating order: the time that a save takes from later steps counts as well.
 """
 
 import json
@@ -32,7 +32,7 @@ RECORD = ROOT / "results" / "saving" / "record.json"
 #: Cell of matrix ``reference``: all parameters trained, on a link that is not limited.
 CELL = "fcdp-full-gpt2-4x256-unshaped-k1"
 ENTRY = "scripts.saving_cost:train"
-#: Steps of a half, in which a save always ends; and from one save to the next where it counts.
+#: Steps of a half, in which a save always ends; steps from one save to the next; rounds.
 STEPS, EACH, ROUNDS = 25, 100, 32
 
 
@@ -83,7 +83,7 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
+    record = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    print(tables.saving(found))
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print(tables.saving(record))

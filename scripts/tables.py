@@ -57,7 +57,7 @@ def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
-    """Cells that are compared, by strategy."""
+    """The records of each comparison, by strategy."""
     ran = [record for record in records if record.state != "skipped"]
     return [{record.cell.strategy: record for record in group} for group in groups(ran)]
 
@@ -89,29 +89,29 @@ def _of_phase(record: Record, phase: str) -> str:
 
 
 def by_rollout(records: Sequence[Record]) -> str:
-    """A row per way of having answers: an iteration, and what a rollout is told, as Markdown."""
-    there = {n: m for n, m in METRICS.items() if any(_measured(r, n) is not None for r in records)}
+    """A row per source of answers: an iteration and the rollouts' metrics, as Markdown."""
+    metrics = {n: m for n, m in METRICS.items() if {_measured(r, n) for r in records} - {None}}
     rows = [
         (
             record.cell.objective.name,
             f"{record.cell.learning_rate:g}",
             _step(record),
-            *(text.metric(one, _measured(record, name)) for name, one in there.items()),
+            *(text.metric(metric, _measured(record, name)) for name, metric in metrics.items()),
         )
         for record in records
     ]
     head = ("Answers", "learning rate", "iteration")
-    return text.table((*head, *(one.title for one in there.values())), rows)
+    return text.table((*head, *(metric.title for metric in metrics.values())), rows)
 
 
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
-    found = _by_strategy(records)
-    speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
-    return text.table(_HEAD, map(_row, found), _WORDS) + noted(speeds)
+    rows = _by_strategy(records)
+    speeds = [Comparison(row["fcdp"], row.get(name)) for row in rows for name in _THREE[:2]]
+    return text.table(_HEAD, map(_row, rows), _WORDS) + noted(speeds)
 
 
-def kept(records: Sequence[Record]) -> str:
+def retention(records: Sequence[Record]) -> str:
     """How much of its own speed each strategy keeps on a slow link, as Markdown."""
     links = sorted({r.cell.inter_bandwidth_bits_per_s for r in records}, key=lambda bits: bits or 0)
     # None, no limit, sorts first.
@@ -217,10 +217,10 @@ def _noise(records: Sequence[Record]) -> str:
     """Speeds that no link explains, as a paragraph; nothing where there are none."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
-    # The most by which a slower link is faster than a faster one, of each.
+    # Of each comparison, the most by which a slower link is the faster one.
     most = [
-        max((Comparison(*two).ratio or 0 for two in combinations(own, 2)), default=0)
-        for own in alike
+        max((Comparison(*two).ratio or 0 for two in combinations(group, 2)), default=0)
+        for group in alike
     ]
     odd = [factor for factor in most if factor > 1]
     if not odd:
@@ -237,14 +237,14 @@ def audited(findings: Sequence[Finding]) -> str:
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
     names = (f"{tuning}, k = {count}" for tuning, count in settings)
     rows = []
-    for own in grouped(findings, lambda finding: finding.cell.variant):
-        differences = [f.loss_difference for f in own if f.loss_difference is not None]
-        factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
+    for group in grouped(findings, lambda finding: finding.cell.variant):
+        differences = [f.loss_difference for f in group if f.loss_difference is not None]
+        factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in group}
         columns = (
-            own[0].cell.variant,
+            group[0].cell.variant,
             *(factors.get(setting, text.ABSENT) for setting in settings),
             text.number(max(differences, default=None), 2),
-            "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
+            "; ".join(dict.fromkeys(p for f in group for p in f.problems)) or "fair",
         )
         rows.append(columns)
     words = ("Strategy", "verdict")
@@ -285,8 +285,8 @@ def _step(record: Record) -> str:
 
 
 def _measured(record: Record | None, name: str) -> float | None:
-    found: float | None = getattr(record and record.measurement, name, None)
-    return found
+    metric: float | None = getattr(record and record.measurement, name, None)
+    return metric
 
 
 _sent = partial(_measured, name="inter_node_bytes_per_step")
@@ -343,18 +343,19 @@ def _name(record: Record) -> str:
     return f"{name}, no penalty" if unpenalised else name
 
 
-def kept_by_workers(matrices: Sequence[Sequence[Record]]) -> str:
+def retention_by_workers(matrices: Sequence[Sequence[Record]]) -> str:
     """Shares of speed that strategies keep on the slow link; a column per number of workers."""
-    found: dict[tuple[str, str], Comparison] = {}
+    comparisons: dict[tuple[str, str], Comparison] = {}
     for records in matrices:
         free, slow = (
             [r for r in records if (r.cell.inter_bandwidth_bits_per_s is None) is unshaped]
             for unshaped in (True, False)
         )
-        for one, other in paired(slow, free, lambda record: record.cell.subject):
-            found[_with_interval(one), str(one.cell.cluster.nodes)] = Comparison(one, other)
-    shares = {place: text.share(keeps) for place, keeps in found.items()}
-    return crossed("Keeps, with workers", shares) + noted(found.values())
+        for limited, fast in paired(slow, free, lambda record: record.cell.subject):
+            workers = str(limited.cell.cluster.nodes)
+            comparisons[_with_interval(limited), workers] = Comparison(limited, fast)
+    shares = {place: text.share(keeps) for place, keeps in comparisons.items()}
+    return crossed("Keeps, with workers", shares) + noted(comparisons.values())
 
 
 def _with_interval(record: Record) -> str:
@@ -379,13 +380,13 @@ def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
 
 
 def on_the_slow_link(records: Sequence[Record]) -> str:
-    """How each compares with FCDP that sends all words as they are, a table per model."""
+    """The speed of each strategy beside FCDP without codecs, a table per model, as Markdown."""
     parts = []
-    for found in _by_model(records):
-        plain, cell = _of(found, "fcdp"), found[0].cell
+    for group in _by_model(records):
+        plain, cell = _of(group, "fcdp"), group[0].cell
         link = format_link(cell.inter_bandwidth_bits_per_s)
         title = f"`{cell.model.name}`, {link}, k = {cell.accumulation}"
-        pairs = [Comparison(record, plain) for record in found]
+        pairs = [Comparison(record, plain) for record in group]
         rows = [
             (
                 record.cell.subject,
@@ -393,7 +394,7 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
                 text.times(1) if record is plain else text.compared(pair),
                 text.megabytes(_sent(record)),
             )
-            for record, pair in zip(found, pairs, strict=True)
+            for record, pair in zip(group, pairs, strict=True)
         ]
         head = (title, "tokens/s", f"over {plain.cell.subject}", "MB/step")
         parts.append(text.table(head, rows) + noted(pairs))
@@ -414,12 +415,12 @@ def on_a_gpu(speed: ElementTree) -> str:
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
-    """Exact codes in both directions beside FCDP without them and HSDP, and that beside ZeRO-3."""
+    """Exact codecs in both directions beside plain FCDP and HSDP, and plain FCDP beside ZeRO-3."""
     large, small = _by_model(records)
     coded, plain = _of(large, "fcdp gather delta reduce exact"), _of(large, "fcdp")
     over_plain, over_hsdp, over_zero3 = (
-        text.compared(Comparison(one, other))
-        for one, other in (
+        text.compared(Comparison(of, over))
+        for of, over in (
             (coded, plain),
             (coded, _of(large, "fsdp2-hsdp")),
             (_of(small, "fcdp"), _of(small, "deepspeed-zero3")),
@@ -476,14 +477,14 @@ def over_seeds(records: Sequence[Record]) -> str:
     """Held-out losses of each codec of reductions, over seeds, beside those of exact ones."""
     losses: dict[tuple[float, str], list[float]] = {}
     for record in records:
-        found = _held_out(record)
-        if found is not None:
+        loss = _held_out(record)
+        if loss is not None:
             codec = str(record.cell.settings.model_dump()["reduce_codec"])
-            losses.setdefault((record.cell.learning_rate, codec), []).append(found)
+            losses.setdefault((record.cell.learning_rate, codec), []).append(loss)
     rows = []
     for (rate, codec), of in losses.items():
         exact = losses[rate, "none"]
-        apart = [100 * (mine / other - 1) for mine, other in zip(of, exact, strict=True)]
+        apart = [100 * (coded / plain - 1) for coded, plain in zip(of, exact, strict=True)]
         columns = (
             f"{rate:g}",
             "exact" if codec == "none" else codec,

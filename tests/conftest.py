@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.install(config)
-    # A shell that starts the tests in the background has them ignore it, and so what they start,
-    # in which bash could not even catch it.
+    # A shell has background jobs ignore it. What the tests start would inherit that, and bash
+    # could not even catch it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,13 +54,13 @@ def privileged() -> None:
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
-    """A fork server of the file's own, which has imported and seen what the file's cluster says.
+    """A fork server of one test file, with the imports and the environment of its cluster.
 
-    The one of all others cannot be ended while ranks that it forked live on.
+    The one that other files share cannot be ended while ranks that it forked live on.
     """
-    own = forkserver.ForkServer()
+    server = forkserver.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
-            patch.setattr(forkserver, name, getattr(own, name))
+            patch.setattr(forkserver, name, getattr(server, name))
         yield
-        own._stop()  # type: ignore[attr-defined]
+        server._stop()  # type: ignore[attr-defined]

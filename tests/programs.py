@@ -18,7 +18,7 @@ def ended(
     within_s: float | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """How a program ended and what it printed; ``variables`` are set besides its environment."""
+    """Run a program to its end; ``variables`` are set besides its environment."""
     return subprocess.run(
         [*map(str, words)],
         cwd=folder,
@@ -31,14 +31,14 @@ def ended(
 
 
 def printed(*words: object, **options: Any) -> str:
-    """What a program prints that must end well; the options are those of ``ended``."""
+    """The output of a program that must succeed; the options are those of ``ended``."""
     done = ended(*words, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def written(path: Path, text: str) -> Path:
-    """A program, of the shell unless it begins otherwise."""
+    """Write a program: a shell script, unless its text names another interpreter."""
     text = textwrap.dedent(text)
     path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

@@ -35,7 +35,7 @@ _PRELOAD = [
     "experiments.worker.worker",
     "experiments.clusters.preload",  # so that clusters made later can use this fork server
 ]
-#: Until the ranks of a failed one are given up: they may be about to fail alike.
+#: Seconds that the others have after a rank failed: they may be about to fail alike.
 _GRACE_S = 10
 #: ``scripts/mutants`` forks pytest from what has imported all this, and pytest forks its ranks.
 _FORKED = "FCDP_TESTS_FORK" in os.environ
@@ -44,22 +44,22 @@ _context.set_forkserver_preload(_PRELOAD)
 
 
 def start_fork_server() -> None:
-    """Start what pools and clusters are forked from, if nothing has: with all that they need.
+    """Start the fork server of pools and clusters, with all that they import, unless it runs.
 
-    A cluster that came first would have it import no more than its own ranks need. OpenMP reads
-    how many threads it may have when torch is imported: one, as in a cluster's own fork server.
+    A cluster that started it would have it import no more than its own ranks need. OpenMP reads
+    its number of threads when torch is imported: one, as in a cluster's own fork server.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
 
 
-#: Makes a process a rank, by its number, how many there are, and the file that they meet by.
+#: Makes a process a rank, by its number, the world size, and the file of the rendezvous.
 Join = Callable[[int, int, Path], None]
 
 
 class RankFailure(AssertionError):
-    """What a rank raised, with its traceback."""
+    """An error that a rank raised, with its traceback."""
 
 
 class RankPool:
@@ -157,7 +157,7 @@ def _serve(join: Join, pipe: Connection, rank: int, world_size: int, store: Path
 
 
 def _share_loop() -> None:
-    """Have all process groups that this rank makes wait for messages in one thread.
+    """Make all process groups of this rank wait for messages in one thread.
 
     Torch gives each a thread that looks a hundred times per second, for good: those of hundreds of
     tests took most of the machine from the tests that followed. Nor can a group be ended: a later
@@ -185,7 +185,7 @@ def _share_loop() -> None:
 class Pools:
     """Hands out pools by world size, and replaces those that failed."""
 
-    #: Whether to run some of several variants alone.
+    #: Whether to run only some of several variants.
     samples = False
 
     def __init__(self, join: Join | None = None) -> None:
@@ -209,24 +209,24 @@ class Pools:
 
 
 def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of what each of so many ranks does.
+    """Turn a function into a test that calls it on each of so many ranks.
 
-    What it asks for, parameters and fixtures, is sent to them.
+    Its arguments, parameters and fixtures, are sent to them.
     """
 
     def decorate(act: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(act)
-        def test(ranks: Pools, **given: Any) -> None:
-            ranks.run(world_size, _act, act.__module__, act.__name__, given)
+        def test(ranks: Pools, **arguments: Any) -> None:
+            ranks.run(world_size, _act, act.__module__, act.__name__, arguments)
 
-        own = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        pools = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         asked = inspect.signature(act).parameters.values()
-        test.__signature__ = inspect.Signature([own, *asked])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([pools, *asked])  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def _act(module: str, name: str, given: dict[str, Any]) -> None:
-    """Do what a test does on each rank, found by its name."""
-    getattr(import_module(module), name).__wrapped__(**given)
+def _act(module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Call a test's function, found by its name, on this rank."""
+    getattr(import_module(module), name).__wrapped__(**arguments)

@@ -1,4 +1,4 @@
-"""The README: short, its tables the records', its links and code real."""
+"""The README: short, with tables of the records, and code that runs."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_tables_are_those_of_the_records() -> None:
-    """Those of the README, and of the pages that have some."""
+    """Tables of the README, and of the pages that have some."""
     programs.printed(sys.executable, "-m", "scripts.readme", "--check")
 
 

@@ -25,9 +25,9 @@ TIERS = {
     "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells,"
     " further rows of products, kills and signals, and what is published computed anew",
 }
-#: Who uses one of these is in the tier beside it; the highest counts.
+#: The tier of tests that use a fixture; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
-#: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
+#: The tier of tests in a folder or file, unless they are marked; the highest counts.
 #: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
 #: show by parts: ledgers and closed forms, rules and updates, objectives, publications; walks show
 #: of all settings at once what tests of each do. Tests that compute committed fits and searches
@@ -75,7 +75,7 @@ PLACES = {
     "tests/simulation/planner/test_sources.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }
-#: Seconds on two cores that others used as well; what matters is which is longer.
+#: Seconds on two cores that other work used as well; only their order matters.
 SECONDS = {
     "tests/clients/test_clients.py": 390,
     "tests/experiments/clusters/test_slurm.py": 190,
@@ -123,7 +123,7 @@ def in_ci(*values: Any) -> Any:
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
-    """Files in the order to run them in, of tests that are each given as file and tier."""
+    """Files in the order to run them in, of tests that are pairs of file and tier."""
     usual: dict[str, float] = defaultdict(float)
     for file, tier in tests:
         usual[file] += USUAL[tier]
@@ -131,7 +131,7 @@ def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def install(config: pytest.Config) -> None:
-    """Register the tiers' markers, and what marks and watches tests."""
+    """Register the tiers' markers, and the plugin that marks and watches tests."""
     for tier, has in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {has}")
     tiers = _Tiers()
@@ -145,7 +145,7 @@ class _Tiers:
     """Marks each collected test with its tier, and watches those of the tier ``unit``."""
 
     def __init__(self) -> None:
-        self._started: list[str] = []
+        self._started: list[str] = []  # programs and groups that the running test started
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(

@@ -15,7 +15,7 @@ from tests.programs import ROOT
 
 
 def source(folder: Path, *packages: str) -> Path:
-    """A copy of the checkout, in which no build has left anything."""
+    """A copy of parts of the checkout, without leftovers of builds."""
     for name in packages:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE"):
@@ -24,17 +24,17 @@ def source(folder: Path, *packages: str) -> Path:
 
 
 def built(hook: str, source: Path, target: Path) -> Path:
-    """What the build backend's ``hook`` makes, without pip and so without a network."""
+    """Build a wheel by the backend's ``hook``, without pip and so without a network."""
     code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
     programs.printed(sys.executable, "-c", code, target, folder=source)
-    (found,) = target.glob("*.whl")
-    return found
+    (wheel,) = target.glob("*.whl")
+    return wheel
 
 
 def environment(wheel: Path, folder: Path, *packages: str) -> Path:
     """The Python of a new environment with the wheel, what it asks for, and ``packages``.
 
-    All but the wheel is what is installed here.
+    Other packages than the wheel are those installed here.
     """
     made, shared = folder / "environment", folder / "shared"
     programs.printed(sys.executable, "-m", "venv", "--without-pip", made)
@@ -54,14 +54,14 @@ def link(name: str, target: Path) -> None:
     """Link a package that is installed here, and all that it asks for, into ``target``."""
     queue, seen = [name], set[str]()
     while queue:
-        found = metadata.distribution(queue.pop())
-        if found.name in seen:
+        package = metadata.distribution(queue.pop())
+        if package.name in seen:
             continue
-        seen.add(found.name)
-        for root in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+        seen.add(package.name)
+        for root in {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}:
             if not (target / root).exists():  # several packages may share a folder
-                (target / root).symlink_to(str(found.locate_file(root)))
-        queue += _needed(found)
+                (target / root).symlink_to(str(package.locate_file(root)))
+        queue += _needed(package)
 
 
 def _needed(package: metadata.Distribution) -> list[str]:

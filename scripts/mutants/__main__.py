@@ -33,7 +33,7 @@ from scripts.mutants.files import mutants, part_of, tests_of
 from scripts.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
-#: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
+#: Limits in seconds of tests whose duration is unknown: a mutant may run for ever.
 _LIMITS = {"unit": 60.0, "ranks": 400.0, "system": 400.0}
 #: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
@@ -42,11 +42,11 @@ _PRELOADED = (
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     "numba",
 )
-#: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
+#: Tests are copied too: pytest caches their byte code beside them, with the copy's path.
 _COPIED = ("fcdp", "tests")
-#: Packages of this repository that whoever forks may have imported: each tree has its own.
+#: Packages of this repository that the parent may have imported: each tree has its own.
 _OWN = {"fcdp", "scripts", "simulation"}
-#: Not the tree's own.
+#: Folders that no tree needs.
 _LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
 
@@ -58,45 +58,45 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
     parser.add_argument("--unit", action="store_true", help="by tests of one process alone")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     chosen = [
-        each for each in mutants(ROOT) if not given.files or part_of(each.file) in given.files
+        each for each in mutants(ROOT) if not options.files or part_of(each.file) in options.files
     ]
-    if given.list:
+    if options.list:
         print(*chosen, sep="\n")
         return 0
     os.nice(10)
-    found = _sample(chosen, given) if given.seconds else _all(chosen, given)
-    if not given.files and not given.unit and not given.seconds:
-        record.write(ROOT, found)
-    return record.report(ROOT, found)
+    caught_by = _sample(chosen, options) if options.seconds else _all(chosen, options)
+    if not options.files and not options.unit and not options.seconds:
+        record.write(ROOT, caught_by)
+    return record.report(ROOT, caught_by)
 
 
-def _all(chosen: Sequence[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
-    """The catcher of each mutant; an empty text where nothing did."""
+def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
+    """The test that caught each mutant; an empty string for a survivor."""
     cache = record.Cache(ROOT)
-    found = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
-    print(f"{len(chosen)} mutants, {len(found)} of them tried before", flush=True)
-    for mutant, caught in _try([each for each in chosen if each not in found], given, None):
-        found[mutant] = caught
-        if caught or not given.unit:
+    caught_by = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
+    print(f"{len(chosen)} mutants, {len(caught_by)} of them tried before", flush=True)
+    for mutant, caught in _try([each for each in chosen if each not in caught_by], options, None):
+        caught_by[mutant] = caught
+        if caught or not options.unit:
             cache.add(mutant, caught)
-    return {each: found[each] for each in chosen}
+    return {each: caught_by[each] for each in chosen}
 
 
-def _sample(chosen: list[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
-    """Try mutants that the record has as caught: one that lives now has lost its test."""
+def _sample(chosen: list[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
+    """Try mutants that the record has as caught: one that survives now has lost its test."""
     caught = record.catchers(ROOT)
     chosen = [each for each in chosen if caught.get(each.name)]
-    random.Random(given.seed).shuffle(chosen)
-    return dict(_try(chosen, given, time.monotonic() + given.seconds))
+    random.Random(options.seed).shuffle(chosen)
+    return dict(_try(chosen, options, time.monotonic() + options.seconds))
 
 
 def _try(
-    left: Sequence[Mutant], given: argparse.Namespace, ends: float | None
+    left: Sequence[Mutant], options: argparse.Namespace, ends: float | None
 ) -> Iterator[tuple[Mutant, str]]:
-    """Try mutants until the time ends, several at once, each as soon as it is known."""
+    """Try mutants in parallel until the time ends; yield each outcome as soon as it is known."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: what is forked has no threads
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -104,11 +104,11 @@ def _try(
     numba.njit(lambda values: values[0])(np.zeros(1))  # the first loop takes seconds more
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    tiers = ("unit",) if given.unit else ("unit", "ranks", "system")
+    tiers = ("unit",) if options.unit else ("unit", "ranks", "system")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
         settings = (Path(folder), tiers, record.catchers(ROOT), ends)
-        with ProcessPoolExecutor(given.jobs, context, _Worker.begin, settings) as pool:
+        with ProcessPoolExecutor(options.jobs, context, _Worker.begin, settings) as pool:
             tried = {pool.submit(_Worker.attempt, each): each for each in left}
             for count, future in enumerate(as_completed(tried), 1):
                 if (caught := future.result()) is None:
@@ -125,7 +125,7 @@ def _try(
 class _Worker:
     """One of the processes that try mutants, and its tree."""
 
-    _one: "_Worker"
+    _instance: "_Worker"
 
     def __init__(
         self,
@@ -138,17 +138,17 @@ class _Worker:
         self._tiers = tiers
         self._catchers = catchers
         self._ends = ends
-        #: Seconds that unit tests may take; they pass without a mutant, others by `make ci`.
+        #: Limits of unit tests in seconds; measuring them shows that they pass without a mutant.
         self._limits: dict[tuple[str, ...], float] = {}
 
     @classmethod
     def begin(cls, *settings: Any) -> None:
-        cls._one = cls(*settings)
+        cls._instance = cls(*settings)
 
     @classmethod
     def attempt(cls, mutant: Mutant) -> str | None:
-        """The catcher of the mutant; ``None`` where the time has ended."""
-        worker = cls._one
+        """The test that caught the mutant; ``None`` once the time has ended."""
+        worker = cls._instance
         if worker._ends is not None and time.monotonic() > worker._ends:
             return None
         return worker._attempt(mutant)
@@ -157,7 +157,7 @@ class _Worker:
         before = self._catchers.get(mutant.name, "")
         if before.startswith("tests/"):
             outcome = self._run(mutant, [before], _LIMITS["ranks"])
-            if outcome.status not in (0, 4, 5):  # 4: no such test any more
+            if outcome.status not in (0, 4, 5):  # 4: that test has been removed
                 return outcome.by
         for tier in self._tiers:
             tests = (*tests_of(mutant.file), "-m", tier)
@@ -176,7 +176,7 @@ class _Worker:
             self._tree.restore(mutant)
 
     def _measured(self, tests: Sequence[str]) -> float:
-        """Several times what tests take that pass; raises ``RuntimeError`` where they do not."""
+        """Several times the duration of passing tests; raises ``RuntimeError`` if one fails."""
         began = time.monotonic()
         outcome = run(self._tree, tests, 20 * _LIMITS["unit"], compiled=True)
         if not outcome.passed:
@@ -184,7 +184,7 @@ class _Worker:
         return 30 + 5 * (time.monotonic() - began)
 
 
-# Whoever runs tests has imported torch; what it forks has it already, which saves seconds a
+# The process that runs tests has imported torch, and so have its forks: that saves seconds per
 # mutant.
 
 
@@ -222,20 +222,20 @@ class Tree:
         shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
 
     def _forget(self, mutant: Mutant) -> None:
-        """Remove what was compiled of a file's loops.
+        """Remove the code that numba has cached for a file's loops.
 
-        numba tells texts apart, but by an index that names the new one before its code has taken
-        the old one's place: who is killed between, or reads then, takes one for the other.
+        numba's index names a new source before its code has replaced the old one's: a process that
+        is killed or reads in between takes one for the other.
         """
         path = self.place / mutant.file
-        for kept in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
-            kept.unlink()
+        for cached in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]"):
+            cached.unlink()
 
 
 def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool = False) -> Outcome:
     """Run pytest on a tree until the first test that fails.
 
-    ``compiled``: what is imported is kept as byte code.
+    ``compiled``: byte code of imported modules is written.
     """
     log = tree.place / "log.txt"
     process = os.fork()
@@ -253,13 +253,13 @@ def run(tree: Tree, arguments: Sequence[str], limit_s: float, *, compiled: bool 
         with suppress(ChildProcessError):
             os.waitpid(process, 0)
     text = log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
-    by = found[1] if found else "the end of the process"
+    match = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
+    by = match[1] if match else "the end of the process"
     return Outcome(os.waitstatus_to_exitcode(ended[1]), by)
 
 
 class _NoShrinking:
-    """Has hypothesis stop at the first example that fails, and draw the same in every run."""
+    """Makes hypothesis stop at the first example that fails, and draw the same in every run."""
 
     def pytest_collection(self) -> None:
         from hypothesis import Phase, settings
@@ -275,7 +275,7 @@ class _NoShrinking:
 
 
 def _test(place: Path, log: Path, arguments: Sequence[str], compiled: bool) -> None:
-    """Become a process that runs pytest in a tree, and end."""
+    """Run pytest in a tree, as the forked process, and exit."""
     status = 3
     try:
         os.setsid()

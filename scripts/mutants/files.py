@@ -1,11 +1,11 @@
-"""Which files have mutants of which kind, and which tests are to catch them."""
+"""Files that have mutants, the kinds of these, and the tests that are to catch them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.mutants.operators import Mutant, Source, arithmetic, omissions, order
 
-#: Where arithmetic is mutated too, and statements and conditions are left out.
+#: Parts in which arithmetic is mutated too, and statements and conditions are left out.
 ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")
 
 #: The tests of a file, or of all in a folder: files and folders of ``tests/fcdp``, in the order in
@@ -34,7 +34,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 
 def sources(root: Path) -> Iterator[Source]:
-    """The library's files, but for other people's trainers, whose tests have an environment."""
+    """The library's files, but for integrations, whose tests need an environment of their own."""
     for path in sorted(root.glob("fcdp/**/*.py")):
         if path.parent.name != "integrations":
             yield Source(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
@@ -42,13 +42,13 @@ def sources(root: Path) -> Iterator[Source]:
 
 def mutants(root: Path) -> Iterator[Mutant]:
     for source in sources(root):
-        found = source.mutants("order", order(source))
+        faults = source.mutants("order", order(source))
         if part_of(source.file) in ARITHMETIC:
-            have = {mutant.source for mutant in found}
+            have = {mutant.source for mutant in faults}
             edits = [*omissions(source), *arithmetic(source)]
             more = source.mutants("arithmetic", edits)
-            found += [mutant for mutant in more if mutant.source not in have]
-        yield from found
+            faults += [mutant for mutant in more if mutant.source not in have]
+        yield from faults
 
 
 def tests_of(file: str) -> tuple[str, ...]:

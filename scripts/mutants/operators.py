@@ -1,4 +1,4 @@
-"""Faults and their operators: on what orders and chooses (waits, events, groups), on arithmetic.
+"""Mutation operators: on what orders or chooses (waits, events, groups), and on arithmetic.
 
 Arithmetic is cosmic-ray's, its operators alone: its runner rewrites the files of the tree that it
 runs in, and starts a Python for each mutant, whose import of torch takes longer than the tests.
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Edit:
-    """The text that an operator puts in place of that from ``begin`` to ``end``, both offsets."""
+    """The text that an operator puts between two offsets of the source, ``begin`` and ``end``."""
 
     kind: str
     begin: int
@@ -32,7 +32,7 @@ class Mutant:
     """A file of the library as a fault leaves it.
 
     ``file``, ``function``, ``kind``, the lines ``before`` and ``after`` and the place among equals
-    in that function name it: no number of a line, which others' edits move.
+    in that function name it: a line's number would change with edits elsewhere.
     """
 
     #: Part that it is counted under: ``order`` or ``arithmetic``.
@@ -56,7 +56,7 @@ class Mutant:
 
 
 class Source:
-    """A file's text, its syntax tree, and which function each line belongs to."""
+    """A file's text, its syntax tree, and the function of each line."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file = file
@@ -82,7 +82,7 @@ class Source:
     @cached_property
     def functions(self) -> dict[int, str]:
         """The innermost function or class of each line; a class's lines include its methods'."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
 
         def visit(node: ast.AST, name: str) -> None:
             for child in ast.iter_child_nodes(node):
@@ -90,15 +90,15 @@ class Source:
                 if isinstance(child, ast.FunctionDef | ast.ClassDef):
                     inner = f"{name}.{child.name}" if name else child.name
                     lines = range(child.lineno, (child.end_lineno or child.lineno) + 1)
-                    found.update(dict.fromkeys(lines, inner))
+                    names.update(dict.fromkeys(lines, inner))
                 visit(child, inner)
 
         visit(self.tree, "")
-        return found
+        return names
 
     @cached_property
     def ignored(self) -> list[tuple[int, int]]:
-        """Offsets of what no test is meant to see: annotations, what an error says, assertions."""
+        """Offsets of code that tests need not cover: annotations, errors' messages, assertions."""
         nodes: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):
@@ -120,22 +120,22 @@ class Source:
 
     def mutants(self, part: str, edits: Iterable[Edit]) -> list[Mutant]:
         """The mutants of a part that ``edits`` make, in the file's order, each once."""
-        found: dict[str, Mutant] = {}
+        by_source: dict[str, Mutant] = {}
         places: Counter[tuple[str, ...]] = Counter()
         for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end)):
             if any(begin <= edit.begin and edit.end <= end for begin, end in self.ignored):
                 continue
             source = self.text[: edit.begin] + edit.text + self.text[edit.end :]
-            if source in found or not _compiles(source):
+            if source in by_source or not _compiles(source):
                 continue
             line = self.text.count("\n", 0, edit.begin)
             first, last = self.starts[line], self.text.find("\n", max(edit.begin, edit.end - 1))
             before = " ".join(self.text[first:last].split())
             after = " ".join(source[first : last + len(source) - len(self.text)].split())
             name = self.file, self.functions.get(line + 1, ""), edit.kind, before, after
-            found[source] = Mutant(part, *name, places[name], line + 1, source)
+            by_source[source] = Mutant(part, *name, places[name], line + 1, source)
             places[name] += 1
-        return [*found.values()]
+        return [*by_source.values()]
 
 
 def _compiles(source: str) -> bool:
@@ -146,14 +146,14 @@ def _compiles(source: str) -> bool:
     return True
 
 
-#: A call of one of these, as a statement, is left out.
+#: Functions whose calls, as statements, are left out.
 _CALLS = {
     *("wait_stream", "wait_event", "record_event", "synchronize", "freed_for", "settle"),
     "invalidate",
 }
-#: A body under one of these runs without it.
+#: Context managers whose bodies run without them.
 _GUARDS = {"reading", "writing", "on"}
-#: Siblings that are chosen instead: as many ranks, or as good a queue.
+#: Groups and streams that are chosen instead: of as many ranks, or as good a queue.
 _GROUPS = {
     "inter": "reduce_inter",
     "intra": "reduce_intra",
@@ -168,7 +168,7 @@ _STREAMS = {
     "inter_node": "intra_node",
     "intra_node": "inter_node",
 }
-#: Counters that say which contents of the parameters something has.
+#: Counters that tell versions of the parameters apart.
 _GENERATIONS = {"generation", "offered", "held", "passed_over"}
 _VERDICTS = {"fresh", "readable"}
 
@@ -232,8 +232,8 @@ def omissions(source: Source) -> Iterator[Edit]:
                 yield source.edit("statement", node, "pass")
             case ast.BoolOp(values=values):
                 for left_out in values:
-                    kept = ast.BoolOp(node.op, [each for each in values if each is not left_out])
-                    text = ast.unparse(kept if len(kept.values) > 1 else kept.values[0])
+                    rest = ast.BoolOp(node.op, [each for each in values if each is not left_out])
+                    text = ast.unparse(rest if len(rest.values) > 1 else rest.values[0])
                     yield source.edit("condition", node, f"({text})")
             case ast.Call(func=function) if _last(function) in _SIBLINGS:
                 text = ast.unparse(function)
@@ -258,7 +258,7 @@ def _is(node: ast.expr, name: str) -> bool:
     return _last(node).lstrip("_") == name
 
 
-#: For each of Python's operators, by what cosmic-ray replaces it here; it knows all pairs.
+#: A replacement of each of Python's operators, out of all pairs that cosmic-ray has.
 _BINARY = (
     *("Add_Sub", "Sub_Add", "Mul_FloorDiv", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul"),
     *("RShift_LShift", "LShift_RShift", "BitOr_BitAnd", "BitAnd_BitOr", "BitXor_BitAnd"),
@@ -276,7 +276,7 @@ _OPERATORS = (
     "ZeroIterationForLoop",
 )
 
-#: A condition whose comparison is turned around by another operator.
+#: A negated comparison, which another operator has too.
 _TWICE = re.compile(r"\bnot [^ ()]+ (is|==|!=|<|<=|>|>=) ")
 
 
@@ -289,9 +289,9 @@ def arithmetic(source: Source) -> Iterator[Edit]:
     for node in ast_nodes(get_ast(source.text)):
         for name, operator in operators.items():
             for index, _ in enumerate(operator.mutation_positions(node)):
-                # Operators write to what they are given: a copy, of which all above it is shared.
-                own = copy.deepcopy(node, {id(node.parent): node.parent})
-                text = operator.mutate(own, index).get_code().lstrip()
+                # Operators change the node that they get: a copy, which shares its ancestors.
+                clone = copy.deepcopy(node, {id(node.parent): node.parent})
+                text = operator.mutate(clone, index).get_code().lstrip()
                 if name != "AddNot" or not _TWICE.search(text):
                     yield _narrowed(name, source, node, text)
 
@@ -305,6 +305,6 @@ def _narrowed(kind: str, source: Source, node: Any, text: str) -> Edit:
     return Edit(kind, begin + same, begin + len(was) - behind, text[same : len(text) - behind])
 
 
-def _same(one: str, other: str) -> int:
-    """How many characters the two begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _same(old: str, new: str) -> int:
+    """The length of the prefix that two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))

@@ -1,4 +1,4 @@
-"""Outcome of each mutant: remembered between runs, committed, and shown in docs."""
+"""Outcomes of mutants: cached between runs, committed, and shown in docs."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ from simulation import files
 
 _FOLDER = "results/mutants"
 
-#: Name of a mutant's change in the file of those that change nothing.
+#: A mutant's key in equivalent.yaml: file, function, and the lines before and after.
 _Change = tuple[str, str, str, str]
 
 
 class Cache:
     """Outcomes by what they depend on: the mutated file, and the tests that are run.
 
-    That other files of the library have changed since is not looked at.
+    Changes of the library's other files since then are ignored.
     """
 
     def __init__(self, root: Path) -> None:
@@ -55,36 +55,36 @@ def _digest(root: Path, tests: tuple[str, ...]) -> str:
 
 
 def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
-    """By a mutant's name the test that caught it when the record was made."""
+    """The test that caught each mutant when the record was made, by the mutant's name."""
     file = files.stored(root / _FOLDER / "mutants.jsonl")
     records = map(json.loads, files.lines(file) if file.exists() else [])
     return {tuple(record[:-1]): record[-1] for record in records}
 
 
-def report(root: Path, found: Mapping[Mutant, str]) -> int:
-    """Print shares, and survivors that are not explained; 1 if there is one."""
+def report(root: Path, caught_by: Mapping[Mutant, str]) -> int:
+    """Print shares and unexplained survivors; return 1 if there is one."""
     explained = _explained(root)
-    unexplained = [each for each in found if not found[each] and _change(each) not in explained]
-    print(*_table(found, explained, lambda each: each.part), sep="\n")
+    unexplained = [m for m, by in caught_by.items() if not by and _change(m) not in explained]
+    print(*_table(caught_by, explained, lambda each: each.part), sep="\n")
     for each in unexplained:
         print(f"survived, and not explained: {each}")
     return 1 if unexplained else 0
 
 
-def write(root: Path, found: Mapping[Mutant, str]) -> None:
+def write(root: Path, caught_by: Mapping[Mutant, str]) -> None:
     folder = root / _FOLDER
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps([*each.name, found[each]], ensure_ascii=False) for each in found]
+    lines = [json.dumps([*each.name, caught_by[each]], ensure_ascii=False) for each in caught_by]
     (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     files.compress(folder / "mutants.jsonl")
     page = root / f"{_FOLDER}/README.md"
     head, _, _ = page.read_text(encoding="utf-8").partition(_MARK)
     explained = _explained(root)
-    survivors = [each for each in found if not found[each]]
+    survivors = [each for each in caught_by if not caught_by[each]]
     rows = [
-        *_table(found, explained, lambda each: each.part),
+        *_table(caught_by, explained, lambda each: each.part),
         "",
-        *_table(found, explained, lambda each: f"{each.file} ({each.part})"),
+        *_table(caught_by, explained, lambda each: f"{each.file} ({each.part})"),
         "",
         "## Survivors",
         "",
@@ -102,22 +102,22 @@ def _shown(mutant: Mutant, because: str) -> str:
 
 
 def _table(
-    found: Mapping[Mutant, str], explained: Mapping[_Change, str], of: Callable[[Mutant], str]
+    caught_by: Mapping[Mutant, str], explained: Mapping[_Change, str], of: Callable[[Mutant], str]
 ) -> list[str]:
     groups: dict[str, list[Mutant]] = defaultdict(list)
-    for each in found:
+    for each in caught_by:
         groups[of(each)].append(each)
     rows = ["| Mutants | | caught | equivalent | share caught |", "|---|--:|--:|--:|--:|"]
     for name, mutants in groups.items():
-        caught = sum(1 for each in mutants if found[each])
-        equal = sum(1 for each in mutants if not found[each] and _change(each) in explained)
+        caught = sum(1 for each in mutants if caught_by[each])
+        equal = sum(1 for each in mutants if not caught_by[each] and _change(each) in explained)
         share = caught / max(1, len(mutants) - equal)
         rows.append(f"| {name} | {len(mutants)} | {caught} | {equal} | {share:.1%} |")
     return rows
 
 
 def _explained(root: Path) -> dict[_Change, str]:
-    """Why a mutant changes nothing that a test could see."""
+    """Reasons why a mutant changes nothing that a test could see."""
     file = root / _FOLDER / "equivalent.yaml"
     entries: Sequence[Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {

@@ -21,7 +21,7 @@ from fcdp.integrations import hugging_face
 from tests.clients import tiny
 
 STEPS = 3
-#: What trainers log that does not depend on time.
+#: Keys of trainers' logs that do not depend on time.
 SHOWN = ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
 
 
@@ -109,10 +109,10 @@ def stock() -> Iterator[None]:
     """accelerate's own sharding, on CPUs."""
     init = AcceleratorState.__init__
 
-    def init_here(self: Any, *args: Any, **given: Any) -> None:
-        init(self, *args, **given)
-        if given.get("_from_accelerator"):
-            hugging_face.allow_cpus(self, given["fsdp_plugin"])
+    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if kwargs.get("_from_accelerator"):
+            hugging_face.allow_cpus(self, kwargs["fsdp_plugin"])
 
     AcceleratorState.__init__ = init_here
     try:
@@ -127,29 +127,29 @@ def trained(
     look: Callable[[nn.Module, Any], Any],
     after: Callable[[Any, str], Any] | None = None,
     shared: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Any:
-    """What ``look`` finds in the model that a trainer has trained, and in what it has logged.
+    """Train, and return what ``look`` makes of the trained model and its log.
 
-    In its folder, which ranks may share, ``after`` is called with the trainer.
+    ``after`` is called with the trainer and its folder, which ranks may share.
     """
     try:
-        with tempfile.TemporaryDirectory() as own, how:
-            names = [own]
+        with tempfile.TemporaryDirectory() as private, how:
+            names = [private]
             dist.broadcast_object_list(names)
-            folder = names[0] if shared else own
+            folder = names[0] if shared else private
             torch.manual_seed(1)
-            trainer = make(folder, **given)
+            trainer = make(folder, **options)
             trainer.train()
             shown = [
                 {key: value for key, value in entry.items() if key in SHOWN}
                 for entry in trainer.state.log_history
             ]
-            found = look(trainer.model, shown)
+            observed = look(trainer.model, shown)
             if after is not None:
                 after(trainer, folder)
             dist.barrier()  # before the first rank removes its folder
-            return found
+            return observed
     finally:
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
@@ -160,10 +160,10 @@ def trained(
         gc.collect()
 
 
-def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    theirs = trained(stock(), make, lambda *found: (tiny.parameters(found[0]), found[1]), **given)
+def compared(topology: fcdp.Topology, make: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    theirs = trained(stock(), make, lambda model, logs: (tiny.parameters(model), logs), **options)
     return trained(
-        hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **given
+        hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **options
     )
 
 
@@ -179,12 +179,12 @@ def resumed(topology: fcdp.Topology) -> dict[str, Any]:
         for name, each in tiny.parameters(trainer.model).items():
             assert torch.equal(held[name], each), f"{name}: resumed is not what was trained on"
 
-    given = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
-    return compared(topology, sft, shared=True, **given)
+    options = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
+    return compared(topology, sft, shared=True, **options)
 
 
 def refused(topology: fcdp.Topology) -> dict[str, Any]:
-    """The sentences for models and settings that cannot be taken over."""
+    """The errors for models and settings that cannot be taken over."""
     layers = tiny.llama()
     for layer in layers.get_submodule("model.layers").children():
         fully_shard(layer, mesh=topology.mesh)
@@ -212,8 +212,8 @@ def refused(topology: fcdp.Topology) -> dict[str, Any]:
     return sentences
 
 
-def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
-    return lambda topology: compared(topology, make, adapters=adapters, **given)
+def _case(make: Callable[..., Any], adapters: bool = False, **options: Any) -> Any:
+    return lambda topology: compared(topology, make, adapters=adapters, **options)
 
 
 _SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1}

@@ -116,14 +116,14 @@ def compared(
     topology: fcdp.Topology, make: Callable[..., Any], adapters: bool = False, accumulation: int = 1
 ) -> dict[str, Any]:
     nodes, per_node = topology.nodes, topology.ranks_per_node
-    given = (nodes, per_node, adapters, accumulation)
+    arguments = (nodes, per_node, adapters, accumulation)
     if make is fabric:
         plain = OfFabric(shard_plainly, nodes * per_node, 1)
         cached: Any = FabricStrategy(topology)
     else:
         plain, cached = OfTrainer(nodes * per_node, 1), TrainerStrategy(topology)
-    theirs, expected = make(plain, *given)
-    ours, losses = make(cached, *given)
+    theirs, expected = make(plain, *arguments)
+    ours, losses = make(cached, *arguments)
     return tiny.beside(tiny.parameters(theirs), expected, ours, losses)
 
 

@@ -52,7 +52,7 @@ def trained(
         config.training.mixed_precision_param = "float32"
         config.training.global_batch_size = 2 * accumulation * world // tensor_parallel
         config.parallelism.tensor_parallel_degree = tensor_parallel
-        # Of the others torchtitan 0.3 asks FSDP2 for what torch 2.13 has not.
+        # With other backends torchtitan 0.3 asks FSDP2 for what torch 2.13 lacks.
         config.parallelism.spmd_backend = "partial_dtensor"
         torch.manual_seed(0)
         trainer = config.build()

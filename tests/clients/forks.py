@@ -1,6 +1,6 @@
 """Ranks of programs, forked from a process that has imported what they need.
 
-Importing a client takes longer than training with it, and each rank would do it by itself.
+Importing a client takes longer than training with it, and each rank would import it by itself.
 
 python -m tests.clients.forks MODULE...
 
@@ -18,7 +18,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-#: What keeps clients from the network; they read it where they are imported.
+#: Variables that keep clients from the network, which they read at import.
 QUIET = {"GLOO_SOCKET_IFNAME": "lo", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -1,4 +1,4 @@
-"""Run cases of one client on ranks that are threads with accelerators, and write what they found.
+"""Run cases of one client on ranks that are threads with accelerators, and write their results.
 
 tests/clients/on_streams.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.clients.forks import environment
 
-# One node is as another here: a rank is what its group says.
+# All threads have these variables; only its process group knows a thread's rank.
 os.environ.update(environment(0, nodes=2, per_node=1), ACCELERATE_TORCH_DEVICE="taped:0")
 
 import torch
@@ -28,30 +28,30 @@ from fcdp.integrations.takeover import Takeover
 from tests.clients import tiny
 from tests.fcdp import accelerator
 
-_own = threading.local()
+_local = threading.local()
 _for_good = contextlib.ExitStack()
 _fully_shard = fsdp.fully_shard
 
 
 def _owner() -> Any:
     """A holder of this thread's ``fully_shard``, in which a takeover puts its own."""
-    if not hasattr(_own, "owner"):
-        _own.owner = SimpleNamespace(fully_shard=_fully_shard)
-    return _own.owner
+    if not hasattr(_local, "owner"):
+        _local.owner = SimpleNamespace(fully_shard=_fully_shard)
+    return _local.owner
 
 
 class _Takeovers:
     def __getattr__(self, name: str) -> Any:
-        if not hasattr(_own, "takeover"):
-            _own.takeover = Takeover()
+        if not hasattr(_local, "takeover"):
+            _local.takeover = Takeover()
         if name == "of":
-            return lambda root, owner, apart=(): _own.takeover.of(root, _owner(), apart)
-        return getattr(_own.takeover, name)
+            return lambda root, owner, apart=(): _local.takeover.of(root, _owner(), apart)
+        return getattr(_local.takeover, name)
 
 
 def _make_models_on_the_accelerator() -> None:
     made = tiny.llama
-    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
+    tiny.llama = lambda *args, **kwargs: made(*args, **kwargs).to(accelerator.NAME)
 
 
 def hugging_face() -> Any:
@@ -70,11 +70,11 @@ def hugging_face() -> Any:
     for state in (PartialState, AcceleratorState, GradientState):
         state._shared_state = ThreadLocalSharedDict()
     hugging_face._takeover = _Takeovers()  # type: ignore[assignment]
-    fsdp.fully_shard = lambda *args, **given: _owner().fully_shard(*args, **given)
+    fsdp.fully_shard = lambda *args, **kwargs: _owner().fully_shard(*args, **kwargs)
     _make_models_on_the_accelerator()
     loaded = PreTrainedModel.from_pretrained.__func__
     PreTrainedModel.from_pretrained = classmethod(
-        lambda kind, *args, **given: loaded(kind, *args, **given).to(accelerator.NAME)
+        lambda kind, *args, **kwargs: loaded(kind, *args, **kwargs).to(accelerator.NAME)
     )
     # For all threads, and for good: one would end it while another is in it.
     _for_good.enter_context(cases.stock())
@@ -115,11 +115,11 @@ def main(client: str, out: str, *names: str) -> None:
         with torch.device("cpu"):  # clients move what they have made
             return cases[name](topology)
 
-    found = {}
+    results = {}
     for name in names:
-        (found[name], _), tape = accelerator.run(case, 2, name)
-        found[name]["wrong"] = accelerator.check(tape, range(1))
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+        (results[name], _), tape = accelerator.run(case, 2, name)
+        results[name]["wrong"] = accelerator.check(tape, range(1))
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

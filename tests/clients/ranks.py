@@ -1,4 +1,4 @@
-"""Cases of one client on a rank, of which the first writes what they found.
+"""Run cases of one client on a rank, of which the first writes their results.
 
 tests/clients/ranks.py CLIENT OUT CASE...    as a program of ``tests.clients.forks``
 """
@@ -19,9 +19,9 @@ def main(client: str, out: str, *cases: str) -> None:
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     topology = fcdp.Topology.build(dist.get_world_size() // per_node, per_node, "cpu")
     module = import_module(f"tests.clients.cases_{client}")
-    found = {case: module.CASES[case](topology) for case in cases}
+    results = {case: module.CASES[case](topology) for case in cases}
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+        Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

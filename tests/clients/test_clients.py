@@ -35,10 +35,10 @@ ROUNDED = {("lightning", "trainer-lora-accumulated"), ("torchtitan", "dp-accumul
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    found = os.environ.get("FCDP_CLIENTS_PYTHON", str(PYTHON))
-    if not Path(found).exists():
+    interpreter = os.environ.get("FCDP_CLIENTS_PYTHON", str(PYTHON))
+    if not Path(interpreter).exists():
         pytest.skip("other people's trainers are not installed: make clients")
-    return found
+    return interpreter
 
 
 class Forks:
@@ -59,7 +59,7 @@ class Forks:
             )
 
     def run(self, nodes: int, per_node: int, folder: Path, *words: str | Path) -> str:
-        """Run a program on its ranks; what they print."""
+        """Run a program on its ranks; return what they print."""
         before = self.log.stat().st_size
         program = {"nodes": nodes, "per_node": per_node, "folder": str(folder)}
         print(json.dumps({**program, "words": [*map(str, words)]}), file=self.process.stdin)
@@ -84,12 +84,12 @@ def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
     forks.end()
 
 
-def found(
+def run_cases(
     forks: Forks, client: str, nodes: int, per_node: int, cases: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What the cases of a client find, on the accelerator if there is but one process."""
+    """Run cases of a client, on the accelerator if there is but one process."""
     script = "ranks" if nodes * per_node > 1 else "on_streams"
-    out = forks.folder / "found.json"
+    out = forks.folder / "results.json"
     out.unlink(missing_ok=True)
     forks.run(nodes, per_node, ROOT, ROOT / f"tests/clients/{script}.py", client, out, *cases)
     return json.loads(out.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def gathered(result: dict[str, Any]) -> int:
 def test_two_nodes_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    results = found(forks, client, 2, 1, cases)
+    results = run_cases(forks, client, 2, 1, cases)
     alone = gathered(results.pop("alone")) if "alone" in results else 0
     for case, result in results.items():
         exact = (client, case) not in ROUNDED
@@ -146,7 +146,7 @@ def test_two_nodes_train_as_fsdp2_to_the_bit(
 def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    for case, result in found(forks, client, 2, 2, cases).items():
+    for case, result in run_cases(forks, client, 2, 2, cases).items():
         assert result["apart"] < 1e-4, case
 
 
@@ -161,8 +161,8 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
 def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]
 ) -> None:
-    """On the accelerator of ``tests.fcdp``, without a race, and in a schedule that is drawn."""
-    for case, result in found(forks, client, 1, 1, cases).items():
+    """On the accelerator of ``tests.fcdp``, without a race, in a randomly drawn schedule."""
+    for case, result in run_cases(forks, client, 1, 1, cases).items():
         assert result["same_history"], case
         assert result["apart"] == 0.0, case
         assert result["hits"] > 0, case
@@ -170,7 +170,7 @@ def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
 
 
 def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> None:
-    sentences = found(forks, "hugging_face", 2, 1, ("refused",))["refused"]
+    sentences = run_cases(forks, "hugging_face", 2, 1, ("refused",))["refused"]
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
         assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
     assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]
@@ -185,14 +185,14 @@ def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     programs.printed(python, "-m", "venv", "--without-pip", folder / "venv")
     (packages,) = folder.glob("venv/lib/*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)
-    # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.
+    # Python reads no .pth files of folders that one adds: no editable install of fcdp.
     paths = "import sys; print(*(path for path in sys.path if path.endswith('site-packages')))"
     seen = programs.printed(python, "-c", paths).split()
     (packages / "clients.pth").write_text("\n".join(seen))
     return folder / "venv/bin/python"
 
 
-#: Ends where a part of the checkout beside the library can be imported.
+#: Fails where a part of the checkout beside the library can be imported.
 APART = """
 import importlib.util, sys
 import fcdp
@@ -238,7 +238,7 @@ def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Pa
 
 
 def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:
-    """As the first lines of examples have it."""
+    """By the command in the first lines of the examples."""
     start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"
     start += f" --master-addr 127.0.0.1 --master-port 29533 {copied('trainer', tmp_path)}"
     both = f"node=0; {start} & node=1; {start} && wait $!"

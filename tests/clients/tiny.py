@@ -47,7 +47,7 @@ def llama(layers: int = 2, hidden: int = 64, dtype: torch.dtype = torch.float32)
 
 
 def saved(folder: str) -> str:
-    """The folder of a model as the hub has them; TRL makes its references from such."""
+    """The folder of a model in the hub's form, from which TRL makes its reference models."""
     folders = [f"{folder}/model"]
     dist.broadcast_object_list(folders)
     if dist.get_rank() == 0:
@@ -61,7 +61,7 @@ def lora() -> LoraConfig:
 
 
 def alone(topology: fcdp.Topology) -> dict[str, Any]:
-    """Train LoRA for three steps in a loop by ``fcdp.shard``, as no client does; its bytes."""
+    """Train LoRA for three steps by ``fcdp.shard`` without a client; return its bytes."""
     model: Any = get_peft_model(llama(), lora())
     fcdp.shard(model, topology)
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -1,4 +1,4 @@
-"""What the documentation says is what the code does."""
+"""The documentation agrees with the code."""
 
 import re
 
@@ -21,5 +21,5 @@ def table(page: str, name: str) -> list[dict[str, str]]:
 def block(page: str, name: str) -> str:
     """The fenced block that follows ``<!-- name -->`` in a page."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    (found,) = re.findall(rf"<!-- {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
-    return str(found)
+    (body,) = re.findall(rf"<!-- {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    return str(body)

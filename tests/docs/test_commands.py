@@ -1,8 +1,8 @@
-"""Each command that README and docs show is run as it is written, or it is said why not.
+"""Each command of README and docs is run as it is written, or ``WHY`` has the reason why not.
 
-What is not run is still held to what there is: options and values are parsed, a matrix of an
-emulated cluster is expanded by ``--dry-run``, make shows its target, what a launcher or an image is
-told is parsed.
+The others are still checked against the code: options and values are parsed, a matrix of an
+emulated cluster is expanded by ``--dry-run``, make shows its target, and commands of a launcher or
+an image are parsed.
 """
 
 import functools
@@ -110,19 +110,19 @@ def test_every_reason_is_some_commands() -> None:
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_run_as_written(page: str, checkout: Path) -> None:
-    """In the page's order, with what it shows; those that are not run are held to what there is."""
+    """Commands are in the page's order; those that are not run are checked against the code."""
     for command in COMMANDS[page]:
         if reason(command) is None:
             printed = run(command.text, checkout)
             for part in command.prints:
-                before, found, printed = printed.partition(part)
-                assert found, f"{command.text}: {part}\n{before}"
+                before, match, printed = printed.partition(part)
+                assert match, f"{command.text}: {part}\n{before}"
         else:
             check(command, checkout)
 
 
 def test_the_papers_traffic_is_judged_from_a_run_of_ones_own(checkout: Path) -> None:
-    """The second door of the site's front: each comparison passes."""
+    """The second command of the site's front page: each comparison passes."""
     run("python -m experiments run paper/volume", checkout)
     printed = run("python -m analysis check runs/paper/volume", checkout)
     (shown_there,) = (c for c in COMMANDS["docs/README.md"] if "analysis check" in c.text)
@@ -150,7 +150,7 @@ def test_the_picture_of_a_step_is_what_its_pages_two_commands_draw(checkout: Pat
 
 
 def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
-    """What docs/extend.md has, in a copy of the tree; simulated, so that it takes no namespaces."""
+    """The policy of docs/extend.md, in a copy of the tree; simulated, without namespaces."""
     for part in ("fcdp", "baselines", "simulation", "experiments", "analysis", "results/compute"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     policy = block("extend.md", "policy").replace("import fcdp\n", "").replace("fcdp.T", "T")
@@ -169,7 +169,7 @@ def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
 
 
 def run(text: str, folder: Path) -> str:
-    """Run a command as a shell would; what it prints, without line breaks.
+    """Run a command as a shell would; return its output without line breaks.
 
     One of our command lines is called in this process, which has imported what it needs.
     """
@@ -184,7 +184,7 @@ def run(text: str, folder: Path) -> str:
 
 
 def in_shell(text: str, folder: Path) -> str:
-    """The same by a shell, with this interpreter and the packages in the folder."""
+    """Run a command by a shell, with this interpreter and the packages in the folder."""
     bin_ = folder / ".bin"
     bin_.mkdir(exist_ok=True)
     programs.written(bin_ / "python", f'exec {shlex.quote(sys.executable)} "$@"')
@@ -196,7 +196,7 @@ def in_shell(text: str, folder: Path) -> str:
 
 
 def check(command: Shown, folder: Path) -> None:
-    """Hold a command to what there is, without what it would take to run it."""
+    """Check a command against the code without running it."""
     words = command.words
     if words[:2] == ["python", "-m"]:
         parse(words[2], words[3:])
@@ -210,12 +210,12 @@ def check(command: Shown, folder: Path) -> None:
 
 @functools.cache
 def expand(text: str, folder: Path) -> None:
-    """Several pages show one matrix."""
+    """Expand a matrix once, though several pages show it."""
     run(text, folder)
 
 
 def parse(program: str, words: list[str]) -> None:
-    """Have the command line read, options and values, and nothing called."""
+    """Parse a command line, options and values, and call nothing."""
     name, command, rest, outer = called(program, words)
     command.make_context(name, rest, parent=outer)
 
@@ -233,36 +233,35 @@ def check_program(words: list[str]) -> None:
     match words:
         case ["launch/train-ssh.sh", _, _, *options]:
             parse_training(options)
-            told = []
+            commands = []
         case [script, _, *commands] if script.startswith("launch/"):
             assert os.access(ROOT / script, os.X_OK)
-            told = commands
         case ["sbatch", *_]:
             (script,) = [word for word in words if word.startswith("launch/")]
-            told = words[words.index(script) + 1 :]
+            commands = words[words.index(script) + 1 :]
             if script == "launch/train.sbatch":
-                parse_training(told[1:])
-                told = []
+                parse_training(commands[1:])
+                commands = []
         case ["torchrun", *_]:
             torchrun = get_args_parser().parse_args(words[1:])
             assert (ROOT / "examples" / torchrun.training_script).is_file()
             parse_training(torchrun.training_script_args)
-            told = []
+            commands = []
         case ["sky", "launch", *_]:
             assert (ROOT / words[-1]).is_file()
-            told = []
+            commands = []
         case ["pip", "install", "."]:
-            told = []
+            commands = []
         case ["docker", "build", *_]:
             assert {"BASE", "TORCH"} >= {w.split("=")[0] for w in words if re.match("[A-Z]+=", w)}
             assert words[-1] == "."
-            told = []
+            commands = []
         case ["docker", "run", *_]:
             inner = words[words.index("fcdp") + 1 :]
-            told = [] if inner == ["--help"] else [shlex.join(inner)]
+            commands = [] if inner == ["--help"] else [shlex.join(inner)]
         case _:
             raise AssertionError(f"{words[0]}: nobody knows how to check this")
-    for text in told:
+    for text in commands:
         parse("experiments", shlex.split(text))
 
 
@@ -275,12 +274,12 @@ def parse_training(words: list[str]) -> None:
 def test_every_page_of_the_repository_names_what_there_is() -> None:
     """Modules, their commands, matrices and targets of make, in blocks and in sentences.
 
-    Of the README and docs also options; what is in capitals stands for something.
+    In the README and docs also options; words in capitals are placeholders.
     """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     matrices = {*available(), "paper", "MATRIX", "mine.yaml"}
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     folders = ("baselines", "docs", "examples", "experiments", "fcdp", "launch", "results")
     inside = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
     for page in (*ROOT.glob("*.md"), *inside):
@@ -289,20 +288,20 @@ def test_every_page_of_the_repository_names_what_there_is() -> None:
             assert find_spec(module), (page, module)
         for program, name in re.findall(r"\bpython -m (experiments|analysis) ([a-z]+)", text):
             called(program, [name])
-        for program, said in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
-            words = said.split()
+        for program, call in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
+            words = call.split()
             if page in PAGES and not words[0].isupper():
                 command = called(program, words)[1]
                 known = [command, *getattr(command, "commands", {}).values()]
                 options = {name for each in known for p in each.params for name in p.opts}
                 assert {w for w in words if w.startswith("--")} <= options, (page.name, words)
-                found["sentences"] += 1
+                counts["sentences"] += 1
         for matrix in re.findall(r"(?:\bexperiments run |EMULATED=)([\w./-]*\w)", text):
             assert matrix in matrices or (ROOT / matrix).is_file(), (page, matrix)
         for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
             assert target in targets, (page, target)
-            found["make"] += 1
-        found["modules"] += text.count("python -m ")
-    assert found["modules"] > 300
-    assert found["make"] > 30
-    assert found["sentences"] > 15
+            counts["make"] += 1
+        counts["modules"] += text.count("python -m ")
+    assert counts["modules"] > 300
+    assert counts["make"] > 30
+    assert counts["sentences"] > 15

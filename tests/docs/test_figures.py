@@ -1,4 +1,4 @@
-"""The figures of pages are drawn from committed records, and what is said of them is so."""
+"""The figures of pages are drawn from committed records, and statements about them hold."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from experiments.records.record import read
 from simulation.traffic import MEASURED
 from tests.docs import ROOT
 
-#: Figures whose texts alone are those of the committed ones, up to the version of matplotlib.
+#: Figures whose texts alone are compared: their shapes differ by matplotlib's version.
 TEXTS = {"ablation", "overview", "schedule"}
 
 
@@ -57,25 +57,25 @@ MOST = {3e-5: 16 / 6, 1e-5: 16 / 8, 1e-6: 16 / 25}
 
 
 def test_the_simulator_assumes_what_was_measured() -> None:
-    told = draw_differences.bits()
-    assert dict(MEASURED) == pytest.approx(told, rel=0.03)
-    assert all(told[rate] <= most for rate, most in MOST.items())
+    bits = draw_differences.bits()
+    assert dict(MEASURED) == pytest.approx(bits, rel=0.03)
+    assert all(bits[rate] <= most for rate, most in MOST.items())
 
 
 def test_the_chosen_amount_is_within_a_twentieth_of_the_best_that_was_measured() -> None:
     """By the cell that was given that amount: two of the same amount differ by more than that."""
-    given, chosen = {}, None
+    seconds, chosen = {}, None
     for record in draw_fuyou.records("fuyou-swap"):
         if draw_fuyou.swap(record) == "auto":
             chosen = draw_fuyou.chosen(record)
         else:
-            given[draw_fuyou.chosen(record)] = record.step_seconds_median
-    assert chosen in given
-    assert given[chosen] <= 1.05 * min(given.values())
+            seconds[draw_fuyou.chosen(record)] = record.step_seconds_median
+    assert chosen in seconds
+    assert seconds[chosen] <= 1.05 * min(seconds.values())
 
 
 def test_what_a_convex_curve_would_have_is_the_bound_of_its_claim() -> None:
-    """Through none and 3 MiB, at twice that amount."""
+    """The bound is the line through none and 3 MiB, at twice that amount."""
     took = {
         draw_fuyou.swap(r): r.step_seconds_median or 0 for r in draw_fuyou.records("fuyou-swap")
     }
@@ -88,11 +88,11 @@ def test_what_a_convex_curve_would_have_is_the_bound_of_its_claim() -> None:
 def test_cells_are_what_the_planner_says(request: pytest.FixtureRequest) -> None:
     cells = json.loads(draw_map.DATA.read_text(encoding="utf-8"))
     whole = request.config.getoption("--exhaustive")
-    for one in cells if whole else random.Random(9).sample(cells, 4):
-        settings = {key: one[key] for key in ("model", "gpu", "nodes", "gbit_s", "tuning")}
-        found = draw_map.cell(**settings)
-        assert found["take"] == one["take"]
-        assert found["tokens_per_s"] == pytest.approx(one["tokens_per_s"], rel=1e-3)
+    for entry in cells if whole else random.Random(9).sample(cells, 4):
+        settings = {key: entry[key] for key in ("model", "gpu", "nodes", "gbit_s", "tuning")}
+        computed = draw_map.cell(**settings)
+        assert computed["take"] == entry["take"]
+        assert computed["tokens_per_s"] == pytest.approx(entry["tokens_per_s"], rel=1e-3)
 
 
 def test_the_closed_form_is_more_hopeful_than_the_simulator() -> None:

@@ -1,4 +1,4 @@
-"""docs/fsdp2.md lists FSDP2's whole public surface, and what it says of refusals is so."""
+"""docs/fsdp2.md lists FSDP2's whole public surface, and its refusals are raised."""
 
 import ast
 import dataclasses
@@ -144,7 +144,7 @@ class Extended(torch.Tensor):
     """A tensor that gathers by an extension of its own."""
 
     def fsdp_pre_all_gather(self, *_: object) -> None:
-        """FSDP2 looks whether there is one."""
+        """FSDP2 checks that this method is there."""
 
 
 def extension(topology: fcdp.Topology) -> None:
@@ -188,7 +188,7 @@ def replacing(call: str) -> Callable[[fcdp.Topology], None]:
     return provoke
 
 
-#: What the table says is refused, and a provocation of it on two nodes of one or two ranks.
+#: Refused calls of the table, each with a provocation on two nodes of one or two ranks.
 REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`fully_shard(mesh)` of two dimensions (HSDP)": (1, two_dimensions),
     "`DataParallelMeshDims(replicate)`": (1, named_dimensions),
@@ -199,8 +199,8 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
 }
 
 
-def refuse(what: str) -> str:
-    ranks_per_node, provoke = REFUSALS[what]
+def refuse(refusal: str) -> str:
+    ranks_per_node, provoke = REFUSALS[refusal]
     with pytest.raises((ValueError, AssertionError, RuntimeError)) as error:
         provoke(topology_of(2, ranks_per_node))
     return str(error.value)
@@ -208,11 +208,11 @@ def refuse(what: str) -> str:
 
 @pytest.mark.parametrize("row", table("fsdp2.md", "refusals"), ids=lambda row: row["What"])
 def test_what_is_refused(ranks: Pools, row: dict[str, str]) -> None:
-    what = row["What"]
-    call = re.findall(r"`([^`]+)`", what)[0]
+    refusal = row["What"]
+    call = re.findall(r"`([^`]+)`", refusal)[0]
     if call not in set(surface()):
         pytest.skip(f"this torch has no {call}")
-    for message in ranks.run(2 * REFUSALS[what][0], refuse, what):
+    for message in ranks.run(2 * REFUSALS[refusal][0], refuse, refusal):
         assert quoted(row["Error"]) in message
 
 

@@ -1,4 +1,4 @@
-"""Matrix files: keys of the reference are the reader's and the types'; one of two groups is one."""
+"""Matrix files: the reference has the reader's keys, and the example of two groups expands."""
 
 from pathlib import Path
 

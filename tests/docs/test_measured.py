@@ -1,6 +1,6 @@
-"""Tables of what was timed and counted: exact coding near its entropy, and host time.
+"""Tables of times and counts: exact coding near its entropy, and host time.
 
-Collectives do not grow with the number of nodes.
+The number of collectives does not grow with the number of nodes.
 """
 
 import pytest
@@ -13,14 +13,14 @@ from tests.ranks import Pools, on_ranks
 
 
 def test_each_case_is_coded_and_shown() -> None:
-    found = coding_speed.measured(2**14, rounds=2)
-    bits = {row["case"]: row["bits"] for row in found["rows"]}
+    record = coding_speed.measured(2**14, rounds=2)
+    bits = {row["case"]: row["bits"] for row in record["rows"]}
     assert bits.keys() == {row["case"] for row in readme.committed("coding-speed")["rows"]}
-    told = [bits[f"bf16 after a step at {rate:g}, entropy"] for rate in coding_speed.RATES]
-    assert told == sorted(told, reverse=True)
+    coded_bits = [bits[f"bf16 after a step at {rate:g}, entropy"] for rate in coding_speed.RATES]
+    assert coded_bits == sorted(coded_bits, reverse=True)
     assert bits["bf16 gradients, exponents"] < 11.2
     assert all(
-        f"| {name} | {count:.2f} |" in coding_speed.table(found) for name, count in bits.items()
+        f"| {name} | {count:.2f} |" in coding_speed.table(record) for name, count in bits.items()
     )
 
 
@@ -28,7 +28,7 @@ def test_gathers_are_near_the_entropy_of_the_same_steps_and_reductions_are_coded
     rows = readme.committed("difference-bits")["rows"]
     assert {1e-5, 3e-5, 1e-6} < {row["learning_rate"] for row in rows}
     for row in rows:
-        # At the lowest rate each of ten messages per step of the smaller model is of 4 kB.
+        # At the lowest rate each of the smaller model's ten messages per step has 4 kB.
         most = 1.25 if row["learning_rate"] == 1e-6 and row["parameters"] < 1e7 else 1.2
         assert 1 < row["gathers"][1] / row["entropy"][1] <= most
         assert row["reductions"][1] <= 11.2
@@ -59,9 +59,9 @@ def test_the_record_holds_what_is_counted_on_all_shapes() -> None:
 
 def counted(nodes: int, detect_writes: bool) -> dict[str, host_cost.Counts]:
     dist.destroy_process_group()
-    found = host_cost.counted(nodes, 8, detect_writes=detect_writes)
+    counts = host_cost.counted(nodes, 8, detect_writes=detect_writes)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return found
+    return counts
 
 
 def test_a_gather_and_a_reduction_are_one_collective_per_direction_on_any_nodes() -> None:
@@ -69,7 +69,7 @@ def test_a_gather_and_a_reduction_are_one_collective_per_direction_on_any_nodes(
     try:
         for detects in (True, False):
             for nodes in (2, 64):
-                (found,) = pools.run(1, counted, nodes, detects)
-                assert found == COUNTS
+                (counts,) = pools.run(1, counted, nodes, detects)
+                assert counts == COUNTS
     finally:
         pools.close()

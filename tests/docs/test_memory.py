@@ -1,4 +1,4 @@
-"""The equations of docs/memory.md against what real small models make fcdp allocate and send."""
+"""The equations of docs/memory.md beside the bytes that small models allocate and send."""
 
 import os
 import tempfile
@@ -39,7 +39,7 @@ def test_the_worked_example() -> None:
 
 
 def taken(settings: Settings) -> tuple[memory.Memory, memory.Memory]:
-    """What one rank has allocated after two steps, and what the equations say."""
+    """Bytes that one rank has allocated after two steps, and those of the equations."""
     run = Run(settings)
     for _ in range(2):
         run.step()
@@ -88,11 +88,11 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     engine, counts = engine_of(run.model), fcdp.ledger(run.model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
     guard = engine.staleness._guard
-    kept = [entry.checksums for entry in engine.entries.values()]
+    checksums = [entry.checksums for entry in engine.entries.values()]
     return [
         (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
         (
-            sum(tensor.nbytes for tensor in kept if tensor is not None),
+            sum(tensor.nbytes for tensor in checksums if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
         ),
         (
@@ -111,8 +111,8 @@ def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> 
                 assert held == closed_form > 0
 
 
-def kept_back(settings: Settings) -> tuple[int, int, int]:
-    """Bytes that error feedback keeps after a step, their equation, and what a load leaves."""
+def residual_bytes(settings: Settings) -> tuple[int, int, int]:
+    """Bytes that error feedback keeps after a step, their equation, and the bytes after a load."""
     run = Run(settings)
     for _ in range(2):
         run.loss().backward()
@@ -127,7 +127,7 @@ def test_residuals(ranks: Pools, adapter_rank: int) -> None:
     settings = Settings(
         adapter_rank=adapter_rank, reduce_codec=fcdp.BlockInt8(16), error_feedback=True
     )
-    for held, closed_form, left in ranks.run(4, kept_back, settings):
+    for held, closed_form, left in ranks.run(4, residual_bytes, settings):
         assert held == closed_form > 0
         assert left == 0
 
@@ -141,7 +141,7 @@ def gathered_and_trained(settings: Settings) -> tuple[int, int]:
 @pytest.mark.parametrize("adapter_rank", [0, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_bytes_between_nodes(ranks: Pools, adapter_rank: int, accumulation: int) -> None:
-    """Of the second step: the first also gathers what is frozen."""
+    """Compares the second step: the first also gathers frozen parameters."""
     settings = Settings(
         adapter_rank=adapter_rank, accumulation=accumulation, reshard_after_forward=True
     )

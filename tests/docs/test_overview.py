@@ -33,8 +33,8 @@ def test_no_text_lies_on_another_or_leaves_the_figure(palette: Palette, columns:
     figure = draw_overview.draw(palette, columns)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
-    boxes = [text.get_window_extent(canvas.get_renderer()) for text in found]
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
     assert len(boxes) > 20
     assert [a for a, b in combinations(boxes, 2) if a.overlaps(b)] == []
     assert [box for box in boxes if not inside(box, figure.bbox)] == []

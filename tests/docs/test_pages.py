@@ -22,7 +22,7 @@ BLOCK = re.compile(r"<!-- (\S+?)(?:: [^>]*)? -->.*?(?:<!-- end of \1 -->|\Z|(?=\
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name in a page: its headings, as GitHub writes them."""
+    """Anchors of a page: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -87,7 +87,7 @@ def blocks(page: str) -> str:
 
 
 def prose(page: str) -> str:
-    """The rest, without code."""
+    """The rest of a page, without code."""
     return re.sub(r"```.*?```", "", BLOCK.sub("", page), flags=re.DOTALL)
 
 
@@ -112,22 +112,22 @@ def test_the_reference_has_all_commands() -> None:
 
 def test_the_figures_of_planning_are_those_of_the_code() -> None:
     text = " ".join(PAGES["planning.md"].split())
-    for share, what in (
+    for share, pattern in (
         (LINK_EFFICIENCY, r"(\d+) % \(links\)"),
         (SAME, r"within (\d+) % of what an earlier one reaches"),
         (tie(), r"within (\d+) % of it: the simulator"),
     ):
-        found = re.search(what, text)
-        assert found is not None, what
-        assert int(found[1]) == round(100 * share)
+        match = re.search(pattern, text)
+        assert match is not None, pattern
+        assert int(match[1]) == round(100 * share)
     text, record = text.replace(" %", "%"), compute.read()
-    half, other = record.check(compute.SOURCES), record.check(compute.ARCHITECTURES)
-    for said in (
+    sources, architectures = record.check(compute.SOURCES), record.check(compute.ARCHITECTURES)
+    for phrase in (
         f"to {len(record.predictions)} published runs",
-        f"are predicted to {half.median:.1%} in the median",
-        f"nine of ten are within {half.nine_of_ten:.1%}",
-        f"the other to {other.median:.0%} in the median",
-        f"from −{1 - other.lowest:.0%} (",
-        f"to +{other.highest - 1:.0%}",
+        f"are predicted to {sources.median:.1%} in the median",
+        f"nine of ten are within {sources.nine_of_ten:.1%}",
+        f"the other to {architectures.median:.0%} in the median",
+        f"from −{1 - architectures.lowest:.0%} (",
+        f"to +{architectures.highest - 1:.0%}",
     ):
-        assert said in text
+        assert phrase in text

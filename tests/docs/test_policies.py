@@ -1,4 +1,4 @@
-"""Policies: the names are those of matrix files, and the page's own works."""
+"""Policies: the names are those of matrix files, and the pages' examples train."""
 
 import sys
 import tempfile
@@ -28,7 +28,7 @@ def test_each_name_is_the_policy_beside_it() -> None:
 
 
 def run_block(page: str, **names: Any) -> dict[str, Any]:
-    """The page's block, as a program of its own; what it defines."""
+    """Run the page's block as a program of its own; return its names."""
     scope = {"__name__": "example", **names}
     exec(compile(block(page, "policy"), page, "exec", dont_inherit=True), scope)
     return scope
@@ -42,8 +42,8 @@ def train(policy: str) -> dict[str, Any]:
     if policy == "call":
         run_block("reference.md", fcdp=fcdp, model=model, topology=topology)
     else:
-        own = run_block("extend.md")["FrozenOnly"]
-        chosen = own() if policy == "class" else fcdp.HostCache()
+        frozen_only = run_block("extend.md")["FrozenOnly"]
+        chosen = frozen_only() if policy == "class" else fcdp.HostCache()
         fcdp.shard(model, topology, units=model.blocks, policy=chosen)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     data = batches(settings, topology.rank)
@@ -57,12 +57,12 @@ def train(policy: str) -> dict[str, Any]:
 
 
 def test_the_class_caches_frozen_units_alone_and_no_policy_changes_a_loss(ranks: Pools) -> None:
-    default, call, own = (ranks.run(4, train, policy)[0] for policy in ("host", "call", "class"))
-    assert call["losses"] == own["losses"] == default["losses"]
+    default, call, frozen = (ranks.run(4, train, policy)[0] for policy in ("host", "call", "class"))
+    assert call["losses"] == frozen["losses"] == default["losses"]
     assert default["tiers"] == {(False, "host"), (True, "host")}
     assert call["tiers"] == {(False, "device"), (True, "device")}
-    assert own["tiers"] == {(False, "host"), (True, None)}
-    assert 0 < own["host bytes"] < default["host bytes"]
+    assert frozen["tiers"] == {(False, "host"), (True, None)}
+    assert 0 < frozen["host bytes"] < default["host bytes"]
 
 
 def test_the_example_is_a_policy_to_a_type_checker(
@@ -71,7 +71,7 @@ def test_the_example_is_a_policy_to_a_type_checker(
     if not request.config.getoption("--exhaustive"):
         pytest.skip("half a minute: runs with --exhaustive")
     example = tmp_path / "example.py"
-    own = block("extend.md", "policy")
-    example.write_text(own + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n")
+    source = block("extend.md", "policy")
+    example.write_text(source + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n")
     options = ("--config-file", "", "--strict", "--follow-imports=silent")
     programs.printed(sys.executable, "-m", "mypy", *options, example)

@@ -19,9 +19,9 @@ from scripts.documentation import SETTING
 from tests.ranks import Pools
 
 _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-#: Of protocols: what others write, and only its class has an example.
+#: Methods of protocols, which others write: only the class has an example.
 _DECLARED = {"CachePolicy.place", "Codec.encoded_bytes", "Codec.encode", "Codec.decode"}
-#: Counting is the library's.
+#: Methods that only the library calls.
 _INTERNAL = {
     "Ledger.add",
     "Ledger.add_both",
@@ -33,40 +33,40 @@ _INTERNAL = {
 
 def public() -> Iterator[tuple[str, Any]]:
     for name in fcdp.__all__:
-        found = getattr(fcdp, name)
-        yield name, found
-        if inspect.isclass(found) and name in ("Topology", "Ledger", "Codec", "CachePolicy"):
-            for method, member in vars(found).items():
+        obj = getattr(fcdp, name)
+        yield name, obj
+        if inspect.isclass(obj) and name in ("Topology", "Ledger", "Codec", "CachePolicy"):
+            for method, member in vars(obj).items():
                 function = getattr(member, "__func__", member)
                 if inspect.isfunction(function) and not method.startswith("_"):
-                    yield f"{name}.{method}", getattr(found, method)
+                    yield f"{name}.{method}", getattr(obj, method)
 
 
-PUBLIC = {name: found for name, found in public() if name not in _INTERNAL}
-CALLED = {name: found for name, found in PUBLIC.items() if not inspect.isclass(found)}
+PUBLIC = {name: obj for name, obj in public() if name not in _INTERNAL}
+CALLED = {name: obj for name, obj in PUBLIC.items() if not inspect.isclass(obj)}
 MADE = ("DiskCache", "Threshold", "Budget", "Auto", "BlockInt8", "BlockInt4")
 
 
-def sections(found: Any) -> dict[str, str]:
+def sections(obj: Any) -> dict[str, str]:
     """The docstring's parts by title, as Google writes them."""
-    parts = re.split(r"^(\w+):\n", inspect.getdoc(found) or "", flags=re.MULTILINE)
+    parts = re.split(r"^(\w+):\n", inspect.getdoc(obj) or "", flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def described(found: Any) -> list[str]:
-    return re.findall(r"^    (\w+): ", sections(found).get("Args", ""), re.MULTILINE)
+def described(obj: Any) -> list[str]:
+    return re.findall(r"^    (\w+): ", sections(obj).get("Args", ""), re.MULTILINE)
 
 
 def test_every_argument_is_described_in_order() -> None:
     for name in (*CALLED, *MADE):
-        wanted = [key for key in inspect.signature(PUBLIC[name]).parameters if key != "self"]
-        assert described(PUBLIC[name]) == wanted, name
+        expected = [key for key in inspect.signature(PUBLIC[name]).parameters if key != "self"]
+        assert described(PUBLIC[name]) == expected, name
 
 
 def test_what_is_returned_is_described() -> None:
-    for name, found in CALLED.items():
-        returned = inspect.signature(found).return_annotation
-        assert ("Returns" in sections(found)) == (returned not in (None, "None")), name
+    for name, obj in CALLED.items():
+        returned = inspect.signature(obj).return_annotation
+        assert ("Returns" in sections(obj)) == (returned not in (None, "None")), name
 
 
 def test_what_the_function_itself_raises_is_described() -> None:
@@ -77,9 +77,9 @@ def test_what_the_function_itself_raises_is_described() -> None:
             for node in ast.walk(ast.parse(inspect.cleandoc(source)))
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
         }
-        told = re.findall(r"^    (\w+): ", sections(PUBLIC[name]).get("Raises", ""), re.MULTILINE)
-        assert raised <= set(told), name
-        assert [error for error in told if not error.endswith("Error")] == [], name
+        errors = re.findall(r"^    (\w+): ", sections(PUBLIC[name]).get("Raises", ""), re.MULTILINE)
+        assert raised <= set(errors), name
+        assert [error for error in errors if not error.endswith("Error")] == [], name
 
 
 def test_each_has_an_example() -> None:
@@ -88,36 +88,36 @@ def test_each_has_an_example() -> None:
 
 
 def run_examples() -> dict[str, str]:
-    """Every example of every public name, each from the same setting; what did not come out."""
+    """Run all examples of public names, each after the same set-up; return the failures."""
     failed = {}
     for name in fcdp.__all__:
-        found = getattr(fcdp, name)
+        obj = getattr(fcdp, name)
         # By its own module: one of the package may have the function's name.
-        module = importlib.import_module(found.__module__)
-        for test in doctest.DocTestFinder(recurse=True).find(found, name, module=module):
+        module = importlib.import_module(obj.__module__)
+        for test in doctest.DocTestFinder(recurse=True).find(obj, name, module=module):
             if test.examples:
-                said = _run(test)
-                if said:
-                    failed[test.name] = said
+                failure = _run(test)
+                if failure:
+                    failed[test.name] = failure
     return failed
 
 
 def _run(test: doctest.DocTest) -> str:
-    said: list[str] = []
+    output: list[str] = []
     with _folder() as folder:
         scope: dict[str, Any] = {"directory": folder}
         exec(compile(SETTING, "setting", "exec", dont_inherit=True), scope)
         test.globs = scope
         with contextlib.redirect_stderr(io.StringIO()):
-            doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=said.append)
-    return "".join(said)
+            doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=output.append)
+    return "".join(output)
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """One of rank 0's, for all."""
-    with tempfile.TemporaryDirectory() as own:
-        shared: list[str | None] = [own]
+    """A folder of rank 0 that all ranks use."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared: list[str | None] = [folder]
         dist.broadcast_object_list(shared)
         yield Path(str(shared[0]))
         dist.barrier()

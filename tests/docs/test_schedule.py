@@ -23,12 +23,12 @@ RANGES = {
     Kind.REDUCE_INTER: "reduce_inter",
 }
 
-#: Where the thread waits for a reduction that is in flight: nothing of the figure's.
+#: The thread waits for a reduction in flight, which the figure does not show.
 WAIT = "fcdp::reduce_wait"
 
 
 def ranges_of_a_step() -> list[str]:
-    """What a rank does in the second step of a full fine-tuning, in the order of its start."""
+    """Ranges of a rank's second step of full fine-tuning, in the order of their starts."""
     run = Run(Settings())
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as prof:

@@ -17,12 +17,12 @@ from tests.docs import DOCS, ROOT
 pytest.importorskip("mkdocs", reason="no mkdocs here: make setup installs it (group docs)")
 pytest.importorskip("mkdocstrings_handlers.python", reason="no mkdocstrings here: make setup")
 
-#: Of the theme, for pages that a server makes.
+#: Pages of the theme that only a server shows.
 _NOT_PAGES = {"404.html"}
 
 
 class Reader(HTMLParser):
-    """What a page links and fetches, and what may be linked in it."""
+    """Links of a page, files that it fetches, and its anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,17 +31,17 @@ class Reader(HTMLParser):
         self.ids: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.ids |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
+        attributes = {name: value or "" for name, value in attrs}
+        self.ids |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
         elif tag in ("img", "script", "link"):
-            self.fetched += [found[name] for name in ("src", "href") if name in found]
+            self.fetched += [attributes[name] for name in ("src", "href") if name in attributes]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``make docs`` builds it, or has just built it."""
+    """The site as ``make docs`` builds it, or has just built it."""
     if built := os.environ.get("FCDP_SITE"):
         return Path(built)
     folder = tmp_path_factory.mktemp("site")
@@ -56,12 +56,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Reader]:
-    found = {}
+    readers = {}
     for file in site.rglob("*.html"):
         if file.name not in _NOT_PAGES:
-            found[file] = Reader()
-            found[file].feed(file.read_text(encoding="utf-8"))
-    return found
+            readers[file] = Reader()
+            readers[file].feed(file.read_text(encoding="utf-8"))
+    return readers
 
 
 def test_each_page_of_docs_is_a_page_of_the_site_and_scripts_are_not(site: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_matrix_of_the_page_runs(
     cluster = EmulatedCluster(expanded.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
     records = runner.run(expanded.cells, [], cluster, directory, Observer())
     assert [record.cell.strategy for record in records] == ["fsdp2", "fcdp"]
-    fsdp2, fcdp = (found(record) for record in records)
+    fsdp2, fcdp = (measurement(record) for record in records)
     assert len(fcdp.losses) == 2
     assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-6)
     assert fcdp.held_out_loss is not None
@@ -48,7 +48,7 @@ def test_the_matrix_of_the_page_runs(
     assert str(tmp_path) not in directory.records.read_text(encoding="utf-8")
 
 
-def found(record: Record) -> Any:
+def measurement(record: Record) -> Any:
     assert record.state == "ok", record.error
     return record.measurement
 

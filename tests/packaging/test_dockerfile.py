@@ -18,7 +18,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, argument) of each, with comments dropped and continued lines joined."""
+    """(instruction, argument) pairs, with comments dropped and continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     pairs = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
@@ -121,8 +121,8 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
     (image / ".git").mkdir(parents=True)
     shutil.copy(repository / "file", image)
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    kept = [line.removeprefix("!") for line in lines[lines.index(".git/*") :] if line[:1] == "!"]
-    for path in (found for pattern in kept for found in repository.glob(pattern)):
+    globs = [line.removeprefix("!") for line in lines[lines.index(".git/*") :] if line[:1] == "!"]
+    for path in (match for glob in globs for match in repository.glob(glob)):
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, image / path.relative_to(repository))
     assert git(image, "rev-parse", "HEAD") == git(repository, "rev-parse", "HEAD")

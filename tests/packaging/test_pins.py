@@ -31,7 +31,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
 ALL = GROUPS.pop("all")
-#: In none of what `make` installs: users add it to what they have.
+#: A group that `make` does not install: users add it to their environments.
 IMAGES = GROUPS.pop("images")
 LISTED = [
     Requirement(line) for lines in (PROJECT["dependencies"], *GROUPS.values()) for line in lines
@@ -56,12 +56,12 @@ def holds(requirement: Requirement, env: dict[str, str], extra: str = "") -> boo
 
 def pins_for(env: dict[str, str]) -> dict[str, Version]:
     """The pin of each package; two that hold at once would be an error of pip's."""
-    found: dict[str, Version] = {}
+    pinned: dict[str, Version] = {}
     for pin in (pin for pin in PINS if holds(pin, env)):
         name = canonicalize_name(pin.name)
-        assert name not in found, f"{name} is pinned twice for Python {env['python_version']}"
-        found[name] = Version(str(pin.specifier).removeprefix("=="))
-    return found
+        assert name not in pinned, f"{name} is pinned twice for Python {env['python_version']}"
+        pinned[name] = Version(str(pin.specifier).removeprefix("=="))
+    return pinned
 
 
 def test_every_pin_is_exact() -> None:
@@ -105,13 +105,13 @@ def test_the_papers_deepspeed_finds_what_it_needs_among_the_pins() -> None:
     if pins.version("paper") is None:
         pytest.skip(f"the paper's DeepSpeed is not installed: {pins.COMMANDS['paper']}")
     path = pins.variables("paper")["PYTHONPATH"].partition(os.pathsep)[0]
-    own = {canonicalize_name(found.name): found for found in metadata.distributions(path=[path])}
+    installed = {canonicalize_name(each.name): each for each in metadata.distributions(path=[path])}
     (paper,) = (ROOT / "constraints-paper.txt").read_text().splitlines()[1:]
-    assert own.keys() == {"deepspeed"}
-    assert f"deepspeed=={own['deepspeed'].version}" == paper
+    assert installed.keys() == {"deepspeed"}
+    assert f"deepspeed=={installed['deepspeed'].version}" == paper
     env = {key: str(value) for key, value in default_environment().items()}
     pinned = pins_for(env)
-    for needed in map(Requirement, own["deepspeed"].requires or []):
+    for needed in map(Requirement, installed["deepspeed"].requires or []):
         if holds(needed, env):
             assert pinned[canonicalize_name(needed.name)] in needed.specifier
 

@@ -37,13 +37,13 @@ def test_every_target_can_be_shown_and_makes_the_environment_first(target: str) 
 
 def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
     assert "scripts/setup.sh" in make("-n", "gpu").stdout.splitlines()[0]
-    given = make("-n", "gpu", "PYTHON=python3.12").stdout
-    assert "setup.sh" not in given
-    assert "\npython3.12 -m pytest -v -m gpu " in given
+    commands = make("-n", "gpu", "PYTHON=python3.12").stdout
+    assert "setup.sh" not in commands
+    assert "\npython3.12 -m pytest -v -m gpu " in commands
 
 
 def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -> None:
-    """Whose own checksum, of one commit, is the same each time."""
+    """The archive's own checksum, of one commit, is the same each time."""
     first, again = make("-s", "archive"), make("-s", "archive")
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout
@@ -89,7 +89,7 @@ def test_ci_fails_without_the_documentation_and_runs_the_tests_all_the_same(tmp_
 
 
 def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
-    """Run .ci/run where these are the recipes of ``make ci`` and ``make docs``."""
+    """Run .ci/run with these recipes of ``make ci`` and ``make docs``."""
     (root / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", root / ".ci/run")
     mutants = "" if "mutants:" in tests else "mutants:\n\t@echo survived: none\n"

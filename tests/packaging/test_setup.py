@@ -13,8 +13,8 @@ from tests.programs import ROOT
 #: Everything that the script may find besides the stand-ins.
 TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"
 
-#: Notes how it was called, fails where FAIL says so, and makes a virtual environment of itself.
-#: Which environment's it is, is in front of its calls.
+#: Logs its calls, fails where FAIL says so, and makes a virtual environment of itself. The name
+#: of its environment precedes each call.
 PYTHON = """#!/bin/bash
 [[ $0 == */bin/python ]] && where=${0%/bin/python} && echo -n "${where##*/}: " >>"$CALLS"
 echo "$*" >>"$CALLS"
@@ -33,7 +33,7 @@ exit 0
 
 #: Calls of pip that a set-up consists of: tools, torch, the project, DeepSpeed.
 INSTALLS = 4
-#: How the last of them is told apart.
+#: The arguments that only the last of them has.
 BASELINES = "--group baselines"
 FILES = ("constraints.txt", "constraints-paper.txt", "pyproject.toml", "scripts/setup.sh")
 
@@ -71,7 +71,7 @@ class Machine:
 
     @property
     def installs(self) -> list[str]:
-        """What pip was asked for in .venv, call by call."""
+        """Arguments of pip's installs into .venv, call by call."""
         return self.installs_in(".venv")
 
     def installs_in(self, environment: str) -> list[str]:
@@ -106,7 +106,7 @@ def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     assert deepspeed == f"{pinned} --group baselines"
 
 
-def test_without_a_cpu_build_the_other_is_taken_and_said_to_be(machine: Machine) -> None:
+def test_without_a_cpu_build_the_cuda_build_is_taken_with_a_message(machine: Machine) -> None:
     done = machine.setup(FAIL="+cpu")
     assert done.returncode == 0
     assert "taking the CUDA build from PyPI" in done.stdout
@@ -231,13 +231,13 @@ def test_root_gets_them_installed(machine: Machine) -> None:
 
 
 def test_an_old_python_and_an_unknown_build_of_torch_are_refused(machine: Machine) -> None:
-    for given, said in (
+    for variables, message in (
         ({"FAIL": "version_info"}, "Python 3.10 or newer is needed"),
         ({"TORCH": "rocm"}, "auto, cpu or cuda"),
     ):
-        done = machine.setup(**given)
+        done = machine.setup(**variables)
         assert done.returncode == 1
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 def test_a_directory_that_is_no_virtual_environment_is_left_alone(machine: Machine) -> None:

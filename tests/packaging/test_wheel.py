@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from tests import programs
 
-#: Imports the library with everything in it but what takes other people's trainers over, and none
-#: of the parts beside it.
+#: Imports every module of the library but the integrations with other people's trainers, without
+#: the packages beside it.
 IMPORTS = """
 import importlib.util, pkgutil, sys
 import fcdp
@@ -61,8 +61,8 @@ def test_it_has_every_file_of_the_library_and_no_other(wheel: Path) -> None:
     files = [path for path in (ROOT / "fcdp").rglob("*") if path.is_file()]
     files = [path for path in files if path.parent.name != "__pycache__"]
     expected = {path.relative_to(ROOT).as_posix() for path in files}
-    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert found == expected
+    contents = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert contents == expected
 
 
 def test_it_asks_for_little(wheel: Path) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def completed(line: str) -> list[str]:
-    """What bash offers for the last word of a line."""
+    """Completions that bash offers for the last word of a line."""
     words = [*line.split()] + ([""] if line.endswith(" ") else [])
     words[0] = sys.executable
     script = (

@@ -1,4 +1,4 @@
-"""What a mutant changes, what names it, and that each has tests."""
+"""Mutants: their changes, their names, and tests for each."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ _NOTHING = '__import__("contextlib").nullcontext()'
 
 
 def changed(source: Source) -> list[tuple[int, str]]:
-    """Lines of what orders and chooses, as they are after each edit."""
+    """Lines after each edit of a thing that orders or chooses, with their numbers."""
     return [(each.line, each.after) for each in source.mutants("order", order(source))]
 
 
@@ -49,15 +49,15 @@ def test_each_thing_that_orders_or_chooses_is_taken_out_alone() -> None:
 
 def test_statements_and_conditions_are_left_out_and_what_errors_say_is_not() -> None:
     source = Source("code.py", CODE)
-    found = [each.after for each in source.mutants("arithmetic", omissions(source))]
-    assert "if (self._ready):" in found
-    assert "if (entry.held != entry.generation):" in found
-    assert not any("max" in each or "all(of" in each for each in found)
+    changes = [each.after for each in source.mutants("arithmetic", omissions(source))]
+    assert "if (self._ready):" in changes
+    assert "if (entry.held != entry.generation):" in changes
+    assert not any("max" in each or "all(of" in each for each in changes)
 
 
 def test_a_mutant_has_the_same_name_wherever_its_function_stands() -> None:
-    one, other = (Source("code.py", text) for text in (CODE, f"import os\n\n\n{CODE}"))
-    names = [[each.name for each in of.mutants("order", order(of))] for of in (one, other)]
+    original, moved = (Source("code.py", text) for text in (CODE, f"import os\n\n\n{CODE}"))
+    names = [[each.name for each in of.mutants("order", order(of))] for of in (original, moved)]
     assert names[0] == names[1]
     assert len({*names[0]}) == len(names[0])
     assert {name[1] for name in names[0]} == {"Tier.store"}
@@ -90,9 +90,9 @@ def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_pa
             mutant = dataclasses.replace(any_, file="fcdp/__init__.py", source=source)
             tree.put(mutant)
             print(*run(tree, ["tests"], 60))
-            kept = len([*tree.place.glob("fcdp/**/*.nb?")])
+            cached = len([*tree.place.glob("fcdp/**/*.nb?")])
             tree.restore(mutant)
-            print(kept, len([*tree.place.glob("fcdp/**/*.nb?")]))
+            print(cached, len([*tree.place.glob("fcdp/**/*.nb?")]))
         """
     ran = programs.printed(sys.executable, "-c", program)
     passed, failed = "0 the end of the process", "1 tests/test_one.py::test_one"

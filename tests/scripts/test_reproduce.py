@@ -1,4 +1,4 @@
-"""What ``make reproduce`` runs: all matrices that have records, from where it was ended."""
+"""``make reproduce`` runs all matrices that have records, from where it was ended."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def test_every_matrix_that_has_committed_records_is_run() -> None:
     names = {folder.relative_to(ROOT / "results").as_posix() for folder in folders}
     assert {*reproduce.committed()} == names
     for name in names:
-        given = reproduce.argument(name)
-        path = ROOT / given if given.endswith(".yaml") else files.find(given)
+        argument = reproduce.argument(name)
+        path = ROOT / argument if argument.endswith(".yaml") else files.find(argument)
         assert yaml_lines.load(path).values["name"] == name
     assert (
         "$(EMULATED)" in (ROOT / "Makefile").read_text(encoding="utf-8").partition("reproduce:")[2]
@@ -31,7 +31,7 @@ def test_another_name_is_refused() -> None:
 def test_it_says_how_long_it_takes_and_ends_where_a_matrix_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A matrix with failed cells counts; the one that is ended is gone on with by the same call."""
+    """A matrix with failed cells counts; the same call goes on with the one that was ended."""
     took = {name: reproduce.minutes(name) for name in ("quickstart", "delta")}
     ran, statuses = [], {"quickstart": 1, "examples/differences/matrix.yaml": 130}
 
@@ -66,6 +66,6 @@ def test_it_says_how_long_it_takes_and_ends_where_a_matrix_is_ended(
         (*resumed[:2], statuses.popitem()[0], "--resume"),
     ]
     assert (tmp_path / "results/quickstart/records.jsonl").read_text() == "as it was run\n"
-    said = capsys.readouterr().out
-    assert f"{sum(took.values()):7.1f} min  by the committed records" in said
+    output = capsys.readouterr().out
+    assert f"{sum(took.values()):7.1f} min  by the committed records" in output
     assert min(took.values()) > 1

@@ -10,7 +10,7 @@ from tests.analysis.conftest import write_records
 from tests.experiments.stand_in import cell, record
 
 
-def test_what_no_link_explains_is_said_to_be_noise() -> None:
+def test_what_no_link_explains_is_called_noise() -> None:
     links = (10_000_000, 100_000_000, None)
     cells = [cell(inter_bandwidth_bits_per_s=link) for link in links]
     usual = [record(of, step_seconds=[s]) for of, s in zip(cells, (3.0, 2.0, 1.0), strict=True)]
@@ -21,7 +21,7 @@ def test_what_no_link_explains_is_said_to_be_noise() -> None:
 
 
 def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
-    """A load alone is one: its host took none of its time."""
+    """A load alone is a reason: its host took none of its time."""
     worst = Machine(load=6.4, cores=2, steal_share=0.0)
     assert tables._busy(worst).startswith(
         "The machine was busy, at worst: a load of 6.4 on 2 cores. Times are"
@@ -34,9 +34,9 @@ def test_a_page_without_a_place_for_its_table_is_refused() -> None:
 
 
 def test_phases_stand_beside_fsdp2s() -> None:
-    told = {"scoring_seconds": 1.0, "scoring_bytes": 2e6, "update_seconds": 1.0}
+    phases = {"scoring_seconds": 1.0, "scoring_bytes": 2e6, "update_seconds": 1.0}
     slow, fast = (
-        record(cell(strategy=name), step_seconds=[seconds] * 8, update_bytes=4e6, **told)
+        record(cell(strategy=name), step_seconds=[seconds] * 8, update_bytes=4e6, **phases)
         for name, seconds in (("fsdp2", 4.0), ("fcdp", 2.0))
     )
     first, second = tables.by_phase([slow, fast]).splitlines()[-2:]
@@ -45,9 +45,9 @@ def test_phases_stand_beside_fsdp2s() -> None:
 
 
 def test_rollouts_stand_beside_the_trainers_own_answers() -> None:
-    told = {"update_seconds": 1.0, "bits_per_parameter": 1.5, "versions_behind": 1.0}
-    own, other = (record(cell(strategy="fcdp"), **more) for more in ({"update_seconds": 1.0}, told))
-    head, _, first, second = tables.by_rollout([own, other]).splitlines()
+    measured = {"update_seconds": 1.0, "bits_per_parameter": 1.5, "versions_behind": 1.0}
+    own, rollout = (record(cell(strategy="fcdp"), **m) for m in ({"update_seconds": 1.0}, measured))
+    head, _, first, second = tables.by_rollout([own, rollout]).splitlines()
     assert head.endswith("| update s | versions behind | bits per parameter |")
     assert first.endswith("| 1 | – | – |")
     assert second.endswith("| 1 | 1 | 1.500 |")
