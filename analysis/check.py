@@ -46,23 +46,23 @@ def check(records: Path, results: Path) -> list[Checked]:
 
     Raises ``ValueError`` where there are none, or their matrix tests no claim.
     """
-    own = [record for found in table.by_file(records).values() for record in found]
+    loaded = table.load(records)
     claims = papers.load()
     tested = {check.matrix for claim in claims.claims for check in claim.checks}
-    ran = dict.fromkeys(record.cell.matrix for record in own)
+    ran = dict.fromkeys(record.cell.matrix for record in loaded)
     if not tested.intersection(ran):
         raise ValueError(
             f"{records}: no claim is tested by {', '.join(ran)}; those that test some: "
             f"{', '.join(sorted(tested & matrices.named().keys()))}"
         )
     return [
-        _checked(claims, matrix, [each for each in own if each.cell.matrix == matrix], results)
+        _checked(claims, matrix, [r for r in loaded if r.cell.matrix == matrix], results)
         for matrix in ran
         if matrix in tested
     ]
 
 
-def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) -> Checked:
+def _checked(claims: Claims, matrix: str, records: Sequence[Record], results: Path) -> Checked:
     testing = tuple(
         claim.model_copy(update={"checks": checks})
         for claim in claims.claims
@@ -71,11 +71,11 @@ def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) 
     alone = claims.model_copy(update={"claims": testing})
     (committed,) = runs.load(results, matrix)
     ranges = region(claims).ranges
-    known = judge(alone, {matrix: committed.rows}, ranges)
-    found = judge(alone, {matrix: [row(record) for record in table.latest(own)]}, ranges)
+    theirs = judge(alone, {matrix: committed.rows}, ranges)
+    ours = judge(alone, {matrix: [row(record) for record in table.latest(records)]}, ranges)
     return Checked(
         matrix,
-        [_line(ours, theirs) for ours, theirs in zip(found, known, strict=True)],
+        [_line(*pair) for pair in zip(ours, theirs, strict=True)],
         claims.command(matrix),
         committed.resources,
     )

@@ -52,9 +52,9 @@ class Trial:
 
     def steps_to(self, loss: float) -> list[float] | None:
         """Steps to a loss, of each seed; ``None`` if one does not come to it."""
-        found = [_crosses(curve, loss) for curve in self.curves]
-        known = [steps for steps in found if steps is not None]
-        return known if len(known) == len(found) else None
+        crossings = [_crosses(curve, loss) for curve in self.curves]
+        known = [steps for steps in crossings if steps is not None]
+        return known if len(known) == len(crossings) else None
 
 
 def _crosses(curve: dict[int, float], loss: float) -> float | None:
@@ -105,9 +105,9 @@ def best(records: Sequence[Record]) -> list[Trial]:
     ran = [record for record in records if record.state != "skipped"]
     trials = [_trial(group) for group in grouped(ran, lambda record: _choice(record.cell))]
     by_subject = grouped(trials, lambda trial: trial.subject)
-    given = {of[0].subject: (len(of), *{len(trial.curves) for trial in of}) for of in by_subject}
-    if len(set(given.values())) > 1 or any(len(of) != 2 for of in given.values()):
-        raise ValueError(f"trials, and seeds of each = {given}: must be as many for all")
+    counts = {of[0].subject: (len(of), *{len(trial.curves) for trial in of}) for of in by_subject}
+    if len(set(counts.values())) > 1 or any(len(of) != 2 for of in counts.values()):
+        raise ValueError(f"trials, and seeds of each = {counts}: must be as many for all")
     return [min(of, key=lambda trial: mean(trial.ends)) for of in by_subject]
 
 
@@ -126,17 +126,17 @@ def _trial(records: Sequence[Record]) -> Trial:
     return Trial(cell.strategy, *_choice(cell), tuple(curves))
 
 
-def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
+def joined(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
     """Each strategy on each link, the slowest link first.
 
     Raises ``ValueError`` for what the search or the times do not hold.
     """
-    found, timed = best(search), [record for record in pooled(times) if record.state == "ok"]
+    trials, timed = best(search), [record for record in pooled(times) if record.state == "ok"]
     links = {record.cell.inter_bandwidth_bits_per_s: None for record in timed}
-    by = {(subject(each.cell), each.cell.inter_bandwidth_bits_per_s): each for each in timed}
+    by = {(subject(r.cell), r.cell.inter_bandwidth_bits_per_s): r for r in timed}
     courses = []
     for link in sorted(links, key=lambda bits: bits or math.inf):
-        for trial in found:
+        for trial in trials:
             record = by.get((trial.subject, link))
             if record is None or record.measurement is None:
                 raise ValueError(f"{trial.subject}, {format_link(link)}: is not among the times")
@@ -146,10 +146,10 @@ def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
     return courses
 
 
-def quality(found: Sequence[Course], times: Sequence[Record]) -> Quality:
+def quality(courses: Sequence[Course], times: Sequence[Record]) -> Quality:
     """Cases for plans to say: who comes to the loss after half of the exact strategy's steps."""
-    parameters = next(each.measurement.parameters for each in times if each.measurement)
-    return Quality(parameters=parameters, cases=tuple(cases(found, targets(found)[0])))
+    parameters = next(record.measurement.parameters for record in times if record.measurement)
+    return Quality(parameters=parameters, cases=tuple(cases(courses, targets(courses)[0])))
 
 
 def write(results: Path) -> tuple[str, Path, Path]:
@@ -158,42 +158,42 @@ def write(results: Path) -> tuple[str, Path, Path]:
     Raises ``ValueError`` or ``OSError`` without records of both matrices.
     """
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
-    found = courses(search, times)
-    figure, said = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
-    said.write_text(quality(found, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
-    figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(found))))
-    return markdown(found), figure, said
+    courses = joined(search, times)
+    figure, summary = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
+    summary.write_text(quality(courses, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(courses))))
+    return markdown(courses), figure, summary
 
 
-def targets(found: Sequence[Course]) -> list[float]:
+def targets(courses: Sequence[Course]) -> list[float]:
     """Losses that all seeds of the exact strategy have after half of its steps, and at the end.
 
     The exact one is the first in order, as the search has it.
     """
-    curves = found[0].trial.curves
+    curves = courses[0].trial.curves
     steps = sorted(curves[0])
     ends = steps[(len(steps) - 1) // 2], steps[-1]
     return [math.ceil(100 * max(curve[at] for curve in curves)) / 100 for at in ends]
 
 
-def markdown(found: Sequence[Course]) -> str:
+def markdown(courses: Sequence[Course]) -> str:
     """Tables of seconds to each target by link, and a sentence for each."""
-    on_link = _on_link(found)
+    on_link = _on_link(courses)
     links = [format_link(of[0].bits_per_s) for of in on_link]
     parts = [text.table(("Strategy", "Learning rate", "β", "loss at the end"), _ends(on_link[0]))]
-    for loss in targets(found):
+    for loss in targets(courses):
         rows = [
             (of[0].trial.label, *(_seconds(course, loss) for course in of))
             for of in zip(*on_link, strict=True)
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
-        said = zip(links, cases(found, loss), strict=True)
-        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in said))
+        by_link = zip(links, cases(courses, loss), strict=True)
+        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in by_link))
     return "\n\n".join(parts)
 
 
-def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
-    for course in found:
+def _ends(courses: Sequence[Course]) -> Iterator[tuple[str, ...]]:
+    for course in courses:
         trial, ends = course.trial, course.trial.ends
         momentum = text.ABSENT if trial.momentum is None else f"{trial.momentum:g}"
         spread = f" ± {stdev(ends):.3f}" if len(ends) > 1 else ""
@@ -201,47 +201,47 @@ def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
 
 
 def _seconds(course: Course, loss: float) -> str:
-    found = course.seconds_to(loss)
-    if found is None:
+    seconds = course.seconds_to(loss)
+    if seconds is None:
         return text.ABSENT
-    middle, least, most = (text.number(seconds) for seconds in found)
+    middle, least, most = (text.number(end) for end in seconds)
     return f"{middle} ({least}–{most})"
 
 
-def cases(found: Sequence[Course], loss: float) -> list[Case]:
+def cases(courses: Sequence[Course], loss: float) -> list[Case]:
     """Who comes first to the loss on each link; computation is all that a step takes beside bytes.
 
     The exact strategy is the first in order; computation's seconds are those on the fastest link.
     """
-    on_link, races = _on_link(found), list[Case]()
+    on_link, races = _on_link(courses), list[Case]()
     fastest = on_link[-1][0]
     computing = fastest.seconds - fastest.link_seconds
     for exact, *others in on_link:
-        own = exact.seconds_to(loss)
-        assert own is not None, "a loss that all its seeds come to"
+        baseline = exact.seconds_to(loss)
+        assert baseline is not None, "a loss that all its seeds come to"
         there = [(course, seconds) for course in others if (seconds := course.seconds_to(loss))]
-        first, (middle, _, most) = min([(exact, own), *there], key=lambda each: each[1][0])
+        first, (middle, _, most) = min([(exact, baseline), *there], key=lambda each: each[1][0])
         race = Case(
             share=exact.link_seconds / computing,
             exact=exact.trial.label,
             first=first.trial.label,
-            sooner=own[0] / middle,
-            alike=first is not exact and most >= own[1],
+            sooner=baseline[0] / middle,
+            alike=first is not exact and most >= baseline[1],
             above=mean(first.trial.ends) / mean(exact.trial.ends) - 1,
         )
         races.append(race)
     return races
 
 
-def _on_link(found: Sequence[Course]) -> list[list[Course]]:
-    return [list(of) for _, of in groupby(found, key=lambda course: course.bits_per_s)]
+def _on_link(courses: Sequence[Course]) -> list[list[Course]]:
+    return [list(of) for _, of in groupby(courses, key=lambda course: course.bits_per_s)]
 
 
-def draw(found: Sequence[Course]) -> Figure:
+def draw(courses: Sequence[Course]) -> Figure:
     """Held-out loss over seconds, a panel per link: the mean of the seeds, and all of them."""
-    labels = {course.trial.subject: course.trial.label for course in found}
+    labels = {course.trial.subject: course.trial.label for course in courses}
     looks = strategies.styles(labels)
-    on_link = _on_link(found)
+    on_link = _on_link(courses)
     with canvas(2.6 * len(on_link), 3.4, 1, len(on_link), sharey=True) as (figure, (grid,)):
         for ax, of in zip(grid, on_link, strict=True):
             ax.set(title=format_link(of[0].bits_per_s), xscale="log", xlabel="seconds")

@@ -58,12 +58,12 @@ _MARKERS = "^vD<>sPXph*odH8"
 
 def engine(strategy: str) -> str:
     """The engine that a strategy runs on, as a reader knows it; of a variant, its strategy's."""
-    found = _described(strategy)
-    if found is None:
+    description = _described(strategy)
+    if description is None:
         starts = (each for each in registry.STRATEGIES if strategy.startswith(each.name))
-        found = max(starts, key=lambda each: len(each.name), default=None)
-    own: Engine = "fcdp" if found is None else found.engine
-    return next(name for name, family in _FAMILIES.items() if own in family.engines)
+        description = max(starts, key=lambda each: len(each.name), default=None)
+    kind: Engine = "fcdp" if description is None else description.engine
+    return next(name for name, family in _FAMILIES.items() if kind in family.engines)
 
 
 def ordered(strategies: Iterable[str]) -> list[str]:
@@ -84,12 +84,12 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
     looks: dict[str, Style] = {}
     spare: Counter[str] = Counter()
     taken: dict[str, set[str]] = defaultdict(set)
-    own = {name: found.look for name in strategies if (found := _described(name)) and found.look}
-    for name, known in own.items():
+    declared = {name: s.look for name in strategies if (s := _described(name)) and s.look}
+    for name, known in declared.items():
         taken[engine(name)].add(known.marker)
     for strategy in strategies:
         runs_on = engine(strategy)
-        if look := own.get(strategy):
+        if look := declared.get(strategy):
             colour, marker = look.colour, look.marker
         else:
             family = SUBJECT if _is_variant(strategy) else runs_on
@@ -145,8 +145,8 @@ def label(strategy: str) -> str:
     """The name that a reader sees; of FCDP's variants, what they choose."""
     if _is_variant(strategy):
         return f"{label(SUBJECT)} {strategy.removeprefix(SUBJECT).strip()}"
-    found = _described(strategy)
-    return strategy if found is None else found.label
+    description = _described(strategy)
+    return strategy if description is None else description.label
 
 
 def _described(strategy: str) -> Strategy | None:

@@ -125,9 +125,9 @@ def _parsed(file: Path) -> dict[str, Any]:
     return trace
 
 
-def _from_zero(found: Iterable[_Timed]) -> tuple[Span, ...]:
+def _from_zero(spans: Iterable[_Timed]) -> tuple[Span, ...]:
     """Spans in their order, in seconds from the first one's start."""
-    timed = sorted(found, key=itemgetter(2, 3))
+    timed = sorted(spans, key=itemgetter(2, 3))
     zero = timed[0][2] / 1e6 if timed else 0.0
     return tuple(
         Span(lane, phase, start / 1e6 - zero, end / 1e6 - zero) for lane, phase, start, end in timed
@@ -184,11 +184,11 @@ def _key(event: dict[str, Any]) -> str:
 def _ends(ranges: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[float]:
     """When each range's own work ended, and what of the backend's it had started."""
     ends = [event["ts"] + event["dur"] for event in ranges]
-    own, starts = list(ends), [event["ts"] for event in ranges]
+    range_ends, starts = list(ends), [event["ts"] for event in ranges]
     for event in events:
         if event["name"].startswith(_BACKEND):
             at = bisect_right(starts, event["ts"]) - 1
-            if at >= 0 and event["ts"] <= own[at]:
+            if at >= 0 and event["ts"] <= range_ends[at]:
                 ends[at] = max(ends[at], event["ts"] + event["dur"])
     return ends
 

@@ -119,8 +119,8 @@ class Sample:
         """Both cells' speeds; ``None`` where either has none."""
         if self.row.record is None or self.over is None:
             return None
-        found = Comparison(self.row.record, self.over.record)
-        return None if found.ratio is None else found
+        comparison = Comparison(self.row.record, self.over.record)
+        return None if comparison.ratio is None else comparison
 
 
 @dataclass(frozen=True)
@@ -151,15 +151,15 @@ class Ratio(Strict):
         return ("×", "%") if self.kind == "ratio" else ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
+        samples = []
         for a, b in _pairs(rows, self.of, self.over):
             top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
             if a.state != "ok":  # it left no figures, and is as bad as can be
                 top = 0.0 if self.quantity in _MORE_IS_BETTER else inf
             if top is None or not bottom:
                 continue
-            found.append(Sample(self.of_quotient(top / bottom), a, b))
-        return found
+            samples.append(Sample(self.of_quotient(top / bottom), a, b))
+        return samples
 
     def timing(self, samples: Sequence[Sample]) -> Timing | None:
         """How sure the number is; ``None`` where no times are compared, or they were computed."""
@@ -229,14 +229,14 @@ class Outcome(Strict):
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
+        samples = []
         for row in filter(self.of.matches, rows):
-            said, strategy = self.state, str(row.settings["strategy"])
-            state = said.get(strategy) if isinstance(said, dict) else said
+            expected, strategy = self.state, str(row.settings["strategy"])
+            state = expected.get(strategy) if isinstance(expected, dict) else expected
             # Cells that a matrix leaves out did not end in any state, unless that is asked for.
             if state is not None and (row.state != "skipped" or state == "skipped"):
-                found.append(Sample(float(row.state == state), row))
-        return found
+                samples.append(Sample(float(row.state == state), row))
+        return samples
 
 
 Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discriminator="kind")]
@@ -286,10 +286,10 @@ class Change:
 
 def setting_of(cause: Cause) -> Described:
     """The setting's description; ``ValueError`` if cells have no such setting."""
-    every = settings.described(Cell)
-    if cause.setting not in every:
-        raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(every)}")
-    return every[cause.setting]
+    known = settings.described(Cell)
+    if cause.setting not in known:
+        raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(known)}")
+    return known[cause.setting]
 
 
 def changed(
@@ -339,7 +339,7 @@ def _rest(row: Row, cause: Cause) -> tuple[object, ...]:
 
 def _shown(chosen: Mapping[str, object]) -> dict[str, object]:
     """Settings as they are in effect: the link between nodes by default as the others."""
-    every = dict(chosen)
-    if every.get("inter_efficiency") is None:
-        every["inter_efficiency"] = every.get("link_efficiency")
-    return every
+    effective = dict(chosen)
+    if effective.get("inter_efficiency") is None:
+        effective["inter_efficiency"] = effective.get("link_efficiency")
+    return effective

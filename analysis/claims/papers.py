@@ -59,7 +59,7 @@ class Tolerance(Strict):
     at_most: float | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Tolerance":
+    def _has_exactly_one(self) -> "Tolerance":
         if len(self.model_dump(exclude_none=True)) != 1:
             raise ValueError("must have exactly one of relative, at_least, at_most")
         return self
@@ -166,9 +166,9 @@ def load(path: Path = CLAIMS) -> Claims:
         claims = Claims.model_validate(document.values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(_said(document, first["loc"], first["msg"])) from error
+        raise ValueError(_message(document, first["loc"], first["msg"])) from error
     for place, problem in _mistakes(claims):
-        raise ValueError(_said(document, place, problem))
+        raise ValueError(_message(document, place, problem))
     return claims
 
 
@@ -222,7 +222,7 @@ def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
                 yield (part, setting), problem
 
 
-def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
+def _message(document: Document, place: Sequence[str | int], problem: str) -> str:
     """One line: file, line, claim and key, and the problem."""
     known: KeyPath = ()
     for part in place:
@@ -232,5 +232,5 @@ def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
     if len(place) > 1 and place[0] == "claims":
         of = document.values["claims"][place[1]]
         where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
-    said = problem.removeprefix("Value error, ")
-    return f"{document.file}:{document.lines[known]}: {where}: {said}"
+    problem = problem.removeprefix("Value error, ")
+    return f"{document.file}:{document.lines[known]}: {where}: {problem}"

@@ -151,26 +151,26 @@ def judge(
     ``rows`` are the cells of each matrix that has been run, ``ranges`` what is simulated of claims
     over what their paper does not say, which judges them where it is there.
     """
-    found = []
+    findings = []
     for claim in claims.claims:
         if not claim.checks or claim.shown_by:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
-            found.append(_without_records(claim, reason))
+            findings.append(_without_records(claim, reason))
         ranged = (ranges or {}).get(claim.id)
         for check in claim.checks:
             finding = _check(claims, claim, check, rows)
             if ranged and check.role == "result" and finding.evidence == "simulated":
-                said = (*finding.reasons, *filter(None, [ranged.words]))
+                reasons = (*finding.reasons, *filter(None, [ranged.words]))
                 role: Role = "fit" if ranged.fitted else check.role
                 finding = replace(
                     finding,
                     check=check.model_copy(update={"role": role}),
                     verdict=ranged.verdict,
-                    reasons=said,
+                    reasons=reasons,
                 )
-            found.append(finding)
-    return found
+            findings.append(finding)
+    return findings
 
 
 def _without_records(claim: Claim, reason: str) -> Finding:
@@ -187,7 +187,7 @@ def _without_records(claim: Claim, reason: str) -> Finding:
 def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
     """Each claim's verdict over its results, by id; checks that were not run do not count."""
     by_claim = grouped(findings, lambda finding: finding.claim.id)
-    return {of[0].claim.id: _summary([one.verdict for one in of if one.decides]) for of in by_claim}
+    return {of[0].claim.id: _summary([f.verdict for f in of if f.decides]) for of in by_claim}
 
 
 def _summary(verdicts: Sequence[Verdict]) -> Summary:
@@ -208,10 +208,10 @@ def _summary(verdicts: Sequence[Verdict]) -> Summary:
 
 
 def _check(
-    claims: Claims, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+    claims: Claims, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
 ) -> Finding:
     """One check against the cells of its matrix, if there are any."""
-    rows, use = every.get(check.matrix), claims.matrices[check.matrix]
+    rows, use = by_matrix.get(check.matrix), claims.matrices[check.matrix]
     samples = [] if rows is None else check.compute.samples(rows)
     if rows is None or not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
@@ -248,43 +248,43 @@ def _check(
     times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
     reasons = [check.note, use.noise if times else None, unsure]
     if not near:
-        why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
+        why = [check.because, *(_computed(c, claim, check, by_matrix) for c in check.causes)]
         if verdict == "not reproduced" and not any(why):
             why = ["No reason has been found yet."]
         reasons += why
     cells = _cells(samples, check.compute.take) + _lacking(check, rows) + rounds
-    said = tuple(filter(None, reasons))
-    return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
+    present = tuple(filter(None, reasons))
+    return Finding(claim, check, verdict, ours, evidence, cells, present, interval=interval)
 
 
 def _lacking(check: Check, rows: Sequence[Row]) -> str:
     """Which cells left no figures of those that are compared, and how they ended."""
     if not isinstance(check.compute, Ratio):
         return ""
-    found = [
+    lacking = [
         f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
         for row in check.compute.lacking(rows)
     ]
-    return f"; without figures: {', '.join(dict.fromkeys(found))}" if found else ""
+    return f"; without figures: {', '.join(dict.fromkeys(lacking))}" if lacking else ""
 
 
 def _computed(
-    cause: Cause, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+    cause: Cause, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
 ) -> str | None:
     """The claim with one setting changed, in words; ``None`` without such cells."""
-    found = changed(cause, check.compute, every[check.matrix], every.get(cause.matrix, ()))
-    if found is None:
+    change = changed(cause, check.compute, by_matrix[check.matrix], by_matrix.get(cause.matrix, ()))
+    if change is None:
         return None
     assert claim.unit is not None, "checked when the claim was read"
     item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
-    was, now = (taken(samples, take) * scale for samples in (found.before, found.after))
-    before = ", ".join(_word(item, value) for value in found.was)
+    was, now = (taken(samples, take) * scale for samples in (change.before, change.after))
+    before = ", ".join(_word(item, value) for value in change.was)
     reaches = "" if check.tolerance.admits(now, claim.number) else "not "
     number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
     return (
         f"{item.setting.label} alone changed from {before} to {_word(item, cause.to)}"
         f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
-        f"{rounded(was, claim.unit)} ({_cells(found.after, take)}, {cause.matrix}): "
+        f"{rounded(was, claim.unit)} ({_cells(change.after, take)}, {cause.matrix}): "
         f"{reaches}{asked(check, claim.unit)}{number}."
     )
 

@@ -35,13 +35,13 @@ _GLOO = Allowance(
     "node's link with 3/4 of a buffer, a hierarchy with 1/2), its reduce-scatters 3 times (each "
     "is an all-reduce over that ring)",
 )
-_KEPT = (
+_LIVE_PARAMETERS = (
     "DeepSpeed does not gather again in backward what it still holds from the end of forward, more "
     "than a block: of a model of two blocks that is a large share, in its favour"
 )
 _ALLOWANCES = {
     "fsdp2": _GLOO,
-    "deepspeed": replace(_GLOO, least=0.9, why_less=_KEPT),
+    "deepspeed": replace(_GLOO, least=0.9, why_less=_LIVE_PARAMETERS),
     "ddp": Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node"),
     "fcdp": _EXACT,
     "luwu": _EXACT,
@@ -83,17 +83,17 @@ def audit(records: Sequence[Record]) -> list[Finding]:
 
     Raises ``ValueError`` where all records are simulated.
     """
-    found = []
+    findings = []
     for of in parity.compare(records):
         cell, measured = of.record.cell, of.record.measurement
         if measured is None:
-            found.append(Finding(cell, None, None, None, of.problems, ()))
+            findings.append(Finding(cell, None, None, None, of.problems, ()))
             continue
         problems, explanations = _judge_bytes(cell, measured)
         sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
-        every = (*problems, *of.problems)
-        found.append(Finding(cell, sent, least, of.difference, every, explanations))
-    return found
+        problems += of.problems
+        findings.append(Finding(cell, sent, least, of.difference, problems, explanations))
+    return findings
 
 
 def markdown(findings: Sequence[Finding]) -> str:

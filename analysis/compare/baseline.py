@@ -70,12 +70,12 @@ def headlines(compared: pd.DataFrame) -> list[tuple[pd.Series, pd.DataFrame]]:
         & (compared["baseline"] != strategies.SUBJECT)
         & compared["speed_up"].notna()
     ]
-    found = []
+    pairs = []
     for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
         baseline = cells["baseline"].value_counts().index[0]
         group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
-        found.append((group.iloc[-1], group))
-    return found
+        pairs.append((group.iloc[-1], group))
+    return pairs
 
 
 def annotated(cells: pd.DataFrame) -> pd.DataFrame:
@@ -185,49 +185,49 @@ def over_seeds(compared: pd.DataFrame) -> pd.DataFrame:
     for keys, alike in measured.groupby(_LIKE, dropna=False, sort=False):
         for strategy, cells in alike.groupby("strategy", sort=False):
             if len(cells) > 1:
-                found = dict(zip(_LIKE, keys, strict=True))
-                rows.append(found | {"strategy": strategy} | _pooled(cells, alike))
+                row = dict(zip(_LIKE, keys, strict=True))
+                rows.append(row | {"strategy": strategy} | _pooled(cells, alike))
     return pd.DataFrame(rows)
 
 
 def _pooled(cells: pd.DataFrame, alike: pd.DataFrame) -> dict[str, object]:
     baseline = cells["baseline"].iloc[0]
     usual = alike[alike["strategy"] == baseline].set_index("seed")
-    found: dict[str, object] = {"baseline": baseline, "seeds": len(cells)}
+    columns: dict[str, object] = {"baseline": baseline, "seeds": len(cells)}
     for metric in METRICS:
         values = cells.set_index("seed")[metric]
-        found |= {metric: values.mean(), f"{metric}_sd": values.std()}
+        columns |= {metric: values.mean(), f"{metric}_sd": values.std()}
         apart = (values - usual[metric]).dropna()
-        found |= {f"{metric}_difference": apart.mean(), f"{metric}_difference_sd": apart.std()}
-    return found
+        columns |= {f"{metric}_difference": apart.mean(), f"{metric}_difference_sd": apart.std()}
+    return columns
 
 
 def seeds_in_words(compared: pd.DataFrame) -> pd.DataFrame:
     """Held-out metrics over seeds as strings, mean ± standard deviation; empty without seeds."""
-    found = over_seeds(compared)
-    if found.empty:
-        return found
+    table = over_seeds(compared)
+    if table.empty:
+        return table
 
     def spread(column: str, form: str, unit: str = "", scale: float = 1.0) -> pd.Series:
-        rows = zip(found[column] * scale, found[f"{column}_sd"] * scale, strict=True)
-        return pd.Series([text.spread(*row, form, unit) for row in rows], index=found.index)
+        rows = zip(table[column] * scale, table[f"{column}_sd"] * scale, strict=True)
+        return pd.Series([text.spread(*row, form, unit) for row in rows], index=table.index)
 
-    own = found["strategy"] == found["baseline"]
+    itself = table["strategy"] == table["baseline"]
     columns = {
-        "Model": found["model"],
+        "Model": table["model"],
         **{
-            OPTIONAL[name].setting.label: found[name].map(OPTIONAL[name].written)
+            OPTIONAL[name].setting.label: table[name].map(OPTIONAL[name].written)
             for name in OPTIONAL
-            if name in found and found[name].nunique(dropna=False) > 1
+            if name in table and table[name].nunique(dropna=False) > 1
         },
-        "Link": found["inter_bandwidth_bits_per_s"].map(format_link),
-        "Strategy": found["strategy"].map(strategies.label),
-        "seeds": found["seeds"].map(str),
+        "Link": table["inter_bandwidth_bits_per_s"].map(format_link),
+        "Strategy": table["strategy"].map(strategies.label),
+        "seeds": table["seeds"].map(str),
         "held-out loss": spread("held_out_loss", ".4f"),
-        "loss difference": spread("held_out_loss_difference", "+.4f").mask(own, text.ABSENT),
+        "loss difference": spread("held_out_loss_difference", "+.4f").mask(itself, text.ABSENT),
         "held-out accuracy": spread("held_out_accuracy", ".2f", " %", 100),
         "accuracy difference": spread("held_out_accuracy_difference", "+.2f", " points", 100).mask(
-            own, text.ABSENT
+            itself, text.ABSENT
         ),
     }
     return filled(pd.DataFrame(columns))
@@ -235,5 +235,5 @@ def seeds_in_words(compared: pd.DataFrame) -> pd.DataFrame:
 
 def filled(table: pd.DataFrame) -> pd.DataFrame:
     """Leave out the columns for which no cell has a value, such as device memory on CPU."""
-    found: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
-    return found
+    present: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
+    return present

@@ -44,8 +44,8 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         dashes = {name: look.dashes[1] for name, look in looks.items()}
         by_style = {"style_order": list(looks), "markers": markers, "dashes": dashes}
         drawn = {"estimator": "median", "errorbar": None, "linewidth": 1.6, "ax": ax}
-        given = _hues(looks) | by_style | drawn
-        sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **given)
+        options = _hues(looks) | by_style | drawn
+        sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **options)
     # Smaller from strategy to strategy: where points coincide all stay visible.
     last = max(len(looks) - 1, 1)
     sizes = {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
@@ -186,9 +186,9 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             ax.plot([least] * 2, ends, color=INK, linewidth=1.6, path_effects=halo)
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
-    every = drawn[["sent", "least"]].to_numpy()
+    lengths = drawn[["sent", "least"]].to_numpy()
     longest = float(drawn[["sent", "least"]].max().max())
-    shortest = min(every[every > 0], default=math.inf)
+    shortest = min(lengths[lengths > 0], default=math.inf)
     if longest > SEEN * shortest:
         ax.set(xscale="log", xlim=(shortest / 2, longest * (longest / shortest) ** 0.35))
         ax.xaxis.set_major_locator(LogLocator(numticks=5))
@@ -234,8 +234,8 @@ def draw_rewards(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:
     """A bar a strategy: the median of its cells."""
     drawn = {"estimator": "median", "errorbar": None, "saturation": 1.0, "width": BAR, "ax": ax}
-    given = _hues(looks) | drawn
-    sns.barplot(cells, x=column, y="strategy", order=list(looks), **given)
+    options = _hues(looks) | drawn
+    sns.barplot(cells, x=column, y="strategy", order=list(looks), **options)
     ax.set(xlabel="", ylabel="")
     ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
     ax.grid(False, axis="y")
@@ -248,10 +248,10 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     write_beside(ax, place, end, value, fontsize=7.5)
 
 
-def write_beside(ax: Axes, place: int, end: float, said: str, **look: Any) -> None:
+def write_beside(ax: Axes, place: int, end: float, label: str, **look: Any) -> None:
     """Write to the right of where a bar ends."""
     beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    ax.annotate(said, (end, place), **beside, **look)
+    ax.annotate(label, (end, place), **beside, **look)
 
 
 def name_bars(ax: Axes, names: Sequence[str]) -> None:
@@ -264,9 +264,9 @@ def name_bars(ax: Axes, names: Sequence[str]) -> None:
 def drawn_steps(losses: Sequence[float]) -> dict[int, float]:
     """Losses by step, from 1 on: the first, evenly at most ``MOST_STEPS``, and the last."""
     last = len(losses)
-    every = max(1, -(-last // MOST_STEPS))
+    stride = max(1, -(-last // MOST_STEPS))
     return {
-        step: loss for step, loss in enumerate(losses, 1) if step == last or (step - 1) % every == 0
+        step: loss for step, loss in enumerate(losses, 1) if step == last or not (step - 1) % stride
     }
 
 
@@ -282,7 +282,7 @@ def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     steps = pd.DataFrame(points, columns=["cell", "strategy", "step", "losses"])
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
     by_size = {"size": "strategy", "size_order": list(looks), "sizes": widths}
-    given = _hues(looks) | by_size | {"units": "cell", "estimator": None, "ax": ax}
-    sns.lineplot(steps, x="step", y="losses", **given)
+    options = _hues(looks) | by_size | {"units": "cell", "estimator": None, "ax": ax}
+    sns.lineplot(steps, x="step", y="losses", **options)
     ax.set(xlabel="optimizer step", ylabel="")
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

@@ -255,13 +255,13 @@ def caption_of_losses(cells: pd.DataFrame) -> str:
     step = "each optimizer step"
     if longest > axes.MOST_STEPS:
         step = f"{axes.MOST_STEPS} optimizer steps of each line, or all if fewer, and the last"
-    said = (
+    caption = (
         f"Mean loss over ranks and micro-batches at {step}, warm-up included; one line "
         "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible."
     )
     if math.isnan(apart):
-        return said
-    return f"{said} Largest difference to the baseline at any step of any cell: {apart:.2g}."
+        return caption
+    return f"{caption} Largest difference to the baseline at any step of any cell: {apart:.2g}."
 
 
 def caption_of_missing(cells: pd.DataFrame) -> str:

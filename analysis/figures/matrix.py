@@ -35,12 +35,12 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
     """
     looks = strategies.styles(compared.loc[compared["state"] != "skipped", "strategy"])
-    found = list[drawings.Drawing]()
+    figures = list[drawings.Drawing]()
     for cells, setting in parted(compared):
         if (cells["state"] == "ok").any():
             present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
-            found += _drawn(cells, present, setting)
-    return found
+            figures += _drawn(cells, present, setting)
+    return figures
 
 
 def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
@@ -84,8 +84,8 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     first = cells.iloc[0]
     differ = varying(matrix)
     words = [setting_in_words(name, first[name]) for name in differ if name in apart]
-    own = ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
-    return ", ".join(words + own)
+    words += ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
+    return ", ".join(words)
 
 
 def _draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
@@ -147,8 +147,8 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawing
             axes.draw_loss(ax, panel, looks)
         grid[0].set_ylabel("training loss")
         drawings.put_legend(figure, [drawings.stroke(look) for look in looks.values()])
-    said = drawings.caption_of_losses(cells)
-    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
+    caption = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", caption)
 
 
 @contextmanager
@@ -182,8 +182,8 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> d
         figure, column = _multiples(cells, looks, axes.draw_throughput, names, legend)
         for ax in column:
             axes.tick_throughput(ax)
-    said = drawings.caption_of_throughput(cells)
-    captions = said[0].upper() + said[1:], drawings.caption_of_missing(cells)
+    caption = drawings.caption_of_throughput(cells)
+    captions = caption[0].upper() + caption[1:], drawings.caption_of_missing(cells)
     named = "throughput", "Throughput"
     return drawings.drawing(figure, cells, setting, *named, *captions, source=True)
 
@@ -200,8 +200,8 @@ def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawin
 def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     names, legend = ("optimizer step", "training loss"), _legend(looks, drawings.stroke)
     figure, _ = _multiples(cells, looks, axes.draw_loss, names, legend)
-    said = drawings.caption_of_losses(cells)
-    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
+    caption = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", caption)
 
 
 def _multiples(
@@ -233,9 +233,9 @@ def _legend(
     """A column an engine, headed by its name; blanks make the columns equally long."""
     columns = []
     for engine, present in strategies.by_engine(looks).items():
-        own = [look for name, look in present.items() if strategies.engine(name) == engine]
+        styles = [look for name, look in present.items() if strategies.engine(name) == engine]
         bold = rf"$\bf{{{engine}}}$".replace(" ", r"\ ")
-        columns.append([drawings.handle(linestyle="none", label=bold), *map(entry, own)])
+        columns.append([drawings.handle(linestyle="none", label=bold), *map(entry, styles)])
     columns[-1] += more
     rows = list(zip_longest(*columns))
     blank = drawings.handle(linestyle="none", label=" ")
@@ -299,14 +299,14 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> drawings.Drawing:
 
 def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
     for name, look in looks.items():
-        own = panel[panel["strategy"] == name]
-        losses = own.groupby("steps_per_round")["held_out_loss"].median()
+        cells = panel[panel["strategy"] == name]
+        losses = cells.groupby("steps_per_round")["held_out_loss"].median()
         if list(losses.index) == [1]:
             ax.axhline(losses[1], color=look.colour, linestyle=look.dashes, linewidth=1.6)
             continue
         ax.plot(losses.index, losses, color=look.colour, linestyle=look.dashes, linewidth=1.6)
         mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.5, "linestyle": "none"}
-        ax.plot(own["steps_per_round"], own["held_out_loss"], color=look.colour, **mark)
+        ax.plot(cells["steps_per_round"], cells["held_out_loss"], color=look.colour, **mark)
     ticks = sorted(panel.loc[panel["steps_per_round"] > 1, "steps_per_round"].unique())
     ax.set(xscale="log", xlabel="steps between two exchanges, τ")
     ax.xaxis.set_major_locator(FixedLocator(ticks))

@@ -38,14 +38,14 @@ _OTHERS = (
 )
 
 
-def _is_one(value: str) -> str:
+def _known_quantity(value: str) -> str:
     names = (*_QUANTITIES, *_OTHERS)
     if value not in names:
         raise ValueError(f"{value!r} is no quantity; allowed are {', '.join(names)}")
     return value
 
 
-Quantity = Annotated[str, AfterValidator(_is_one)]
+Quantity = Annotated[str, AfterValidator(_known_quantity)]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def row(record: Record) -> Row:
     if record.measurement is None:
         return Row(chosen, record.state, record.evidence)
     columns = values(record)
-    found = {name: of(columns) for name, of in _QUANTITIES.items()}
+    quantities = {name: n for name, of in _QUANTITIES.items() if (n := of(columns)) is not None}
     return Row(
         chosen,
         record.state,
         record.evidence,
-        {name: value for name, value in found.items() if value is not None} | _simulated(record),
+        quantities | _simulated(record),
         promised(record) if record.evidence != "simulated" else (),
         record,
     )
@@ -86,10 +86,10 @@ def settings_of(cell: Cell) -> dict[str, object]:
 
     A strategy that does not have a setting is compared with others where that is at its default.
     """
-    every = settings.described(Cell)
-    found = settings.values(cell, settings.names(Cell, "condition", "subject"))
-    found = {k: every[k].default if v is None else v for k, v in found.items()}
-    return found | {"link": format_link(found.pop("inter_bandwidth_bits_per_s"))}
+    known = settings.described(Cell)
+    chosen = settings.values(cell, settings.names(Cell, "condition", "subject"))
+    chosen = {k: known[k].default if v is None else v for k, v in chosen.items()}
+    return chosen | {"link": format_link(chosen.pop("inter_bandwidth_bits_per_s"))}
 
 
 def _ledger(columns: _Columns, *phases: str) -> float | None:
@@ -112,7 +112,7 @@ def _over(value: float | None, whole: float | None) -> float | None:
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
-def _kept(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
+def _activation_bytes(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
     """The least, or the most, that graphs keep in a slot, in bytes."""
     slots = columns["activation_bytes_by_slot"]
     return of(slots) if slots else None
@@ -147,8 +147,8 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "largest_slot_share": lambda c: _over(
         max(c["bytes_by_slot"] or (), default=None), 4 * c["trainable_parameters"]
     ),
-    "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),
-    "activation_spread": lambda c: _over(_kept(c, max), _kept(c, min)),
+    "activation_share": lambda c: _over(_activation_bytes(c, max), c["activation_bytes_together"]),
+    "activation_spread": lambda c: _over(_activation_bytes(c, max), _activation_bytes(c, min)),
     "held_out_perplexity": lambda c: None if (e := c["held_out_loss"]) is None else math.exp(e),
     "node_received_per_parameter": _per_parameter("node_received"),
     "node_sent_per_parameter": _per_parameter("node_sent"),
@@ -164,16 +164,16 @@ def _simulated(record: Record) -> dict[Quantity, float]:
     cluster, measured = record.cell.cluster, record.measurement
     if cluster.kind != "simulated" or measured is None or measured.simulation is None:
         return {}
-    found = measured.simulation
+    simulation = measured.simulation
     peak = gpu(cluster.gpu).peak_flops * cluster.nodes * cluster.ranks_per_node
     quantities: dict[Quantity, float] = {
-        "mfu": found.mfu,
-        "tflops": found.mfu * peak / 1e12,
-        "idle_share": 1 - found.busy["compute"],
-        "over_ideal": 1 / max(found.busy.values()) - 1,
+        "mfu": simulation.mfu,
+        "tflops": simulation.mfu * peak / 1e12,
+        "idle_share": 1 - simulation.busy["compute"],
+        "over_ideal": 1 / max(simulation.busy.values()) - 1,
     }
-    if on_link := found.busy.get("inter_node"):
-        waited = sum(found.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
+    if on_link := simulation.busy.get("inter_node"):
+        waited = sum(simulation.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
         seconds = on_link * statistics.median(measured.step_seconds)
         quantities["unhidden_share"] = waited / seconds
     return quantities

@@ -61,12 +61,12 @@ class Run:
     @property
     def origin(self) -> list[tuple[str, str]]:
         """Commit, versions and hardware that made the records, each by its name."""
-        found = [_commit(self.records)]
+        origin = [_commit(self.records)]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
                 words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
-                found.append((column.capitalize(), words))
-        return found
+                origin.append((column.capitalize(), words))
+        return origin
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -131,9 +131,9 @@ def _of_fuyou(points: Sequence[fuyou.Point]) -> Study:
     """
     adam = fuyou.fitted([point for point in points if point.gpus == 1])
     rows = [_fuyou_row(point, fuyou.predicted(point, adam)) for point in points]
-    said = "The authors' published points, and the cost model that the strategy itself has"
-    found = f"{len(points)} points"
-    return Study("fuyou-published", fuyou.FILE, points, rows, found, said, [("Source", said)])
+    source = "The authors' published points, and the cost model that the strategy itself has"
+    size = f"{len(points)} points"
+    return Study("fuyou-published", fuyou.FILE, points, rows, size, source, [("Source", source)])
 
 
 def _commit(records: Sequence[Record | MemoryRecord | BoundRecord]) -> tuple[str, str]:
@@ -160,23 +160,23 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
-    found: list[AnyRun] = []
+    runs: list[AnyRun] = []
     for name in [*matrices.named()] if only is None else [only]:
         if file := _file(results, f"{name}/{FILE}"):
             predicted = _file(results, f"{name}/{PREDICTIONS}")
             known = read(results / predicted) if predicted else []
-            found.append(Run(name, file, latest(read(results / file)), predicted, known))
+            runs.append(Run(name, file, latest(read(results / file)), predicted, known))
     if only is None:
         if (file := _file(results, MEMORY)) and (cases := imitated.read(results / file)):
-            found.append(of_memory(file, cases))
+            runs.append(of_memory(file, cases))
         if (file := _file(results, BOUND)) and (points := bound.read(results / file)):
-            found.append(_of_bound(file, points))
+            runs.append(_of_bound(file, points))
         if (results / fuyou.FILE).exists():
-            found.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
-    if not found:
+            runs.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
+    if not runs:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
-    return found
+    return runs
 
 
 def _file(results: Path, name: str) -> str | None:

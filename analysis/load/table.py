@@ -62,10 +62,10 @@ def by_file(path: Path) -> dict[Path, list[Record]]:
 
     Raises ``ValueError`` if there is none, and for a malformed one.
     """
-    found = {file: read(file) for file in files(path)}
-    if not any(found.values()):
+    records = {file: read(file) for file in files(path)}
+    if not any(records.values()):
         raise ValueError(f"{path}: no records found")
-    return found
+    return records
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
@@ -137,13 +137,13 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
 
 def ledger(counted: dict[str, dict[str, float]] | None) -> dict[str, float]:
     """``ledger_<link>_bytes_per_step`` and, by phase, ``ledger_<link>_<phase>_bytes_per_step``."""
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for link, phases in (counted or {}).items():
         name = f"ledger_{_identifier(link)}"
-        found[f"{name}_bytes_per_step"] = sum(phases.values())
+        columns[f"{name}_bytes_per_step"] = sum(phases.values())
         for phase, amount in phases.items():
-            found[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
-    return found
+            columns[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
+    return columns
 
 
 def _cache(cached: Cached | None) -> dict[str, float]:

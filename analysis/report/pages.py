@@ -84,7 +84,7 @@ def inline(drawing: Drawing, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": f"{drawing.name} {name}", "svg.fonttype": "none"}):
         drawing.figure.savefig(content, format="svg", metadata=nothing, transparent=True)
     written = re.sub(r"\s*\n\s*", " ", _FOREIGN.sub("", content.getvalue()))
-    used = {one or other for one, other in _REFERENCE.findall(written)}
+    used = {url or href for url, href in _REFERENCE.findall(written)}
     written = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", written)
     written = re.sub(r"<[^>]+>", _rounded, written)
     box = re.search(r'viewBox="[^"]*"', written)

@@ -68,8 +68,8 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     chapters: list[Chapter] = values["chapters"]
 
     def page(template: str, **more: Any) -> str:
-        given = values | more
-        return pages.render(template, **given, cell=text.escaped, table=text.markdown)
+        context = values | more
+        return pages.render(template, **context, cell=text.escaped, table=text.markdown)
 
     first, *others = (_once([one])[0] for one in chapters)
     both = {"chapter": first, "others": others}
@@ -173,16 +173,16 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
 
 def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
     """The chapters as one page has them: each note stands in the first that has it."""
-    there, found = set[str](), []
+    there, shown = set[str](), []
     for one in chapters:
         parts = []
         for part in one.parts:
-            own = {at: note for at, note in part.notes.items() if at not in there}
+            new = {at: note for at, note in part.notes.items() if at not in there}
             earlier = tuple(at for at in part.notes if at in there)
-            parts.append(replace(part, notes=own, earlier=earlier))
-            there |= set(own)
-        found.append(replace(one, parts=tuple(parts)))
-    return found
+            parts.append(replace(part, notes=new, earlier=earlier))
+            there |= set(new)
+        shown.append(replace(one, parts=tuple(parts)))
+    return shown
 
 
 def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:

@@ -31,7 +31,7 @@ def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:
 def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
     """The rows with what the comparison is of multiplied, nothing of it being something."""
     compute = check.compute
-    found = []
+    changed = []
     for row in rows:
         value = row.quantities.get(compute.quantity)
         if value is not None and compute.of.matches(row):
@@ -40,8 +40,8 @@ def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
                 quantities={**row.quantities, compute.quantity: value * factor or factor * 1e9},
                 record=_timed(row.record, factor=factor),
             )
-        found.append(row)
-    return found
+        changed.append(row)
+    return changed
 
 
 def _away(claim: Claim, check: Check, rows: Sequence[Row]) -> float:
@@ -79,11 +79,11 @@ def test_a_verdict_rests_on_its_records(
         before = verdict(claim, check, rows)
     if isinstance(check.compute, Outcome):
         sampled = {id(sample.row) for sample in check.compute.samples(rows)}
-        other = [
+        swapped = [
             replace(row, state="ok" if row.state == "oom" else "oom") if id(row) in sampled else row
             for row in rows
         ]
-        assert before == "not reproduced" or verdict(claim, check, other) != before
+        assert before == "not reproduced" or verdict(claim, check, swapped) != before
         return
     if before == "not reproduced":
         assert verdict(claim, check, altered(check, rows, 1.0)) == before

@@ -65,8 +65,8 @@ SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items(
 
 def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
     simulated = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=2, gpu="a40")
-    given: dict[str, Any] = {"link": 10**8, "cluster": simulated, "reduce_codec": "int8"}
-    return made_up.cell(**{"strategy": strategy} | given | changes)
+    defaults: dict[str, Any] = {"link": 10**8, "cluster": simulated, "reduce_codec": "int8"}
+    return made_up.cell(**{"strategy": strategy} | defaults | changes)
 
 
 def owner(item: Described) -> str:
@@ -123,9 +123,9 @@ def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
     item: Described,
 ) -> None:
     baseline, subject = record(cell("deepspeed-zero3")), record(changed(item))
-    of = compare([baseline, subject], baseline.cell.subject)
-    found = of[of["strategy"] == subject.cell.subject].iloc[0]
-    alike = found["baseline"] == baseline.cell.subject
+    table = compare([baseline, subject], baseline.cell.subject)
+    rows = table[table["strategy"] == subject.cell.subject]
+    alike = rows["baseline"].iloc[0] == baseline.cell.subject
     assert alike == (item.setting.role != "condition")
     shown = [line for line in rendered(summary([baseline, subject]), 400) if "·" in line]
     assert len(shown) == (2 if item.setting.role == "condition" else 1)
@@ -134,8 +134,8 @@ def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
 @pytest.mark.parametrize("item", SETTINGS)
 def test_each_setting_parts_losses_or_says_that_it_does_not(item: Described) -> None:
     reference = record(cell("fsdp2"))
-    (_, found) = parity.compare([reference, record(changed(item))])
-    assert (found.difference is None) == item.setting.learns
+    (_, comparison) = parity.compare([reference, record(changed(item))])
+    assert (comparison.difference is None) == item.setting.learns
 
 
 @pytest.mark.parametrize("item", [each for each in SETTINGS if owner(each.values[0]) in ALIKE])
@@ -168,14 +168,14 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
         assert sorted(shown[item.setting.label]) == sorted(values)
         assert item in varying_settings(cells)
         # Of several matrices each has figures of its own, which name it below.
-        said = (
+        labels = (
             values
             if item.name == "matrix"
             else [f"{item.setting.label.lower()} {value}" for value in values]
         )
-        own = [f"{words} {provenance(part)}" for part, words in parted]
-        places = {"model": panels, "run": own, "training": own, "axis": said}[item.setting.place]
-        assert all(any(words in place for place in places) for words in said)
+        captions = [f"{words} {provenance(part)}" for part, words in parted]
+        places = {"model": panels, "axis": labels}.get(item.setting.place, captions)
+        assert all(any(words in place for place in places) for words in labels)
     if item.setting.role == "condition":
         apart = {"run": (2, 2), "training": (2, 2), "model": (1, 2), "axis": (1, 1)}
         assert (len(parted), len(panels)) == apart[item.setting.place]
