@@ -12,7 +12,7 @@ from analysis.load.rows import row
 from analysis.paper.region import region
 from experiments.records.record import Record
 
-#: By how much of the committed number one may be apart that no clock has told.
+#: Tolerance relative to the committed number, for numbers that are not timed.
 NEAR = 0.01
 
 
@@ -26,7 +26,7 @@ class Line:
     ours: str
     tolerance: str
     verdict: str
-    #: How the reader's is not the committed one; nothing where it is.
+    #: How the reader's number differs from the committed one; empty if it does not.
     problem: str
 
 
@@ -36,7 +36,7 @@ class Checked:
 
     matrix: str
     lines: list[Line]
-    #: How to run it, and what the committed run took.
+    #: The command that runs it, and what the committed run took.
     command: str
     resources: str
 
@@ -98,10 +98,9 @@ def _line(ours: Finding, committed: Finding) -> Line:
 
 
 def _problem(ours: Finding, committed: Finding) -> str:
-    """How the reader's number is not the committed one; nothing where it is.
+    """How the reader's number differs from the committed one; empty if it does not.
 
-    Numbers that no clock has told are alike within ``NEAR``; of others, whose committed one has an
-    interval, the intervals overlap.
+    Numbers with intervals agree where these overlap, all others where they are within ``NEAR``.
     """
     if ours.ours is None:
         return ours.reasons[0]

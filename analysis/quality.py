@@ -1,7 +1,7 @@
-"""Time to quality: held-out loss over seconds on each link, and which strategy is the first there.
+"""Time to quality: held-out loss over seconds on each link, and the first strategy at a loss.
 
-Losses by step are those of each strategy's best trial in a search that gave all as many; seconds
-per step are measured apart, as what is trained does not depend on the link.
+Losses by step are those of each strategy's best trial, in a search with as many trials for each.
+Seconds per step are measured separately, as losses do not depend on the link.
 """
 
 import math
@@ -24,20 +24,20 @@ from simulation.quantities import format_link
 
 #: The matrix of the search, and that of the times.
 SEARCH, TIMES = "fair-search", "time-to-quality"
-#: Setting that a search tries beside the learning rate: steps take as long whatever it is.
+#: Setting that a search varies beside the learning rate; it does not change a step's time.
 _TRIED = "outer_momentum"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A strategy with one choice of what is searched, and what it came to with each seed."""
+    """A trial of a search: a strategy, its hyperparameters, and each seed's held-out losses."""
 
     strategy: str
-    #: The strategy with its choices, but for what is searched.
+    #: The strategy with its settings, without those that the search varies.
     subject: str
     learning_rate: float
     momentum: float | None
-    #: Held-out losses by the steps before, of each seed.
+    #: Each seed's held-out losses, by the number of steps before them.
     curves: tuple[dict[int, float], ...]
 
     @property
@@ -46,19 +46,19 @@ class Trial:
 
     @property
     def ends(self) -> list[float]:
-        """The last loss of each seed; one that is no number is worse than all."""
+        """The last loss of each seed; infinite where it is not finite."""
         ends = (curve[max(curve)] for curve in self.curves)
         return [end if math.isfinite(end) else math.inf for end in ends]
 
     def steps_to(self, loss: float) -> list[float] | None:
-        """Steps to a loss, of each seed; ``None`` if one does not come to it."""
+        """Steps to a loss, of each seed; ``None`` if one does not reach it."""
         crossings = [_crosses(curve, loss) for curve in self.curves]
         known = [steps for steps in crossings if steps is not None]
         return known if len(known) == len(crossings) else None
 
 
 def _crosses(curve: dict[int, float], loss: float) -> float | None:
-    """The step at which a curve first comes to a loss, on the line between two measurements."""
+    """The step at which a curve first reaches a loss, interpolated between measurements."""
     points = sorted(curve.items())
     if points[0][1] <= loss:
         return float(points[0][0])
@@ -82,7 +82,7 @@ class Course:
     link_seconds: float
 
     def seconds_to(self, loss: float) -> tuple[float, float, float] | None:
-        """Seconds to a loss: of the median seed, and of the first and last with their rounds."""
+        """Seconds to a loss: the median seed's, and the least and most over seeds and rounds."""
         steps = self.trial.steps_to(loss)
         if steps is None:
             return None
@@ -90,7 +90,7 @@ class Course:
 
 
 def subject(cell: Cell) -> str:
-    """The subject of comparison: a strategy and its choices, but for what a search tries."""
+    """A strategy with its settings, without those that a search varies."""
     field = type(cell.settings).model_fields.get(_TRIED)
     usual = {} if field is None else {_TRIED: field.default}
     settings = cell.settings.model_copy(update=usual)
@@ -98,9 +98,9 @@ def subject(cell: Cell) -> str:
 
 
 def best(records: Sequence[Record]) -> list[Trial]:
-    """The trial of each strategy whose last losses are the lowest, in the mean of its seeds.
+    """Each strategy's trial with the lowest last loss, in the mean over seeds.
 
-    Raises ``ValueError`` where a trial has no losses, or strategies did not have as many alike.
+    Raises ``ValueError`` where a trial has no losses, or strategies differ in trials or seeds.
     """
     ran = [record for record in records if record.state != "skipped"]
     trials = [_trial(group) for group in grouped(ran, lambda record: _choice(record.cell))]
@@ -127,9 +127,9 @@ def _trial(records: Sequence[Record]) -> Trial:
 
 
 def joined(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
-    """Each strategy on each link, the slowest link first.
+    """Each strategy's best trial with its times on each link, the slowest link first.
 
-    Raises ``ValueError`` for what the search or the times do not hold.
+    Raises ``ValueError`` where the search or the times lack a record.
     """
     trials, timed = best(search), [record for record in pooled(times) if record.state == "ok"]
     links = {record.cell.inter_bandwidth_bits_per_s: None for record in timed}
@@ -147,13 +147,13 @@ def joined(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
 
 
 def quality(courses: Sequence[Course], times: Sequence[Record]) -> Quality:
-    """Cases for plans to say: who comes to the loss after half of the exact strategy's steps."""
+    """Cases for plans: the first strategy at the loss that the exact one has at half its steps."""
     parameters = next(record.measurement.parameters for record in times if record.measurement)
     return Quality(parameters=parameters, cases=tuple(cases(courses, targets(courses)[0])))
 
 
 def write(results: Path) -> tuple[str, Path, Path]:
-    """Write the figure and what plans say beside the times; return the tables, and where.
+    """Write the figure, and the cases for plans, beside the times; return the tables, and where.
 
     Raises ``ValueError`` or ``OSError`` without records of both matrices.
     """
@@ -166,9 +166,9 @@ def write(results: Path) -> tuple[str, Path, Path]:
 
 
 def targets(courses: Sequence[Course]) -> list[float]:
-    """Losses that all seeds of the exact strategy have after half of its steps, and at the end.
+    """Losses that all seeds of the exact strategy reach at half of its steps, and at the end.
 
-    The exact one is the first in order, as the search has it.
+    The exact strategy is the first of the search.
     """
     curves = courses[0].trial.curves
     steps = sorted(curves[0])
@@ -209,9 +209,10 @@ def _seconds(course: Course, loss: float) -> str:
 
 
 def cases(courses: Sequence[Course], loss: float) -> list[Case]:
-    """Who comes first to the loss on each link; computation is all that a step takes beside bytes.
+    """The first strategy at the loss on each link, by the link's share of the computation.
 
-    The exact strategy is the first in order; computation's seconds are those on the fastest link.
+    The exact strategy is the first of the search. Computation is a step on the fastest link,
+    without the seconds of its bytes.
     """
     on_link, races = _on_link(courses), list[Case]()
     fastest = on_link[-1][0]

@@ -1,7 +1,7 @@
-"""Whether each strategy did what it is compared for: its bytes, and what it learned.
+"""Audit of each cell's bytes and losses: whether a strategy did what it is compared for.
 
-A baseline that sends less than its schedule must has kept parameters alive; one that sends more
-uses a wasteful backend, which is a finding only if it is known why.
+A baseline that sends less than its schedule must has not resharded its parameters. One that sends
+more uses a wasteful backend, which is a problem unless it is known why.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from simulation.framing import MESSAGE_BYTES
 
 @dataclass(frozen=True)
 class Allowance:
-    """How many times its closed form an engine may send over gloo, and why."""
+    """The multiple of its closed form that an engine may send over gloo, and the reason."""
 
     factor: float
     why: str
@@ -55,7 +55,7 @@ _WHOLE = (
     "adapters, frozen ones too: the headers of so many small messages, up to "
     f"{MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
 )
-#: Ratio up to which none needs an explanation.
+#: Ratio to the closed form up to which no explanation is needed.
 _NEAR = 1.05
 
 
@@ -64,13 +64,13 @@ class Finding:
     """The audit of one cell."""
 
     cell: Cell
-    #: Bytes; ``None`` where it did not run.
+    #: Bytes per step, and the closed form of them; ``None`` where it did not run.
     sent: float | None
     least: float | None
     #: The largest relative difference of a step's loss from the reference's; ``None`` without one.
     loss_difference: float | None
     problems: tuple[str, ...]
-    #: Why it sends more or less than the least.
+    #: The reasons why it sends more or less than the least.
     explanations: tuple[str, ...]
 
     @property

@@ -22,8 +22,8 @@ from simulation.quantities import format_link
 
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
-#: A matrix with more figures than this sweeps what it does not know; it is read from its table, and
-#: by those who fit to it.
+#: A matrix with more figures than this is a sweep without figures: its records are read in a table,
+#: or fitted to.
 MOST_FIGURES = 12
 #: More strategies than this are drawn in small multiples, an engine a column.
 CROWD = 6
@@ -44,10 +44,10 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
 
 
 def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
-    """The cells of each figure that ran, and what sets it apart from others of its matrix."""
+    """The cells of each figure that ran, and the settings that set it apart in its matrix."""
     ran = compared[compared["state"] != "skipped"]
     for _, matrix in ran.groupby("matrix", sort=False):
-        # In simulations each strategy may have its own.
+        # In simulations each strategy may have its own micro-batch.
         mixed = matrix.groupby("comparison")["micro_batch"].nunique().max() > 1
         left = {*PANEL, *AXES, *(["micro_batch"] if mixed else [])}
         apart = [name for name in SETTINGS if name not in left]
@@ -59,7 +59,7 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
 
 
 def _drawn(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Iterator[drawings.Drawing]:
-    """All figures of these cells that there is something to draw in."""
+    """All figures that these cells have values for."""
     draw_loss = draw_losses
     if len(looks) > CROWD:
         draw_loss = _crowd_losses
@@ -89,7 +89,7 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
 
 
 def _draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel.
+    """Throughput against bandwidth, and bytes between nodes per step: two axes per panel.
 
     Panels are columns while they are few, and rows otherwise.
     """
@@ -155,7 +155,7 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawing
 def _grid(
     panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **shared: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with axes for so many panels, and none where there is no panel."""
+    """A figure with axes for these panels; axes beyond them are hidden."""
     with drawings.canvas(*size, rows, columns, **shared) as (figure, grid):
         for ax in grid.flat[len(panels) :]:
             ax.set_axis_off()
@@ -164,7 +164,7 @@ def _grid(
 
 #: Width of a column and height of a row of small multiples, in inches.
 WIDTH, HEIGHT = 2.7, 2.0
-#: From one bar to the next, in inches.
+#: Distance from one bar to the next, in inches.
 PITCH = 0.19
 #: Up to this many panels of bars stand side by side.
 ABREAST = 3
@@ -189,7 +189,7 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> d
 
 
 def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Bytes between nodes a step, a bar a strategy."""
+    """Bytes between nodes per step, a bar per strategy."""
     name = "MB a step, busiest node"
     figure = _bars(cells, looks, axes.draw_bytes, name, drawings.least_mark(cells))
     captions = drawings.caption_of_bytes(cells), drawings.caption_of_missing(cells)
@@ -211,7 +211,7 @@ def _multiples(
     names: tuple[str, str],
     legend: list[Line2D],
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A row a panel, a column an engine, one scale a row; and the axes of the first column."""
+    """A row per panel, a column per engine, a scale per row; and the axes of the first column."""
     panels, engines = drawings.panels_of(cells), strategies.by_engine(looks)
     rows, columns = len(panels), len(engines)
     size = WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7
@@ -230,7 +230,7 @@ def _multiples(
 def _legend(
     looks: axes.Looks, entry: Callable[[strategies.Style], Line2D], more: Sequence[Line2D] = ()
 ) -> list[Line2D]:
-    """A column an engine, headed by its name; blanks make the columns equally long."""
+    """A column per engine, headed by its name; blanks make the columns equally long."""
     columns = []
     for engine, present in strategies.by_engine(looks).items():
         styles = [look for name, look in present.items() if strategies.engine(name) == engine]
@@ -261,12 +261,12 @@ def _bars(
     return figure
 
 
-#: The interval in the name of what is compared, which these axes say.
+#: The interval in a subject's name, which these axes show already.
 _INTERVAL = re.compile(r" τ = \d+")
 
 
 def has_intervals(cells: pd.DataFrame) -> bool:
-    """Whether held-out losses are known of workers that train apart for longer and for less."""
+    """Whether cells of local steps with held-out losses differ in their interval."""
     known = cells[cells["held_out_loss"].notna() & (cells["steps_per_round"] > 1)]
     return known["steps_per_round"].nunique() > 1
 
@@ -325,7 +325,7 @@ _SLOTS = {
 
 
 def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """A pair of axes for what there is."""
+    """Axes for each column of slots that has values."""
     columns = [column for column in _SLOTS if cells[column].notna().any()]
     drawn = dict[str, Line2D]()
     with drawings.canvas(max(3.4 * len(columns), 5.0), 3.4, 1, len(columns)) as (figure, (grid,)):

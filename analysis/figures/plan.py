@@ -14,7 +14,7 @@ _SPEEDS = ("tokens_per_s", "low", "high")
 
 
 def draw(plan: Mapping[str, Any]) -> Figure:
-    """Draw what ``experiments plan --figure`` has found; raises ``KeyError`` for another file."""
+    """Draw the curves of ``experiments plan --figure``; raises ``KeyError`` for another file."""
     curves, price = plan["curves"], plan["price_per_gpu_hour"]
     looks = styles({point["strategy"] for curve in curves.values() for point in curve})
     with canvas(7.4, 4.8, 2, len(_AXES), sharex="col", sharey="row") as (figure, grid):

@@ -1,4 +1,4 @@
-"""The matrices that come with the repository, as their files say: nothing is run to know it."""
+"""Names in the matrices that come with the repository, read from their files alone."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -28,7 +28,7 @@ def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
 def names(matrix: str) -> Mapping[str, frozenset[str]]:
     """Names in one matrix; where it has no file, the strategies of all others.
 
-    Its models and links are its command's own.
+    Models and links of a matrix without a file are up to its command.
     """
     by_matrix = named()
     if matrix in by_matrix:

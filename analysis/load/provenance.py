@@ -1,4 +1,4 @@
-"""Where cells come from, in words."""
+"""The provenance of cells, in words."""
 
 import json
 

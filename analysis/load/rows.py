@@ -1,4 +1,4 @@
-"""Rows: one cell as claims ask about it, whichever kind of record it stands in."""
+"""Rows: a cell's settings and quantities as claims use them, from any kind of record."""
 
 import math
 import statistics
@@ -20,8 +20,8 @@ from simulation.quantities import format_link
 
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
-#: Fields of records that are of no cell, and those that only simulations know. The bound of memory
-#: and bandwidth has itself, and what changing one thing multiplies it by.
+#: Quantities of records that are of no cell, and those of simulations alone. The bound of memory
+#: and bandwidth has itself, and the factors that it gains from a change of one input.
 _OTHERS = (
     "largest_micro_batch",
     "hfu_bound",
@@ -52,20 +52,20 @@ Quantity = Annotated[str, AfterValidator(_known_quantity)]
 class Row:
     """One cell: its settings, how it ended, and its quantities in basic units."""
 
-    #: Everything that decides what a step is, by the names that a selection has.
+    #: All settings that decide what a step does, by their names in a selection.
     settings: Mapping[str, object]
     state: State
     evidence: Evidence
-    #: Shares and bytes; what a cell does not have is not in it.
+    #: Shares and bytes; quantities that the cell does not have are left out.
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
     #: Losses of each step that it was to train, NaN where one is missing; none if simulated.
     losses: Sequence[float] = ()
-    #: Its cell's record, if it is of one.
+    #: The cell's record, if there is one.
     record: Record | None = None
 
 
 def row(record: Record) -> Row:
-    """A cell that ran on a cluster, real, emulated or simulated."""
+    """The row of a cell's record, from a real, emulated or simulated cluster."""
     chosen = settings_of(record.cell)
     if record.measurement is None:
         return Row(chosen, record.state, record.evidence)
@@ -82,9 +82,9 @@ def row(record: Record) -> Row:
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """All that decides what the cell's step is; the link as tables write it.
+    """All settings that decide what the cell's step does; the link as tables write it.
 
-    A strategy that does not have a setting is compared with others where that is at its default.
+    A setting that the strategy does not have is at its default, to be compared with others.
     """
     known = settings.described(Cell)
     chosen = settings.values(cell, settings.names(Cell, "condition", "subject"))
@@ -113,7 +113,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 def _activation_bytes(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
-    """The least, or the most, that graphs keep in a slot, in bytes."""
+    """The least, or the most, bytes of activations in a slot; ``None`` without slots."""
     slots = columns["activation_bytes_by_slot"]
     return of(slots) if slots else None
 
@@ -123,12 +123,12 @@ def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
     return lambda c: _over(c.get(f"{link}_bytes_per_step"), c["parameters"])
 
 
-#: Bytes are those of a step, and leave the busiest node, by the kernel's counters or the simulator;
-#: gathers' and phases' are the strategy's own count, its ledger. The nodes of a cluster send alike,
-#: so that all of them send the busiest one's bytes. Of cyclic strategies: the slot that sends most
-#: over all that is trained, in float32; what is kept in the fullest slot over all micro-batches at
-#: once, and over the emptiest slot. Of strategies with a server: bytes of a node's link and of the
-#: server's, by direction, per parameter. Metrics of records come to them.
+#: Bytes are those that leave the busiest node in a step, by the kernel's counters or the simulator;
+#: those of gathers and phases are from the strategy's ledger. The nodes of a cluster send alike, so
+#: that each sends as much as the busiest. Cyclic strategies: the slot that sends most over all
+#: trained parameters, in float32; activations of the fullest slot over those of all micro-batches
+#: at once, and over the emptiest slot. Strategies with a server: bytes of a node's link and of the
+#: server's, by direction, per parameter. The metrics of records are quantities too.
 _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "tokens_per_s": lambda c: c["tokens_per_s"],
     "inter_node_bytes": lambda c: c["inter_node_bytes_per_step"],
@@ -160,7 +160,7 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
 
 
 def _simulated(record: Record) -> dict[Quantity, float]:
-    """Quantities of a simulated step's time alone."""
+    """Quantities that only a simulated step has."""
     cluster, measured = record.cell.cluster, record.measurement
     if cluster.kind != "simulated" or measured is None or measured.simulation is None:
         return {}

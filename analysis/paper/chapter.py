@@ -43,16 +43,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Chapter:
-    """All of it."""
+    """A chapter as documents show it."""
 
     #: The paper, as the claims call it.
     paper: str
     #: A row per result: what, paper, simulated, emulated, verdict, why, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
-    #: At which point the paper's numbers hold together, in words; nothing of papers without one.
+    #: How many of the paper's numbers hold together at the best point, in words; empty without one.
     together: str = ""
-    #: Each of them there, and that point.
+    #: Tables of these numbers, and of that point.
     tables: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
 
@@ -80,7 +80,7 @@ def chapter(
 ) -> Chapter:
     """The chapter of these records.
 
-    ``number`` has each note's id, and ``of`` where the paper's numbers hold together.
+    ``number`` has each note's id, ``of`` the region in which the paper's numbers hold together.
     """
     by_matrix = {run.matrix: run for run in runs}
     shown = _Shown(claims, findings, verdicts, of)
@@ -128,7 +128,7 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
 
 
 def _point(of: Region) -> Table:
-    """The point that the paper leaves open: where its numbers hold together, and its ranges."""
+    """The best point: the values that the paper leaves open, there and in their ranges."""
     best, unknowns = of.points.best.point, of.holds.unknowns
     columns = {
         "What the paper does not say": [unknown.words for unknown in unknowns.values()],
@@ -149,7 +149,7 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
 
 @dataclass(frozen=True)
 class _Shown:
-    """Claims and what was found of them, as cells of tables."""
+    """Claims and their findings, as cells of tables."""
 
     claims: Claims
     findings: Sequence[Finding]
@@ -167,7 +167,7 @@ class _Shown:
             ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT
             for name in section.claims
         ]
-        # Left out where no claim has a value in it.
+        # A column in which no claim has a value is left out.
         some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
         order = ["Result", "Verdict", "Paper", *some, "Emulated"]
         return Table(section.id, section.title, frame[order])
@@ -186,7 +186,7 @@ class _Shown:
         return [finding for finding in self.findings if finding.claim.id == name]
 
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
-        """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
+        """Our number by this evidence: one that decides, else at the paper's ratio, else any."""
         findings = [f for f in self._findings_of(claim.id) if f.evidence == evidence]
         if not findings:
             return text.ABSENT
@@ -218,7 +218,7 @@ class _Shown:
         return section.because.get(name, finding.cells) if agrees else finding.cells
 
     def notes(self, section: Section) -> list[str]:
-        """The reasons of what decides the section's claims; of all else where nothing does."""
+        """The reasons of findings that decide the section's claims; of all where none does."""
         decided = {finding.claim.id for finding in self.findings if finding.decides}
         return [
             reason
@@ -232,7 +232,7 @@ class _Shown:
 def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:
     """Models, length, recomputation and share of the link of the section's cells.
 
-    A model has its dimensions where it is not among those that are ``sized`` already.
+    A model is given with its dimensions unless it is in ``sized``, which has earlier models.
     """
     cells = [
         record.cell

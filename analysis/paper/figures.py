@@ -1,4 +1,4 @@
-"""Figures of the papers' tables: their points on our curves and bars; ranges."""
+"""Figures of the papers' tables: their numbers on our curves and bars, and our ranges."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ _PAPERS_MARK: dict[str, Any] = {
 
 
 def volume(claims: Sequence[Claim], run: Run) -> Drawing:
-    """Bytes of all nodes a step: a bar per system, and the paper's numbers on them."""
+    """Bytes of all nodes per step: a bar per system, with the paper's numbers on them."""
     rows = {str(row.settings["strategy"]): row for row in run.rows}
     looks = strategies.styles(rows)
     with canvas(6.4, 3.2) as (figure, ((ax,),)):
@@ -66,7 +66,7 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
 
 
 def _numbers(claims: Sequence[Claim], quantity: Quantity) -> Iterator[tuple[Selection, float]]:
-    """Cells and number of each claim that gives one of this quantity."""
+    """The cells and the number of each claim that has a number of this quantity."""
     for claim in claims:
         for check in claim.checks:
             of = check.compute
@@ -119,7 +119,7 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
 
 
 def _shares(claims: Sequence[Claim]) -> list[tuple[float, float]]:
-    """The link in Gbit/s and the number of each claim that is a share with a number."""
+    """The link in Gbit/s and the number of each claim about a share."""
     return [
         (_gigabits(check.compute.of.link), claim.number)
         for claim in claims
@@ -153,7 +153,7 @@ def policies(run: Run) -> Drawing:
 
 
 def memory(run: Run) -> Drawing:
-    """Device memory of each system at micro-batch 8, or that it runs out of it."""
+    """Device memory of each system at micro-batch 8, or its state where it runs out of it."""
     rows = {str(r.settings["strategy"]): r for r in run.rows if r.settings["model"] == LARGEST}
     looks = strategies.styles(rows)
     with canvas(6.0, 3.6) as (figure, ((ax,),)):
@@ -173,7 +173,7 @@ def _bar(ax: Axes, at: int, value: float, colour: str, label: str) -> None:
 
 
 def apart(run: Run) -> Drawing:
-    """How far each system's losses are from those of the baseline, at most."""
+    """The largest difference of each system's losses from those of the baseline."""
     cells = compare(run.records)
     most = cells.groupby("strategy", observed=True)["loss_difference_max"].max().dropna()
     looks = strategies.styles(most.index)
@@ -240,7 +240,7 @@ def _points(
     quantity: Quantity,
     place: Callable[[str], float] = float,
 ) -> tuple[list[float], list[float]]:
-    """A quantity over a setting, in its order."""
+    """A quantity over a setting, sorted by the setting."""
     points = sorted(
         (place(str(row.settings[over])), row.quantities[quantity])
         for row in rows
@@ -259,16 +259,16 @@ def _tau(policy: str) -> float:
     return float(policy.removeprefix("threshold(").removesuffix(")"))
 
 
-#: Where the paper's numbers stand.
+#: Colour of the paper's numbers.
 PAPER = "#7F7F7F"
 
 
 def ranges(
     name: str, title: str, claims: Sequence[Claim], of: Region, labels: Mapping[str, str]
 ) -> Drawing:
-    """A line per number, below its short name: ours over its range, of the paper's; the best point.
+    """A line per number, below its short name: our range over the paper's number; the best point.
 
-    As narrow as a phone.
+    The figure is as narrow as a phone.
     """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with canvas(3.5, 0.31 * len(numbers) + 1.2) as (figure, ((ax,),)):
@@ -307,7 +307,7 @@ def ranges(
     return Drawing(name, title, caption, figure)
 
 
-#: Differences below it are drawn at it, on a logarithmic axis.
+#: The least difference on a logarithmic axis; smaller ones are drawn at it.
 _SAME_LOSS = 1e-8
-#: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
+#: The least share on the axis; smaller ones are drawn at it, as is a gain that is a loss.
 _LEAST = 0.05

@@ -2,8 +2,8 @@
 
     python -m analysis.paper.region
 
-The paper's system (flat exchanges) is simulated; what the paper does not say is in
-``unknowns.yaml``. What is found is in ``region.json``.
+The paper's system (flat exchanges) is simulated. ``unknowns.yaml`` has the values that the paper
+leaves open, ``region.json`` the points of the search.
 """
 
 import math
@@ -32,11 +32,11 @@ REGION = Path(__file__).with_name("region.json")
 #: Depth and width are our choice: simulation/models.py says why.
 _MODEL = Transformer.of(PAPER_MODELS["gpt-30b"], 2048)
 _FAST, _SLOW = 100e9, 1e9
-#: Rounds over all unknowns, from the middle of their ranges.
+#: Rounds of the search over all unknowns, from the middle of their ranges.
 _ROUNDS = 3
-#: Values tried of an unknown that is between two, in each round; later ones are nearer.
+#: Values that a round tries of an unknown with a continuous range, nearer in later rounds.
 _TRIED = 5
-#: A number is said to ask for part of an unknown's range that is less than this share of it.
+#: Values of an unknown are named where they span less than this share of its range.
 _NARROWER = 0.85
 
 #: The value of each unknown.
@@ -49,7 +49,7 @@ class Unknown(Strict):
     values: tuple[float, ...] = ()
     between: tuple[float, float] | None = None
     source: str
-    #: As readers call it.
+    #: Its name for readers.
     words: str
 
     @model_validator(mode="after")
@@ -59,24 +59,24 @@ class Unknown(Strict):
         return self
 
     def has(self, value: float) -> bool:
-        """Whether it may be so."""
+        """Whether the value is in the range."""
         if self.between is None:
             return value in self.values
         return self.between[0] <= value <= self.between[1]
 
     def written(self, value: float) -> str:
-        """The value; shares in per cent."""
+        """The value in words; shares are in per cent."""
         share = max(self.between or self.values) <= 1
         return f"{100 * value:.3g} %" if share else f"{value:,g}"
 
     @property
     def range(self) -> str:
-        """All that it may be."""
+        """The range in words."""
         least, most = self.between or (min(self.values), max(self.values))
         return f"{self.written(least).removesuffix(' %')}–{self.written(most)}"
 
     def near(self, value: float, width: float) -> list[float]:
-        """Values around one, this share of the range wide."""
+        """Values around one, over this share of the range."""
         if self.between is None:
             return list(self.values)
         low, high = self.between
@@ -86,15 +86,15 @@ class Unknown(Strict):
 
 
 class Unknowns(Strict):
-    """The file."""
+    """The contents of ``unknowns.yaml``."""
 
     seed: int
-    #: Points over which verdicts are given.
+    #: Number of points that are drawn, over which verdicts are given.
     drawn: int = Field(ge=1)
     unknowns: dict[Name, Unknown]
-    #: Where the numbers hold together, by those of the unknowns without which fewest do.
+    #: Template of a clause on the best point, which names the unknowns that matter most.
     opening: str
-    #: Claims that the search brings together.
+    #: Claims whose numbers the search brings together.
     numbers: tuple[Name, ...] = Field(min_length=1)
     #: Claims from which the paper's system was read.
     fitted: tuple[Name, ...] = ()
@@ -185,7 +185,7 @@ class Asked(NamedTuple):
     tolerance: Tolerance
 
     def away(self, ours: float) -> float:
-        """How far ours is, 1 where it is as far as it may be; infinite where there is none."""
+        """The distance of ours, 1 at the edge of the tolerance; infinite where ours is NaN."""
         if math.isnan(ours):
             return math.inf
         if self.tolerance.relative is None:
@@ -194,7 +194,7 @@ class Asked(NamedTuple):
 
 
 def asked(claims: Claims) -> dict[str, Asked]:
-    """By claim, as its first check asks; of how systems end, that all end as the paper says."""
+    """Each claim's number, and its first check's tolerance; claims on outcomes ask for 100 %."""
     return {
         claim.id: Asked(100.0 if claim.number is None else claim.number, claim.checks[0].tolerance)
         for claim in claims.claims
@@ -247,7 +247,7 @@ class Points(Strict):
 
 
 def draw(holds: Unknowns) -> list[dict[str, float]]:
-    """Points from all ranges, each alike probable."""
+    """Points drawn from all ranges, uniformly."""
     drawn = random.Random(holds.seed)
     return [
         {
@@ -261,7 +261,7 @@ def draw(holds: Unknowns) -> list[dict[str, float]]:
 
 
 def ranges(holds: Unknowns, points: Points, paper: Mapping[str, Asked]) -> dict[str, Ranged]:
-    """Range of each claim's number over the points that lie in the ranges as declared."""
+    """The range of each claim's number over the points that lie in the declared ranges."""
     inside = [p for p in points.drawn if all(holds.unknowns[n].has(v) for n, v in p.point.items())]
     by_claim = {}
     for name, asks in paper.items():
@@ -280,7 +280,7 @@ def ranges(holds: Unknowns, points: Points, paper: Mapping[str, Asked]) -> dict[
 
 @dataclass(frozen=True)
 class Region:
-    """All that is known of where the paper's numbers hold together."""
+    """The unknowns, the points of the search, the paper's numbers, and the ranges of ours."""
 
     holds: Unknowns
     points: Points
@@ -296,7 +296,7 @@ def region(claims: Claims) -> Region:
 
 
 def _part(holds: Unknowns, near: Sequence[Point]) -> str:
-    """Within which values of the unknowns a number holds, where these are not all that may be."""
+    """The unknowns' values at which a number agrees, where these are narrower than the ranges."""
     parts = []
     for name, unknown in holds.unknowns.items():
         low, high = min(at[name] for at in near), max(at[name] for at in near)
@@ -307,7 +307,7 @@ def _part(holds: Unknowns, near: Sequence[Point]) -> str:
 
 
 def in_words(holds: Unknowns, points: Points, paper: Mapping[str, Asked]) -> str:
-    """How many of the numbers hold together at the best point, and what matters most of it."""
+    """How many of the numbers hold together at the best point, and its values that matter most."""
     near = sum(paper[name].away(_or_nan(points.best.numbers[name])) <= 1 for name in holds.numbers)
     at = {name: u.written(points.best.point[name]) for name, u in holds.unknowns.items()}
     of_all = f"{near} of {len(holds.numbers)} of the paper's numbers"
@@ -319,7 +319,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def main() -> None:
-    """Search, draw, and write what was found."""
+    """Search for the best point, draw the others, and write all."""
     holds, paper = load(), asked(papers.load())
     best = simulated(search(holds, paper))
     for name in holds.numbers:

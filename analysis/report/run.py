@@ -43,12 +43,12 @@ class Written:
     report: Path
     table: Path
     data: Path
-    #: Each as PNG and as SVG.
+    #: Each figure as PNG and as SVG.
     figures: list[tuple[Path, Path]]
 
 
 def write(files: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
-    """Compare, draw and write everything to ``directory``; records come by file."""
+    """Compare, draw and write all to ``directory``; ``files`` has the records of each file."""
     directory.mkdir(parents=True, exist_ok=True)
     records = [record for group in files.values() for record in group]
     newest = latest(records)
@@ -133,7 +133,7 @@ def _sections(compared: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
-    """Settings of the shaper, for each link."""
+    """The traffic shaper's settings for each link."""
     networks = []
     keys = compared["inter_bandwidth_bits_per_s"].map(format_link)
     for link, cells in compared.groupby(keys, sort=False):
@@ -142,7 +142,7 @@ def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
 
 
 def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """For each strategy, what it sent over the least that its schedule must send."""
+    """For each strategy, the bytes that it sent over the least that its schedule must send."""
     finished = compared[compared["bytes_of_closed_form"].notna()]
     return [
         (
@@ -156,7 +156,7 @@ def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def presentable(compared: pd.DataFrame) -> pd.DataFrame:
-    """One row of strings a cell; a cell without a result keeps its row and says its state.
+    """One row of strings per cell; a cell without a result keeps its row and says its state.
 
     Cells that the matrix leaves out have no row: there may be more of them than of all others.
     ``notes`` counts them and gives the reasons.
@@ -228,7 +228,7 @@ def notes(compared: pd.DataFrame) -> list[str]:
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
     if lacking:
         lines.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
-    # How many cells each rule of the matrix leaves out.
+    # The number of cells that each rule of the matrix leaves out.
     reasons = compared.loc[compared["state"] == "skipped", "error"].fillna("no reason given")
     lines += [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
     return lines

@@ -1,4 +1,4 @@
-"""Time to quality: the best of a fair search, seconds to a loss, and who is the first there."""
+"""Time to quality: the best of a fair search, seconds to a loss, and the first strategy there."""
 
 import math
 from collections import Counter
@@ -121,7 +121,7 @@ def sentences(timed: list[Record], loss: float) -> list[str]:
 
 
 def test_who_is_first_depends_on_the_link() -> None:
-    """Exact takes 7.98 steps, and DiLoCo 9.56, which the link makes no longer."""
+    """FCDP takes 7.98 steps, and DiLoCo 9.56, whose seconds do not depend on the link."""
     courses = joined(search(), times())
     assert [course.bits_per_s for course in courses] == [SLOW, SLOW, FAST, FAST]
     assert targets(courses) == [3.01, 2.01]
@@ -129,15 +129,15 @@ def test_who_is_first_depends_on_the_link() -> None:
         "DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; at the end it is 10.0 % above it",
         "FCDP is the first to come to 3.01, and exact",
     ]
-    # What is not exact never comes to what the exact one ends with.
+    # DiLoCo never reaches the last loss of the exact strategy.
     assert sentences(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
-    # Strategies that seeds do not tell apart are alike.
+    # Strategies that do not differ beyond their seeds are alike.
     slow, _ = sentences(times(slow=1.2), 3.01)
     assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 
 
 def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By how long the link takes, of plans for as slow a link, and for one a little slower."""
+    """A plan quotes the case whose link takes as long beside computation, or a little less."""
     monkeypatch.setattr(planned, "RECORD", ROOT / "none.json")
     whole = request(gbit_s=1, strategies=("fcdp",), recomputed=(1.0,))
     made = plan(whole)
@@ -193,7 +193,7 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
 
 
 def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
-    """What the search has a loss of the other has times of; each has as many trials."""
+    """Every strategy of the search has times, and as many trials as the others."""
     of = {
         name: [each.cell for each in read(name).cells if each.skip_reason is None]
         for name in (SEARCH, TIMES)

@@ -144,7 +144,7 @@ def test_a_relative_tolerance_admits_what_is_that_near(
 
 
 def _comparators(claim: Claim) -> dict[tuple[object, ...], set[str]]:
-    """Whose ZeRO-3 each comparison of speeds is over, by matrix and place."""
+    """The strategies that speeds are compared with, by matrix, link and nodes."""
     comparators: dict[tuple[object, ...], set[str]] = {}
     for check in claim.checks:
         compute = check.compute

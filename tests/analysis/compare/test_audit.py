@@ -83,7 +83,7 @@ def test_where_little_is_sent_headers_are_the_reason() -> None:
     assert finding.problems == ()
     (why,) = finding.explanations
     assert "Headers of small messages" in why
-    # What the flat allowance that was here let pass: 3 times the least.
+    # A flat allowance of 3 times the least, which was here once, let this pass.
     assert lora("zeropp", "fcdp", 58_000, 19_392).problems == ("sends more than is explained",)
 
 

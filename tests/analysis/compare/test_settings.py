@@ -26,7 +26,7 @@ from tests.analysis.made_up import GPT2, LLAMA, record
 from tests.experiments.command_line import rendered
 
 IN_GROUPS = ClusterSpec(nodes=2, ranks_per_node=2, groups=2)
-#: Other values where not any value will do.
+#: Other values of settings that do not take just any value.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpu": {"gpu": "a10g"},
     "inter_efficiency": {"inter_efficiency": 0.4},  # by default that of both links
@@ -51,9 +51,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 #: Other values of settings that are text, and not any text.
 TEXTS = {"dram_budget": "2 GiB", "device_budget": "2 GiB", "swap": "64 MiB", "ssd": "elsewhere"}
-#: Strategies beside those whose settings they have, or most of them.
+#: By strategy, another one that has its settings, or most of them.
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
-#: What else cells must choose to have a setting at all.
+#: Other settings that a cell needs in order to have this one at all.
 NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
     "nodes_per_worker": {"worker": "nodes"},
@@ -167,7 +167,7 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
     elif item.setting.role == "condition" and not item.setting.always:
         assert sorted(shown[item.setting.label]) == sorted(values)
         assert item in varying_settings(cells)
-        # Of several matrices each has figures of its own, which name it below.
+        # Several matrices have figures of their own, which name them below.
         labels = (
             values
             if item.name == "matrix"

@@ -1,4 +1,4 @@
-"""Many strategies: an engine a column, nothing on top of anything else, values of the records."""
+"""Many strategies: a column per engine, nothing on top of anything else, the records' values."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from tests.experiments.command_line import printed
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     results = tmp_path_factory.mktemp("results")
     (results / "bound").mkdir()
-    # Written anew, not once more.
+    # The command replaces this file, and does not append to it.
     (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
     printed("bound", "--output", results / "bound")
     (run,) = runs.load(results)

@@ -1,4 +1,4 @@
-"""Where the paper's numbers hold together, and what the answer depends on."""
+"""The region where the paper's numbers hold together, and the unknowns that decide it."""
 
 import pytest
 

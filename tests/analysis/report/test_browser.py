@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def browse(page: Path, *options: str) -> list[dict[str, Any]]:
-    """What the probe in each of the two frames found, the narrow one first."""
+    """The probe's reports from both frames, the narrow one first."""
     command = [
         CHROMIUM,
         "--headless=new",
@@ -156,7 +156,7 @@ def test_a_heading_sorts_its_column_by_value_with_empty_cells_last(page: str, fo
     for item in browse(folder / f"{page}-frames.html"):
         assert item["sorted"] == ["ascending", "descending"]
         for column, descending in ((item["up"], False), (item["down"], True)):
-            # What has no number may say how well it is known.
+            # A cell without a number may say how well it is known.
             filled = [value(cell) for cell in column if not cell.startswith("–")]
             assert len(filled) > 1
             assert filled == sorted(filled, reverse=descending)

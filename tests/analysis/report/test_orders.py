@@ -77,7 +77,7 @@ RECORDS = made_up.records()
 
 
 def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
-    """What was timed, so many times as slow, with so many bytes more."""
+    """The timed records as predictions, so many times as slow, with so many bytes more."""
     return [
         made_up.altered(
             record.model_copy(update={"evidence": "simulated"}),

@@ -23,7 +23,7 @@ from tests.programs import ROOT
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page that the command writes of made-up records, which are named as a matrix here."""
+    """The page that the command writes of made-up records, under the name of a real matrix."""
     results = tmp_path_factory.mktemp("root") / "results"
     (results / "parity").mkdir(parents=True)
     write_records(made_up.records(), results / "parity" / "records.jsonl")
@@ -56,7 +56,7 @@ def test_the_committed_pages_are_up_to_date(pages: reproduction.Document) -> Non
 
 
 def findings(claim: Claim) -> int:
-    """How many there are: what tests show stands beside what records say."""
+    """The number of findings: one per check, and one for tests or for a claim without checks."""
     return len(claim.checks) + (not claim.checks or bool(claim.shown_by))
 
 

@@ -78,7 +78,7 @@ def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     assert "no error text" in written.report.read_text("utf-8")
 
 
-#: By matrix, what a committed report compares with where that is not the usual baseline.
+#: By matrix, the baseline of a committed report where that is not the usual one.
 BASELINES = {"cyclic-digits": "ddp"}
 
 
