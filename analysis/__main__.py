@@ -65,13 +65,13 @@ def report(
     from analysis.load.table import by_file
 
     with _failing():
-        found = by_file(records)
-    _check_baseline(baseline, [record for of in found.values() for record in of])
+        files = by_file(records)
+    _check_baseline(baseline, [record for group in files.values() for record in group])
     from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
     with _failing("cannot write the report: ", (OSError,)):
-        written = write(found, directory, baseline)
+        written = write(files, directory, baseline)
     for png, svg in written.figures:
         typer.echo(f"figure  {png}\n        {svg}")
     typer.echo(f"table   {written.table}\ndata    {written.data}\nreport  {written.report}")
@@ -86,13 +86,13 @@ def table(
     baseline: Baseline = strategies.BASELINE,
 ) -> None:
     """Print every cell next to the baseline that ran under the same settings."""
-    found = _load(records)
-    _check_baseline(baseline, found)
+    loaded = _load(records)
+    _check_baseline(baseline, loaded)
     from analysis.compare.baseline import compare, seeds_in_words
     from analysis.load.table import latest
     from analysis.report import run
 
-    compared = compare(latest(found), baseline)
+    compared = compare(latest(loaded), baseline)
     if markdown:
         typer.echo(run.markdown(compared), nl=False)
         return
@@ -110,12 +110,12 @@ def audit(records: Records) -> None:
     Exit status: 0; 1 if a strategy did not run, or sent or learned what it should not have; 2
     without records of cells that were run.
     """
-    found = _load(records)
+    loaded = _load(records)
     from analysis.compare.audit import audit, markdown
     from analysis.load.table import latest
 
     with _failing(f"{records}: "):
-        findings = audit(latest(found))
+        findings = audit(latest(loaded))
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
         raise typer.Exit(1)
@@ -136,13 +136,13 @@ def check(records: Records) -> None:
         typer.echo(f"{of.matrix}: `{of.command}`; the committed run took {of.resources}")
         for line in of.lines:
             failed += bool(line.problem)
-            said = f"paper {line.paper}, committed {line.committed}, yours {line.ours}"
+            numbers = f"paper {line.paper}, committed {line.committed}, yours {line.ours}"
             outcome = f"{line.tolerance}: {line.verdict}"
-            for text in filter(None, (line.claim, said, outcome, line.problem)):
+            for text in filter(None, (line.claim, numbers, outcome, line.problem)):
                 first = ("FAIL" if line.problem else "same") if text is line.claim else ""
                 typer.echo(fill(text, 80, initial_indent=f"{first:6}", subsequent_indent=" " * 6))
-    every = sum(len(of.lines) for of in checked)
-    typer.echo(f"{every - failed} of {every} comparisons have the committed number")
+    total = sum(len(of.lines) for of in checked)
+    typer.echo(f"{total - failed} of {total} comparisons have the committed number")
     if failed:
         raise typer.Exit(1)
 
@@ -192,8 +192,8 @@ def draw_plan(
     """Draw a plan's throughput and cost over nodes and links, with their ranges."""
     from analysis.figures.plan import draw
 
-    said = f"{file.name}: no plan with curves, or cannot be drawn: "
-    with _failing(said, (OSError, ValueError, LookupError)):
+    prefix = f"{file.name}: no plan with curves, or cannot be drawn: "
+    with _failing(prefix, (OSError, ValueError, LookupError)):
         draw(json.load(file)).savefig(output, dpi=200)
     typer.echo(f"figure  {output}")
 
@@ -212,8 +212,8 @@ def time_to_quality(
     from analysis.quality import write
 
     with _failing():
-        table, figure, said = write(results)
-    typer.echo(f"{table}\n\nfigure  {figure}\nplans   {said}")
+        tables, figure, summary = write(results)
+    typer.echo(f"{tables}\n\nfigure  {figure}\nplans   {summary}")
 
 
 def _load(path: Path) -> "list[Record]":
@@ -232,13 +232,13 @@ def _check_baseline(name: str, records: "Sequence[Record]") -> None:
 
 @contextmanager
 def _failing(
-    said: str = "", errors: tuple[type[Exception], ...] = (OSError, ValueError)
+    prefix: str = "", errors: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
     """One message and exit status 2 for what a reader's files or arguments are to blame for."""
     try:
         yield
     except errors as error:
-        _fail(f"{said}{error}")
+        _fail(f"{prefix}{error}")
 
 
 def _fail(message: str) -> NoReturn:

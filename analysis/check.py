@@ -12,7 +12,7 @@ from analysis.load.rows import row
 from analysis.paper.region import region
 from experiments.records.record import Record
 
-#: By how much of the committed number one may be apart that no clock has told.
+#: Tolerance relative to the committed number, for numbers that are not timed.
 NEAR = 0.01
 
 
@@ -26,7 +26,7 @@ class Line:
     ours: str
     tolerance: str
     verdict: str
-    #: How the reader's is not the committed one; nothing where it is.
+    #: How the reader's number differs from the committed one; empty if it does not.
     problem: str
 
 
@@ -36,7 +36,7 @@ class Checked:
 
     matrix: str
     lines: list[Line]
-    #: How to run it, and what the committed run took.
+    #: The command that runs it, and what the committed run took.
     command: str
     resources: str
 
@@ -46,23 +46,23 @@ def check(records: Path, results: Path) -> list[Checked]:
 
     Raises ``ValueError`` where there are none, or their matrix tests no claim.
     """
-    own = [record for found in table.by_file(records).values() for record in found]
+    loaded = table.load(records)
     claims = papers.load()
     tested = {check.matrix for claim in claims.claims for check in claim.checks}
-    ran = dict.fromkeys(record.cell.matrix for record in own)
+    ran = dict.fromkeys(record.cell.matrix for record in loaded)
     if not tested.intersection(ran):
         raise ValueError(
             f"{records}: no claim is tested by {', '.join(ran)}; those that test some: "
             f"{', '.join(sorted(tested & matrices.named().keys()))}"
         )
     return [
-        _checked(claims, matrix, [each for each in own if each.cell.matrix == matrix], results)
+        _checked(claims, matrix, [r for r in loaded if r.cell.matrix == matrix], results)
         for matrix in ran
         if matrix in tested
     ]
 
 
-def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) -> Checked:
+def _checked(claims: Claims, matrix: str, records: Sequence[Record], results: Path) -> Checked:
     testing = tuple(
         claim.model_copy(update={"checks": checks})
         for claim in claims.claims
@@ -71,11 +71,11 @@ def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) 
     alone = claims.model_copy(update={"claims": testing})
     (committed,) = runs.load(results, matrix)
     ranges = region(claims).ranges
-    known = judge(alone, {matrix: committed.rows}, ranges)
-    found = judge(alone, {matrix: [row(record) for record in table.latest(own)]}, ranges)
+    theirs = judge(alone, {matrix: committed.rows}, ranges)
+    ours = judge(alone, {matrix: [row(record) for record in table.latest(records)]}, ranges)
     return Checked(
         matrix,
-        [_line(ours, theirs) for ours, theirs in zip(found, known, strict=True)],
+        [_line(*pair) for pair in zip(ours, theirs, strict=True)],
         claims.command(matrix),
         committed.resources,
     )
@@ -98,10 +98,9 @@ def _line(ours: Finding, committed: Finding) -> Line:
 
 
 def _problem(ours: Finding, committed: Finding) -> str:
-    """How the reader's number is not the committed one; nothing where it is.
+    """How the reader's number differs from the committed one; empty if it does not.
 
-    Numbers that no clock has told are alike within ``NEAR``; of others, whose committed one has an
-    interval, the intervals overlap.
+    Numbers with intervals agree where these overlap, all others where they are within ``NEAR``.
     """
     if ours.ours is None:
         return ours.reasons[0]

@@ -1,7 +1,7 @@
-"""Time to quality: held-out loss over seconds on each link, and which strategy is the first there.
+"""Time to quality: held-out loss over seconds on each link, and the first strategy at a loss.
 
-Losses by step are those of each strategy's best trial in a search that gave all as many; seconds
-per step are measured apart, as what is trained does not depend on the link.
+Losses by step are those of each strategy's best trial, in a search with as many trials for each.
+Seconds per step are measured separately, as losses do not depend on the link.
 """
 
 import math
@@ -24,20 +24,20 @@ from simulation.quantities import format_link
 
 #: The matrix of the search, and that of the times.
 SEARCH, TIMES = "fair-search", "time-to-quality"
-#: Setting that a search tries beside the learning rate: steps take as long whatever it is.
+#: Setting that a search varies beside the learning rate; it does not change a step's time.
 _TRIED = "outer_momentum"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A strategy with one choice of what is searched, and what it came to with each seed."""
+    """A trial of a search: a strategy, its hyperparameters, and each seed's held-out losses."""
 
     strategy: str
-    #: The strategy with its choices, but for what is searched.
+    #: The strategy with its settings, without those that the search varies.
     subject: str
     learning_rate: float
     momentum: float | None
-    #: Held-out losses by the steps before, of each seed.
+    #: Each seed's held-out losses, by the number of steps before them.
     curves: tuple[dict[int, float], ...]
 
     @property
@@ -46,19 +46,19 @@ class Trial:
 
     @property
     def ends(self) -> list[float]:
-        """The last loss of each seed; one that is no number is worse than all."""
+        """The last loss of each seed; infinite where it is not finite."""
         ends = (curve[max(curve)] for curve in self.curves)
         return [end if math.isfinite(end) else math.inf for end in ends]
 
     def steps_to(self, loss: float) -> list[float] | None:
-        """Steps to a loss, of each seed; ``None`` if one does not come to it."""
-        found = [_crosses(curve, loss) for curve in self.curves]
-        known = [steps for steps in found if steps is not None]
-        return known if len(known) == len(found) else None
+        """Steps to a loss, of each seed; ``None`` if one does not reach it."""
+        crossings = [_crosses(curve, loss) for curve in self.curves]
+        known = [steps for steps in crossings if steps is not None]
+        return known if len(known) == len(crossings) else None
 
 
 def _crosses(curve: dict[int, float], loss: float) -> float | None:
-    """The step at which a curve first comes to a loss, on the line between two measurements."""
+    """The step at which a curve first reaches a loss, interpolated between measurements."""
     points = sorted(curve.items())
     if points[0][1] <= loss:
         return float(points[0][0])
@@ -82,7 +82,7 @@ class Course:
     link_seconds: float
 
     def seconds_to(self, loss: float) -> tuple[float, float, float] | None:
-        """Seconds to a loss: of the median seed, and of the first and last with their rounds."""
+        """Seconds to a loss: the median seed's, and the least and most over seeds and rounds."""
         steps = self.trial.steps_to(loss)
         if steps is None:
             return None
@@ -90,7 +90,7 @@ class Course:
 
 
 def subject(cell: Cell) -> str:
-    """The subject of comparison: a strategy and its choices, but for what a search tries."""
+    """A strategy with its settings, without those that a search varies."""
     field = type(cell.settings).model_fields.get(_TRIED)
     usual = {} if field is None else {_TRIED: field.default}
     settings = cell.settings.model_copy(update=usual)
@@ -98,16 +98,16 @@ def subject(cell: Cell) -> str:
 
 
 def best(records: Sequence[Record]) -> list[Trial]:
-    """The trial of each strategy whose last losses are the lowest, in the mean of its seeds.
+    """Each strategy's trial with the lowest last loss, in the mean over seeds.
 
-    Raises ``ValueError`` where a trial has no losses, or strategies did not have as many alike.
+    Raises ``ValueError`` where a trial has no losses, or strategies differ in trials or seeds.
     """
     ran = [record for record in records if record.state != "skipped"]
     trials = [_trial(group) for group in grouped(ran, lambda record: _choice(record.cell))]
     by_subject = grouped(trials, lambda trial: trial.subject)
-    given = {of[0].subject: (len(of), *{len(trial.curves) for trial in of}) for of in by_subject}
-    if len(set(given.values())) > 1 or any(len(of) != 2 for of in given.values()):
-        raise ValueError(f"trials, and seeds of each = {given}: must be as many for all")
+    counts = {of[0].subject: (len(of), *{len(trial.curves) for trial in of}) for of in by_subject}
+    if len(set(counts.values())) > 1 or any(len(of) != 2 for of in counts.values()):
+        raise ValueError(f"trials, and seeds of each = {counts}: must be as many for all")
     return [min(of, key=lambda trial: mean(trial.ends)) for of in by_subject]
 
 
@@ -126,17 +126,17 @@ def _trial(records: Sequence[Record]) -> Trial:
     return Trial(cell.strategy, *_choice(cell), tuple(curves))
 
 
-def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
-    """Each strategy on each link, the slowest link first.
+def joined(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
+    """Each strategy's best trial with its times on each link, the slowest link first.
 
-    Raises ``ValueError`` for what the search or the times do not hold.
+    Raises ``ValueError`` where the search or the times lack a record.
     """
-    found, timed = best(search), [record for record in pooled(times) if record.state == "ok"]
+    trials, timed = best(search), [record for record in pooled(times) if record.state == "ok"]
     links = {record.cell.inter_bandwidth_bits_per_s: None for record in timed}
-    by = {(subject(each.cell), each.cell.inter_bandwidth_bits_per_s): each for each in timed}
+    by = {(subject(r.cell), r.cell.inter_bandwidth_bits_per_s): r for r in timed}
     courses = []
     for link in sorted(links, key=lambda bits: bits or math.inf):
-        for trial in found:
+        for trial in trials:
             record = by.get((trial.subject, link))
             if record is None or record.measurement is None:
                 raise ValueError(f"{trial.subject}, {format_link(link)}: is not among the times")
@@ -146,54 +146,54 @@ def courses(search: Sequence[Record], times: Sequence[Record]) -> list[Course]:
     return courses
 
 
-def quality(found: Sequence[Course], times: Sequence[Record]) -> Quality:
-    """Cases for plans to say: who comes to the loss after half of the exact strategy's steps."""
-    parameters = next(each.measurement.parameters for each in times if each.measurement)
-    return Quality(parameters=parameters, cases=tuple(cases(found, targets(found)[0])))
+def quality(courses: Sequence[Course], times: Sequence[Record]) -> Quality:
+    """Cases for plans: the first strategy at the loss that the exact one has at half its steps."""
+    parameters = next(record.measurement.parameters for record in times if record.measurement)
+    return Quality(parameters=parameters, cases=tuple(cases(courses, targets(courses)[0])))
 
 
 def write(results: Path) -> tuple[str, Path, Path]:
-    """Write the figure and what plans say beside the times; return the tables, and where.
+    """Write the figure, and the cases for plans, beside the times; return the tables, and where.
 
     Raises ``ValueError`` or ``OSError`` without records of both matrices.
     """
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
-    found = courses(search, times)
-    figure, said = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
-    said.write_text(quality(found, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
-    figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(found))))
-    return markdown(found), figure, said
+    courses = joined(search, times)
+    figure, summary = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
+    summary.write_text(quality(courses, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(courses))))
+    return markdown(courses), figure, summary
 
 
-def targets(found: Sequence[Course]) -> list[float]:
-    """Losses that all seeds of the exact strategy have after half of its steps, and at the end.
+def targets(courses: Sequence[Course]) -> list[float]:
+    """Losses that all seeds of the exact strategy reach at half of its steps, and at the end.
 
-    The exact one is the first in order, as the search has it.
+    The exact strategy is the first of the search.
     """
-    curves = found[0].trial.curves
+    curves = courses[0].trial.curves
     steps = sorted(curves[0])
     ends = steps[(len(steps) - 1) // 2], steps[-1]
     return [math.ceil(100 * max(curve[at] for curve in curves)) / 100 for at in ends]
 
 
-def markdown(found: Sequence[Course]) -> str:
+def markdown(courses: Sequence[Course]) -> str:
     """Tables of seconds to each target by link, and a sentence for each."""
-    on_link = _on_link(found)
+    on_link = _on_link(courses)
     links = [format_link(of[0].bits_per_s) for of in on_link]
     parts = [text.table(("Strategy", "Learning rate", "β", "loss at the end"), _ends(on_link[0]))]
-    for loss in targets(found):
+    for loss in targets(courses):
         rows = [
             (of[0].trial.label, *(_seconds(course, loss) for course in of))
             for of in zip(*on_link, strict=True)
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
-        said = zip(links, cases(found, loss), strict=True)
-        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in said))
+        by_link = zip(links, cases(courses, loss), strict=True)
+        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in by_link))
     return "\n\n".join(parts)
 
 
-def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
-    for course in found:
+def _ends(courses: Sequence[Course]) -> Iterator[tuple[str, ...]]:
+    for course in courses:
         trial, ends = course.trial, course.trial.ends
         momentum = text.ABSENT if trial.momentum is None else f"{trial.momentum:g}"
         spread = f" ± {stdev(ends):.3f}" if len(ends) > 1 else ""
@@ -201,47 +201,48 @@ def _ends(found: Sequence[Course]) -> Iterator[tuple[str, ...]]:
 
 
 def _seconds(course: Course, loss: float) -> str:
-    found = course.seconds_to(loss)
-    if found is None:
+    seconds = course.seconds_to(loss)
+    if seconds is None:
         return text.ABSENT
-    middle, least, most = (text.number(seconds) for seconds in found)
+    middle, least, most = (text.number(end) for end in seconds)
     return f"{middle} ({least}–{most})"
 
 
-def cases(found: Sequence[Course], loss: float) -> list[Case]:
-    """Who comes first to the loss on each link; computation is all that a step takes beside bytes.
+def cases(courses: Sequence[Course], loss: float) -> list[Case]:
+    """The first strategy at the loss on each link, by the link's share of the computation.
 
-    The exact strategy is the first in order; computation's seconds are those on the fastest link.
+    The exact strategy is the first of the search. Computation is a step on the fastest link,
+    without the seconds of its bytes.
     """
-    on_link, races = _on_link(found), list[Case]()
+    on_link, races = _on_link(courses), list[Case]()
     fastest = on_link[-1][0]
     computing = fastest.seconds - fastest.link_seconds
     for exact, *others in on_link:
-        own = exact.seconds_to(loss)
-        assert own is not None, "a loss that all its seeds come to"
+        baseline = exact.seconds_to(loss)
+        assert baseline is not None, "a loss that all its seeds come to"
         there = [(course, seconds) for course in others if (seconds := course.seconds_to(loss))]
-        first, (middle, _, most) = min([(exact, own), *there], key=lambda each: each[1][0])
+        first, (middle, _, most) = min([(exact, baseline), *there], key=lambda each: each[1][0])
         race = Case(
             share=exact.link_seconds / computing,
             exact=exact.trial.label,
             first=first.trial.label,
-            sooner=own[0] / middle,
-            alike=first is not exact and most >= own[1],
+            sooner=baseline[0] / middle,
+            alike=first is not exact and most >= baseline[1],
             above=mean(first.trial.ends) / mean(exact.trial.ends) - 1,
         )
         races.append(race)
     return races
 
 
-def _on_link(found: Sequence[Course]) -> list[list[Course]]:
-    return [list(of) for _, of in groupby(found, key=lambda course: course.bits_per_s)]
+def _on_link(courses: Sequence[Course]) -> list[list[Course]]:
+    return [list(of) for _, of in groupby(courses, key=lambda course: course.bits_per_s)]
 
 
-def draw(found: Sequence[Course]) -> Figure:
+def draw(courses: Sequence[Course]) -> Figure:
     """Held-out loss over seconds, a panel per link: the mean of the seeds, and all of them."""
-    labels = {course.trial.subject: course.trial.label for course in found}
+    labels = {course.trial.subject: course.trial.label for course in courses}
     looks = strategies.styles(labels)
-    on_link = _on_link(found)
+    on_link = _on_link(courses)
     with canvas(2.6 * len(on_link), 3.4, 1, len(on_link), sharey=True) as (figure, (grid,)):
         for ax, of in zip(grid, on_link, strict=True):
             ax.set(title=format_link(of[0].bits_per_s), xscale="log", xlabel="seconds")

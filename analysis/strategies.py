@@ -1,4 +1,4 @@
-"""How each strategy is called, coloured and ordered, the same in every table and figure."""
+"""Names, colours and order of strategies, the same in every table and figure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -33,9 +33,9 @@ class _Family(NamedTuple):
     """The strategies of an engine, or of several, in figures."""
 
     engines: tuple[Engine, ...]
-    #: One kind of line each; hues and markers are the strategies' own.
+    #: The dashes of all its lines; hues and markers differ by strategy.
     dashes: Dashes
-    #: Hues of what has no look of its own, in degrees on the colour wheel: from, to.
+    #: Range of hues for strategies without a look of their own, in degrees on the colour wheel.
     hues: tuple[int, int]
 
 
@@ -50,24 +50,24 @@ _FAMILIES = {
 }
 #: FCDP's variants share the greens with FCDP itself.
 _HUES = {name: family.hues for name, family in _FAMILIES.items()} | {SUBJECT: (80, 205)}
-#: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.
+#: Lightness and steps of hue make 24 colours per family; neighbours in order are far apart.
 _LIGHTNESS = (0.30, 0.62, 0.46)
 _STEPS_OF_HUE = (0, 4, 2, 6, 1, 5, 3, 7)
 _MARKERS = "^vD<>sPXph*odH8"
 
 
 def engine(strategy: str) -> str:
-    """The engine that a strategy runs on, as a reader knows it; of a variant, its strategy's."""
-    found = _described(strategy)
-    if found is None:
+    """The name of the engine that a strategy runs on; a variant runs on its strategy's."""
+    description = _described(strategy)
+    if description is None:
         starts = (each for each in registry.STRATEGIES if strategy.startswith(each.name))
-        found = max(starts, key=lambda each: len(each.name), default=None)
-    own: Engine = "fcdp" if found is None else found.engine
-    return next(name for name, family in _FAMILIES.items() if own in family.engines)
+        description = max(starts, key=lambda each: len(each.name), default=None)
+    kind: Engine = "fcdp" if description is None else description.engine
+    return next(name for name, family in _FAMILIES.items() if kind in family.engines)
 
 
 def ordered(strategies: Iterable[str]) -> list[str]:
-    """By engine, known strategies first, others by name; FCDP and its variants last."""
+    """The strategies by engine, known ones first, others by name; FCDP and its variants last."""
     known = [each.name for each in registry.STRATEGIES if each.look is not None]
     engines = list(_FAMILIES)
 
@@ -79,17 +79,17 @@ def ordered(strategies: Iterable[str]) -> list[str]:
 
 
 def styles(strategies: Iterable[str]) -> dict[str, Style]:
-    """Each strategy's style, in display order; 24 without a look of their own stay distinct."""
+    """Styles in display order; up to 24 strategies without a look of their own stay distinct."""
     strategies = ordered(strategies)
     looks: dict[str, Style] = {}
     spare: Counter[str] = Counter()
     taken: dict[str, set[str]] = defaultdict(set)
-    own = {name: found.look for name in strategies if (found := _described(name)) and found.look}
-    for name, known in own.items():
+    declared = {name: s.look for name in strategies if (s := _described(name)) and s.look}
+    for name, known in declared.items():
         taken[engine(name)].add(known.marker)
     for strategy in strategies:
         runs_on = engine(strategy)
-        if look := own.get(strategy):
+        if look := declared.get(strategy):
             colour, marker = look.colour, look.marker
         else:
             family = SUBJECT if _is_variant(strategy) else runs_on
@@ -104,7 +104,7 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
 
 
 def is_ablation(baseline: object) -> bool:
-    """Whether what is compared with is this library itself, with other settings."""
+    """Whether the baseline is this library itself, with other settings."""
     return isinstance(baseline, str) and (baseline == SUBJECT or _is_variant(baseline))
 
 
@@ -113,9 +113,9 @@ def _is_variant(strategy: str) -> bool:
 
 
 def _spare(family: str, number: int, taken: set[str]) -> tuple[str, str]:
-    """The colour and marker of the so-manieth without a look of its own.
+    """The colour and marker of a family's strategy that has no look of its own, by its number.
 
-    A marker that its engine has already only where all are ``taken``; the colour then differs.
+    Markers repeat within an engine only where all are ``taken``; the colours then differ.
     """
     first, last = _HUES[family]
     lightness = _LIGHTNESS[number % len(_LIGHTNESS)]
@@ -142,11 +142,11 @@ def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
 
 
 def label(strategy: str) -> str:
-    """The name that a reader sees; of FCDP's variants, what they choose."""
+    """The name that a reader sees; a variant of FCDP has its settings in it."""
     if _is_variant(strategy):
         return f"{label(SUBJECT)} {strategy.removeprefix(SUBJECT).strip()}"
-    found = _described(strategy)
-    return strategy if found is None else found.label
+    description = _described(strategy)
+    return strategy if description is None else description.label
 
 
 def _described(strategy: str) -> Strategy | None:

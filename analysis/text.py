@@ -1,4 +1,4 @@
-"""Numbers and settings as a reader sees them."""
+"""Formats of numbers and settings in tables and figures."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ EVIDENCE = {
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] | None = None
 ) -> str:
-    """A Markdown table; ``words``, by default its first column, flush left, all else right."""
+    """A Markdown table: columns in ``words``, by default the first, flush left, others right."""
     left = head[:1] if words is None else words
     rule = f"|{'|'.join('---' if name in left else '--:' for name in head)}|"
     top, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
@@ -34,13 +34,13 @@ def table(
 
 
 def markdown(frame: "pd.DataFrame", words: Collection[str] | None = None) -> str:
-    """The same of a frame of text, whatever stands in its cells."""
+    """A Markdown table of a frame, with its cells escaped."""
     rows = ([*map(escaped, row)] for row in frame.itertuples(index=False))
     return table([*map(str, frame.columns)], rows, words)
 
 
 def escaped(value: object) -> str:
-    """A cell's text that cannot break its row of a Markdown table."""
+    """A cell's text, escaped so that it cannot break its row of a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
@@ -65,19 +65,19 @@ def times(value: float | None) -> str:
 
 
 def gain(speed: Sequence[float]) -> str:
-    """A speed-up, of it and its interval's ends, or that there is none: 1 is between them."""
+    """A speed-up, from itself and its interval's ends; not significant with 1 between these."""
     of, low, high = speed
     return "not significant" if low <= 1 <= high else times(of)
 
 
 def speed_up(*speed: float) -> str:
-    """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
+    """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; alone if that is a point."""
     ends = (times(end).removesuffix("×") for end in speed[1:])
     return gain(speed) + _ends(ends)
 
 
 def compared(speed: Comparison) -> str:
-    """The same of two cells; a dash where one has no speed."""
+    """The speed-up of two cells with its interval; a dash where one has no speed."""
     return speed_up(speed.ratio, *speed.interval) if speed.ratio and speed.interval else ABSENT
 
 
@@ -110,12 +110,12 @@ loss, signed_loss = _written("{:.4f}"), _written("{:+.4f}")
 
 
 def metric(of: Metric, value: float | None) -> str:
-    """A number that the record's schema says how to write."""
+    """A metric's value in the format that the record's schema declares."""
     return ABSENT if value is None or math.isnan(value) else of.written(value)
 
 
 def spread(mean: float, deviation: float, form: str, unit: str = "") -> str:
-    """A mean and its standard deviation, such as ``0.24 ± 0.01``; of one value it alone."""
+    """A mean and its standard deviation, such as ``0.24 ± 0.01``; one value stands alone."""
     if math.isnan(mean):
         return ABSENT
     if math.isnan(deviation):

@@ -1,7 +1,7 @@
-"""A step's timeline: one step's spans from traces, and a panel per trace of what a rank does when.
+"""A step's timeline: a rank's spans, read from traces, in a panel per trace.
 
-Traces are the simulator's, or a rank's under torch's profiler. Both are files in the Trace Event
-Format; what each calls its spans differs.
+Traces are the simulator's, or a rank's of torch.profiler. Both are in the Trace Event Format, but
+name their spans differently.
 """
 
 import gzip
@@ -47,11 +47,11 @@ _FSDP2: dict[str, Lane] = {
     "FSDP::all_gather": "gather, between nodes",
     "FSDP::post_backward_reduce": "reduce, between nodes",
 }
-#: Ranges that go on after the one that started them has ended.
+#: Prefixes of ranges that may outlast the range that started them.
 _BACKEND = ("gloo:",)
 #: Hooks between a module's computations: they wait, copy and exchange.
 _HOOKS = ("FSDP::", "fcdp::")
-#: Ranges that a phase starts with.
+#: Ranges that mark the start of a phase.
 _MARKS: dict[str, Phase] = {
     "FSDP::root_pre_forward": "forward",
     "FSDP::pre_backward": "backward",
@@ -62,7 +62,7 @@ _MARKS: dict[str, Phase] = {
 _GAP = 0.003
 
 
-#: A span as a trace has it, in microseconds.
+#: A span in a trace's microseconds: lane, phase, start, end.
 _Timed = tuple[Lane, Phase, float, float]
 
 
@@ -87,7 +87,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """From the first span's start to the last one's end."""
+        """The time from the first span's start to the last one's end."""
         return max(span.end for span in self.spans)
 
 
@@ -125,9 +125,9 @@ def _parsed(file: Path) -> dict[str, Any]:
     return trace
 
 
-def _from_zero(found: Iterable[_Timed]) -> tuple[Span, ...]:
+def _from_zero(spans: Iterable[_Timed]) -> tuple[Span, ...]:
     """Spans in their order, in seconds from the first one's start."""
-    timed = sorted(found, key=itemgetter(2, 3))
+    timed = sorted(spans, key=itemgetter(2, 3))
     zero = timed[0][2] / 1e6 if timed else 0.0
     return tuple(
         Span(lane, phase, start / 1e6 - zero, end / 1e6 - zero) for lane, phase, start, end in timed
@@ -135,7 +135,7 @@ def _from_zero(found: Iterable[_Timed]) -> tuple[Span, ...]:
 
 
 def _simulated(events: Sequence[dict[str, Any]]) -> Iterator[_Timed]:
-    """A task stands where the resource is that it uses most."""
+    """A span per task, in the lane of the resource that it uses most."""
     for event in events:
         name, start = event["name"], event["ts"]
         if event["dur"] > 0:
@@ -163,7 +163,7 @@ def _lane(name: str, demands: dict[str, float]) -> Lane:
 
 
 def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[_Timed]:
-    """Ranges of exchanges last until what they started has ended; the rest computes."""
+    """Spans of exchanges, which last until the work that they started ends, and of computation."""
     events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     known = _RANGES if any(_key(event) in _RANGES for event in events) else _FSDP2
     ranges = [event for event in events if _key(event) in known]
@@ -182,19 +182,19 @@ def _key(event: dict[str, Any]) -> str:
 
 
 def _ends(ranges: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[float]:
-    """When each range's own work ended, and what of the backend's it had started."""
+    """The end of each range, or of the backend's work that it started if that is later."""
     ends = [event["ts"] + event["dur"] for event in ranges]
-    own, starts = list(ends), [event["ts"] for event in ranges]
+    range_ends, starts = list(ends), [event["ts"] for event in ranges]
     for event in events:
         if event["name"].startswith(_BACKEND):
             at = bisect_right(starts, event["ts"]) - 1
-            if at >= 0 and event["ts"] <= own[at]:
+            if at >= 0 and event["ts"] <= range_ends[at]:
                 ends[at] = max(ends[at], event["ts"] + event["dur"])
     return ends
 
 
 def _phases(events: Sequence[dict[str, Any]]) -> Callable[[float], Phase]:
-    """The phase of a moment: that whose last mark before it is the latest."""
+    """A function from a time to its phase, which is that of the last mark before it."""
     marks: list[tuple[float, Phase]] = sorted(
         (event["ts"], phase)
         for event in events
@@ -213,7 +213,7 @@ def _phases(events: Sequence[dict[str, Any]]) -> Callable[[float], Phase]:
 def _computing(
     events: Sequence[dict[str, Any]], phase_of: Callable[[float], Phase]
 ) -> Iterator[tuple[float, float]]:
-    """When operators run that are no part of FSDP2's hooks, near ones of a phase joined."""
+    """Intervals in which operators run outside of FSDP2's hooks, near ones of a phase joined."""
     step = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
     until, joined = 0.0, None
     for event in events:
@@ -233,16 +233,16 @@ def _computing(
         yield joined
 
 
-#: Okabe and Ito's; a phase's also by lightness.
+#: Okabe and Ito's colours; phases differ in lightness too.
 _COLOURS: dict[Phase, str] = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
-#: From one lane to the next, in inches, and a panel's title and axis.
+#: Heights in inches, of a lane, and of a panel's title and axis.
 PITCH, FRAME = 0.24, 0.75
 #: The least width of a bar, as a share of the axis.
 _LEAST = 0.002
 
 
 def draw(steps: Sequence[Step]) -> Drawing:
-    """One panel per step, one under another over the same milliseconds."""
+    """One panel per step, stacked over the same axis of milliseconds."""
     lanes = [lane for lane in LANES if any(s.lane == lane for step in steps for s in step.spans)]
     longest = max(step.seconds for step in steps)
     height = len(steps) * (PITCH * len(lanes) + FRAME) + 0.4
@@ -268,7 +268,7 @@ def save(drawing: Drawing, file: Path) -> None:
 
 
 def _panel(ax: Axes, step: Step, lanes: Sequence[Lane], least: float) -> None:
-    """A bar per span, at least so many milliseconds wide, so that none is too thin to be seen."""
+    """A bar per span, at least ``least`` milliseconds wide so that none is too thin to be seen."""
     for at, lane in enumerate(lanes):
         for phase, colour in _COLOURS.items():
             bars = [

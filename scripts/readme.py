@@ -117,7 +117,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "rollouts": lambda: _drawn("rollout", tables.by_rollout),
         "quality": lambda: _drawn(
             quality.TIMES,
-            lambda times: quality.markdown(quality.courses(_records(quality.SEARCH), times)),
+            lambda times: quality.markdown(quality.joined(_records(quality.SEARCH), times)),
         ),
         "bits": lambda: bits.table(committed("difference-bits")),
         "coding": lambda: coding_speed.table(committed("coding-speed")),

@@ -1,4 +1,4 @@
-"""How a claim is compared with records: ways to get one number from rows, and what alters it."""
+"""Computations of a claim's number from rows, and of how one setting changes it."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from experiments.records.settings import Described
 from simulation.files import Name, Strict
 from simulation.transformer import Tuning
 
-#: Units that numbers are written in, and the factor of a number in basic units (a ratio, bytes).
+#: Units that numbers are written in, and the factors to them from basic units (a ratio, bytes).
 Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
 SCALES: dict[Unit, float] = {
     "×": 1,
@@ -46,15 +46,15 @@ _LINK = re.compile(r"unshaped|\d+(\.\d+)? [MG]bit/s")
 
 
 class Selection(Strict):
-    """Cells that have all of these settings; what is not given may be anything."""
+    """Cells that have all of these settings; those that are ``None`` may be anything."""
 
     strategy: str | None = None
     tuning: Tuning | None = None
     model: str | None = None
-    #: As tables write it, such as ``8.5 Mbit/s`` or ``unshaped``.
+    #: Bandwidth as tables write it, such as ``8.5 Mbit/s`` or ``unshaped``.
     link: str | None = None
     nodes: int | None = Field(default=None, ge=1)
-    #: ``any`` in ``over``, here and below: whichever it is, where each strategy has one of its own.
+    #: ``any`` in ``over``, here and below: may differ, as each strategy has a value of its own.
     micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     accumulation: int | None = Field(default=None, ge=1)
     sequence_length: int | None = Field(default=None, ge=1)
@@ -111,7 +111,7 @@ class Sample:
 
     value: float
     row: Row
-    #: Partner that it is compared with, if there is one.
+    #: The cell that it is compared with, if there is one.
     over: Row | None = None
 
     @property
@@ -119,23 +119,23 @@ class Sample:
         """Both cells' speeds; ``None`` where either has none."""
         if self.row.record is None or self.over is None:
             return None
-        found = Comparison(self.row.record, self.over.record)
-        return None if found.ratio is None else found
+        comparison = Comparison(self.row.record, self.over.record)
+        return None if comparison.ratio is None else comparison
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How sure a comparison of times is that were read from clocks."""
+    """How certain a comparison of measured times is."""
 
-    #: The fewest of all cells, and whether all have enough to decide anything.
+    #: The fewest rounds of a cell, and whether all cells have enough to decide anything.
     rounds: int
     enough: bool
-    #: In basic units; of too few rounds, all of them.
+    #: The interval in basic units; with too few rounds, the range of all of them.
     interval: tuple[float, float]
 
 
 class Ratio(Strict):
-    """Each cell of ``of`` against the cell that differs from it in ``over`` alone.
+    """Each cell of ``of`` over the cell that differs from it in the settings of ``over`` alone.
 
     ``ratio`` is a/b in ×; ``reduction`` 1 − a/b and ``gain`` a/b − 1, both in %.
     """
@@ -151,18 +151,18 @@ class Ratio(Strict):
         return ("×", "%") if self.kind == "ratio" else ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
+        samples = []
         for a, b in _pairs(rows, self.of, self.over):
             top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
-            if a.state != "ok":  # it left no figures, and is as bad as can be
+            if a.state != "ok":  # without figures it counts as the worst
                 top = 0.0 if self.quantity in _MORE_IS_BETTER else inf
             if top is None or not bottom:
                 continue
-            found.append(Sample(self.of_quotient(top / bottom), a, b))
-        return found
+            samples.append(Sample(self.of_quotient(top / bottom), a, b))
+        return samples
 
     def timing(self, samples: Sequence[Sample]) -> Timing | None:
-        """How sure the number is; ``None`` where no times are compared, or they were computed."""
+        """How certain the number is; ``None`` where no measured times are compared."""
         timed = [speed for of in samples if (speed := of.speed) is not None and speed.timed]
         if self.quantity != "tokens_per_s" or not timed:
             return None
@@ -172,11 +172,11 @@ class Ratio(Strict):
         return Timing(min(speed.rounds for speed in timed), enough, (low, high))
 
     def of_quotient(self, ratio: float) -> float:
-        """The number of this kind that a quotient is."""
+        """A quotient as a number of this kind."""
         return {"ratio": ratio, "reduction": 1 - ratio, "gain": ratio - 1}[self.kind]
 
     def lacking(self, rows: Sequence[Row]) -> list[Row]:
-        """Cells that left no figures where the other of two did, or neither did."""
+        """Cells of compared pairs that have no figures."""
         pairs = _pairs(rows, self.of, self.over)
         return [row for pair in pairs for row in pair if row.state != "ok"]
 
@@ -219,24 +219,24 @@ class LossDifference(Strict):
 
 
 class Outcome(Strict):
-    """The share of cells that end in a state, such as ``oom``, or each in that of its strategy."""
+    """The share of cells that end in a state, such as ``oom``, or in the one of their strategy."""
 
     kind: Literal["outcome"]
     of: Selection
-    #: State of all cells; or by strategy, of those that are named.
+    #: The state of all cells, or the states by strategy, of those that are named.
     state: State | dict[str, State]
     take: Literal["mean"] = "mean"
     units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        found = []
+        samples = []
         for row in filter(self.of.matches, rows):
-            said, strategy = self.state, str(row.settings["strategy"])
-            state = said.get(strategy) if isinstance(said, dict) else said
+            expected, strategy = self.state, str(row.settings["strategy"])
+            state = expected.get(strategy) if isinstance(expected, dict) else expected
             # Cells that a matrix leaves out did not end in any state, unless that is asked for.
             if state is not None and (row.state != "skipped" or state == "skipped"):
-                found.append(Sample(float(row.state == state), row))
-        return found
+                samples.append(Sample(float(row.state == state), row))
+        return samples
 
 
 Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discriminator="kind")]
@@ -251,8 +251,8 @@ def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
     """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
 
-    Evidence is never mixed. Cells that a matrix leaves out have no part in a comparison; those that
-    left no figures have.
+    Kinds of evidence are never mixed. Cells that a matrix skips are not compared; cells that ran
+    and have no figures are.
     """
     ran = [row for row in rows if row.state != "skipped"]
     named = over.settings
@@ -264,40 +264,40 @@ def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tupl
 
 
 class Cause(Strict):
-    """A setting that is said to be why; cells that differ in it alone show whether it is."""
+    """A setting that may be the reason; cells that differ in it alone show whether it is."""
 
-    #: Where the cells with the other value are.
+    #: The matrix that has the cells with the other value.
     matrix: MatrixName
     setting: Name
     to: bool | int | float | str
-    #: Whether it is changed in all that are compared, or in the cells of one selection alone.
+    #: Whether it is changed in all compared cells, or in those of one selection alone.
     side: Literal["both", "of", "over"] = "both"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Rows that a claim is computed from, as they were and with the setting changed."""
+    """Samples that a claim is computed from, before and after the setting is changed."""
 
     before: tuple[Sample, ...]
     after: tuple[Sample, ...]
-    #: The values that the setting had.
+    #: The values that the setting had before.
     was: tuple[object, ...]
 
 
 def setting_of(cause: Cause) -> Described:
     """The setting's description; ``ValueError`` if cells have no such setting."""
-    every = settings.described(Cell)
-    if cause.setting not in every:
-        raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(every)}")
-    return every[cause.setting]
+    known = settings.described(Cell)
+    if cause.setting not in known:
+        raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(known)}")
+    return known[cause.setting]
 
 
 def changed(
     cause: Cause, compute: Computation, rows: Sequence[Row], others: Sequence[Row]
 ) -> Change | None:
-    """The claim on the cells that have a counterpart among ``others``, and on these counterparts.
+    """A claim's samples from cells with a counterpart among ``others``, and from the counterparts.
 
-    A counterpart has the other value, and all other settings alike. ``None`` where there is none.
+    A counterpart has the cause's value, and all other settings alike. ``None`` if there is none.
     """
     by_rest = {_rest(row, cause): row for row in others if row.settings[cause.setting] == cause.to}
     both: list[tuple[Row, Row]] = []
@@ -307,7 +307,7 @@ def changed(
         if not _is_altered(row, cause, compute):
             both.append((row, row))
         elif counterpart is not None:
-            # It stands in its place, so that it is compared as that is.
+            # It has the settings of the cell that it replaces, so that it is paired as that is.
             both.append((row, replace(counterpart, settings=row.settings)))
             was.append(_shown(row.settings)[cause.setting])
     if not was:
@@ -317,12 +317,12 @@ def changed(
 
 
 def _is_altered(row: Row, cause: Cause, compute: Computation) -> bool:
-    """Whether a cell is among those that the setting is changed in."""
+    """Whether a cell is among those in which the setting is changed."""
     if not isinstance(compute, Ratio):
         return compute.of.matches(row)
     sides: dict[str, Selection] = {"of": compute.of, "over": compute.over}
     if cause.side != "both":
-        # Another selection's cells are those that it does not share with this one.
+        # A cell that both selections match is not changed.
         other = sides["over" if cause.side == "of" else "of"]
         return sides[cause.side].matches(row) and not other.matches(row)
     return any(side.matches(row) for side in sides.values())
@@ -338,8 +338,8 @@ def _rest(row: Row, cause: Cause) -> tuple[object, ...]:
 
 
 def _shown(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Settings as they are in effect: the link between nodes by default as the others."""
-    every = dict(chosen)
-    if every.get("inter_efficiency") is None:
-        every["inter_efficiency"] = every.get("link_efficiency")
-    return every
+    """Settings in effect: the efficiency between nodes is by default that of all links."""
+    effective = dict(chosen)
+    if effective.get("inter_efficiency") is None:
+        effective["inter_efficiency"] = effective.get("link_efficiency")
+    return effective

@@ -1,4 +1,4 @@
-"""The papers' claims: what each says, and what tests it.
+"""The papers' claims, and the checks that test them.
 
 ``claims.yaml`` is the one place where papers' numbers are written down. A mistake in it raises
 ``ValueError`` naming the file, the line, the claim, the key and what is allowed.
@@ -33,7 +33,7 @@ LABELS: dict[Label, str] = {
 
 
 class Paper(Strict):
-    """A paper, and why its claims are not tested where they do not say so themselves."""
+    """A paper, and the reason why claims are untested that give none themselves."""
 
     title: str
     arxiv: str = Field(pattern=r"^\d{4}\.\d{5}$")
@@ -41,7 +41,7 @@ class Paper(Strict):
 
 
 class MatrixUse(Strict):
-    """A matrix that tests claims: how to run it, and what that takes where no record says it."""
+    """A matrix that tests claims: its command, and what a run takes where no record says it."""
 
     command: str | None = None
     resources: str | None = None
@@ -52,25 +52,25 @@ class MatrixUse(Strict):
 
 
 class Tolerance(Strict):
-    """How far ours may be from the paper's; one of the three, the last two in the claim's unit."""
+    """The allowed distance from the paper's number: one of three, bounds in the claim's unit."""
 
     relative: float | None = Field(default=None, ge=0)
     at_least: float | None = None
     at_most: float | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Tolerance":
+    def _has_exactly_one(self) -> "Tolerance":
         if len(self.model_dump(exclude_none=True)) != 1:
             raise ValueError("must have exactly one of relative, at_least, at_most")
         return self
 
     def admits(self, ours: float, paper: float | None) -> bool:
-        """Whether ours is near enough; both in the claim's unit."""
+        """Whether our number is within the tolerance; both are in the claim's unit."""
         least, most = self._ends(paper)
         return least <= ours <= most
 
     def decides(self, interval: tuple[float, float], paper: float | None) -> bool:
-        """Whether all of an interval is near enough, or nothing of it."""
+        """Whether an interval lies wholly within the tolerance, or wholly outside of it."""
         (low, high), (least, most) = interval, self._ends(paper)
         return (least <= low and high <= most) or high < least or low > most
 
@@ -83,25 +83,25 @@ class Tolerance(Strict):
         return paper - away, paper + away
 
 
-#: Purpose of a comparison. ``result``: it is of the claim's own setting, and decides; all others
-#: decide nothing and count for nothing. ``context``: another setting than the claim's. ``set-up``:
-#: what was set so that other comparisons are fair. ``consistency``: the project's own measurements
-#: or formulas against themselves. ``fit``: ours was chosen so that the number comes out.
+#: Purpose of a comparison. ``result``: has the claim's own setting, and decides; no other role
+#: counts towards the verdict. ``context``: another setting than the claim's. ``set-up``: a number
+#: that was set so that other comparisons are fair. ``consistency``: the project's measurements or
+#: formulas against themselves. ``fit``: a constant of ours was chosen so that the number comes out.
 Role = Literal["result", "context", "set-up", "consistency", "fit"]
 
 
 class Check(Strict):
-    """How a matrix's records are compared with a claim."""
+    """A comparison of a matrix's records with a claim."""
 
     matrix: MatrixName
     role: Role = "result"
     compute: Computation
     tolerance: Tolerance
-    #: Note on the comparison, whatever it says.
+    #: Note on the comparison, whatever the verdict.
     note: str | None = None
-    #: The reason found; shown only where the claim is indeed not reproduced.
+    #: The reason for a difference; shown only where the claim is indeed not reproduced.
     because: str | None = None
-    #: Part of it that is computed anew; shown with it.
+    #: Settings whose part in the difference is computed from records; shown with the reason.
     causes: tuple[Cause, ...] = ()
 
 
@@ -117,10 +117,10 @@ class Claim(Strict):
     number: float | None = None
     unit: Unit | None = None
     checks: tuple[Check, ...] = ()
-    #: The tests that show it where no record could, as pytest names them; a definition, or an order
-    #: of events inside a step.
+    #: Tests, by pytest's node ids, that show it where no record could: a definition, or an order of
+    #: events inside a step.
     shown_by: tuple[str, ...] = ()
-    #: Why no record tests it; by default what its paper says.
+    #: The reason why no record tests it; by default that of its paper.
     untested: str | None = None
     #: Machines that a test would take, such as ``128 A100``.
     needs: str | None = None
@@ -137,7 +137,7 @@ class Claim(Strict):
                 )
             if check.tolerance.relative is not None and self.number is None:
                 raise ValueError("a relative tolerance needs a number")
-            # Percents of a ratio: 99 for 0.99.
+            # A bound in per cent, 99 for 0.99, is a mistake.
             for bound in (check.tolerance.at_least, check.tolerance.at_most):
                 if self.unit == "×" and bound is not None and bound > 10 * (self.number or 1):
                     raise ValueError(
@@ -147,7 +147,7 @@ class Claim(Strict):
 
 
 class Claims(Strict):
-    """The file."""
+    """The contents of ``claims.yaml``."""
 
     papers: dict[Name, Paper]
     matrices: dict[MatrixName, MatrixUse]
@@ -166,14 +166,14 @@ def load(path: Path = CLAIMS) -> Claims:
         claims = Claims.model_validate(document.values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(_said(document, first["loc"], first["msg"])) from error
+        raise ValueError(_message(document, first["loc"], first["msg"])) from error
     for place, problem in _mistakes(claims):
-        raise ValueError(_said(document, place, problem))
+        raise ValueError(_message(document, place, problem))
     return claims
 
 
 def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
-    """Places and problems that one claim alone cannot know."""
+    """Places and problems that take more than one claim to see."""
 
     def no_matrix(name: str) -> str:
         return f"{name!r} is no matrix; allowed are {', '.join(claims.matrices)}"
@@ -222,7 +222,7 @@ def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
                 yield (part, setting), problem
 
 
-def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
+def _message(document: Document, place: Sequence[str | int], problem: str) -> str:
     """One line: file, line, claim and key, and the problem."""
     known: KeyPath = ()
     for part in place:
@@ -232,5 +232,5 @@ def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
     if len(place) > 1 and place[0] == "claims":
         of = document.values["claims"][place[1]]
         where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
-    said = problem.removeprefix("Value error, ")
-    return f"{document.file}:{document.lines[known]}: {where}: {said}"
+    problem = problem.removeprefix("Value error, ")
+    return f"{document.file}:{document.lines[known]}: {where}: {problem}"

@@ -42,7 +42,7 @@ Verdict = Literal[
     "shown by a test",
     "read in code",
 ]
-#: By what a comparison is for: near enough, and not.
+#: Verdicts by a comparison's role: within the tolerance, and outside of it.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "result": ("reproduced", "not reproduced"),
     "context": ("agrees", "differs"),
@@ -50,7 +50,7 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "consistency": ("consistent", "inconsistent"),
     "fit": ("fitted", "fitted"),
 }
-#: A claim by its results alone: they may not agree, and one without any is not judged.
+#: Verdict on a claim by its results alone: they may disagree, and without any it is not judged.
 Summary = Literal[
     "reproduced",
     "as stated",
@@ -64,7 +64,7 @@ Summary = Literal[
     "not run",
     "not judged",
 ]
-#: Verdicts that stand as they are where no other is beside them.
+#: Verdicts that are the claim's own if all of its results have the same one.
 _ALONE: tuple[Summary, ...] = (
     "as stated",
     *("over the whole range", "in part of the range", "outside the range"),
@@ -76,22 +76,22 @@ HYPOTHESES: tuple[Label, ...] = ("derived", "recalled")
 
 @dataclass(frozen=True)
 class Ranged:
-    """A simulated number over all that its paper does not say."""
+    """A simulated number's range over the settings that its paper leaves open."""
 
     low: float
     high: float
-    #: How many of the settings at which there is one agree with the paper's.
+    #: Share of the settings with a number at which it agrees with the paper's.
     share: float
-    #: Which settings these are, in words; nothing where they are all, or none.
+    #: Those settings, in words; empty where they are all, or none.
     part: str
-    #: At the setting with which the paper's numbers hold together best.
+    #: The number at the best point, where the most of the paper's numbers agree with ours.
     best: float
-    #: Whether what is simulated was read from it, so that it says nothing.
+    #: Whether the simulated system was read from it, so that agreement says nothing.
     fitted: bool = False
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it is the paper's at all settings, at some, or at none."""
+        """Whether it agrees with the paper's number at all settings, at some, or at none."""
         if self.fitted:
             return "fitted"
         if self.share == 1:
@@ -99,13 +99,13 @@ class Ranged:
         return "in part of the range" if self.share else "outside the range"
 
     def span(self, unit: Unit | None) -> str:
-        """The least and the most."""
+        """The range from the least to the most, in words."""
         ends = dict.fromkeys(rounded(end, unit) for end in (self.low, self.high))
         return " to ".join(ends)
 
     @property
     def words(self) -> str | None:
-        """A sentence on where the paper's number is ours; ``None`` where no setting tells it."""
+        """A sentence on the settings at which both agree; ``None`` if no setting decides it."""
         if not self.part:
             return None
         share = text.number(100 * self.share)
@@ -114,20 +114,20 @@ class Ranged:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim against one matrix; without a check it says why there is none."""
+    """The verdict on one check of a claim; without a check, the reason why there is none."""
 
     claim: Claim
     check: Check | None
     verdict: Verdict
-    #: In the claim's unit; ``None`` where nothing was run.
+    #: Our number, in the claim's unit; ``None`` where nothing was run.
     ours: float | None
-    #: How sure it is, in the claim's unit, where it was timed over several steps.
+    #: Its interval, in the claim's unit, where it was timed.
     interval: tuple[float, float] | None = field(default=None, kw_only=True)
     #: The evidence of the cells that ours is taken from; never more than one kind.
     evidence: Evidence | None
-    #: Which cells ours is taken from.
+    #: The cells that ours is taken from, in words.
     cells: str
-    #: Note on the comparison; why it was not reproduced, or why it was not run.
+    #: Notes on the comparison, and why the claim was not reproduced, or not run.
     reasons: tuple[str, ...]
 
     @property
@@ -139,42 +139,42 @@ class Finding:
 
 
 def _role(claim: Claim, check: Check) -> Role:
-    """The use of the comparison; with a hypothesis, consistency at most."""
+    """The comparison's role; that with a hypothesis is consistency at most."""
     return "consistency" if claim.label in HYPOTHESES and check.role == "result" else check.role
 
 
 def judge(
     claims: Claims, rows: Mapping[str, Sequence[Row]], ranges: Mapping[str, Ranged] | None = None
 ) -> list[Finding]:
-    """One finding for each check, for each claim without one, and for tests, as the file has them.
+    """One finding per check, per claim without one, and per claim with tests, in the file's order.
 
-    ``rows`` are the cells of each matrix that has been run, ``ranges`` what is simulated of claims
-    over what their paper does not say, which judges them where it is there.
+    ``rows`` are the cells of each matrix that has been run. ``ranges`` are simulated numbers over
+    the settings that a paper leaves open; a claim that has one is judged by it.
     """
-    found = []
+    findings = []
     for claim in claims.claims:
         if not claim.checks or claim.shown_by:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
-            found.append(_without_records(claim, reason))
+            findings.append(_without_records(claim, reason))
         ranged = (ranges or {}).get(claim.id)
         for check in claim.checks:
             finding = _check(claims, claim, check, rows)
             if ranged and check.role == "result" and finding.evidence == "simulated":
-                said = (*finding.reasons, *filter(None, [ranged.words]))
+                reasons = (*finding.reasons, *filter(None, [ranged.words]))
                 role: Role = "fit" if ranged.fitted else check.role
                 finding = replace(
                     finding,
                     check=check.model_copy(update={"role": role}),
                     verdict=ranged.verdict,
-                    reasons=said,
+                    reasons=reasons,
                 )
-            found.append(finding)
-    return found
+            findings.append(finding)
+    return findings
 
 
 def _without_records(claim: Claim, reason: str) -> Finding:
-    """A claim apart from what matrices say of it: by tests, by what it is of, or not at all."""
+    """The finding on a claim without records: shown by a test, read in code, or not run."""
     verdict: Verdict = "not run"
     if claim.shown_by:
         verdict = "shown by a test"
@@ -187,7 +187,7 @@ def _without_records(claim: Claim, reason: str) -> Finding:
 def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
     """Each claim's verdict over its results, by id; checks that were not run do not count."""
     by_claim = grouped(findings, lambda finding: finding.claim.id)
-    return {of[0].claim.id: _summary([one.verdict for one in of if one.decides]) for of in by_claim}
+    return {of[0].claim.id: _summary([f.verdict for f in of if f.decides]) for of in by_claim}
 
 
 def _summary(verdicts: Sequence[Verdict]) -> Summary:
@@ -208,17 +208,17 @@ def _summary(verdicts: Sequence[Verdict]) -> Summary:
 
 
 def _check(
-    claims: Claims, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+    claims: Claims, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
 ) -> Finding:
     """One check against the cells of its matrix, if there are any."""
-    rows, use = every.get(check.matrix), claims.matrices[check.matrix]
+    rows, use = by_matrix.get(check.matrix), claims.matrices[check.matrix]
     samples = [] if rows is None else check.compute.samples(rows)
     if rows is None or not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
         if rows is None:
             reason = "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", (reason,))
-    # A matrix that was run in several ways is judged by what was really measured, if it was.
+    # Where there are several kinds of evidence, the one nearest to real nodes counts.
     evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
     samples = [sample for sample in samples if sample.row.evidence == evidence]
     assert claim.unit is not None, "checked when the claim was read"
@@ -244,47 +244,47 @@ def _check(
             unsure = "Its interval is in part near enough, and in part not."
     if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
-    # A matrix's note on its times goes with what compares them.
+    # The matrix's note on noise goes with comparisons of times.
     times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
     reasons = [check.note, use.noise if times else None, unsure]
     if not near:
-        why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
+        why = [check.because, *(_computed(c, claim, check, by_matrix) for c in check.causes)]
         if verdict == "not reproduced" and not any(why):
             why = ["No reason has been found yet."]
         reasons += why
     cells = _cells(samples, check.compute.take) + _lacking(check, rows) + rounds
-    said = tuple(filter(None, reasons))
-    return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
+    present = tuple(filter(None, reasons))
+    return Finding(claim, check, verdict, ours, evidence, cells, present, interval=interval)
 
 
 def _lacking(check: Check, rows: Sequence[Row]) -> str:
-    """Which cells left no figures of those that are compared, and how they ended."""
+    """The compared cells that have no figures, and how they ended."""
     if not isinstance(check.compute, Ratio):
         return ""
-    found = [
+    lacking = [
         f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
         for row in check.compute.lacking(rows)
     ]
-    return f"; without figures: {', '.join(dict.fromkeys(found))}" if found else ""
+    return f"; without figures: {', '.join(dict.fromkeys(lacking))}" if lacking else ""
 
 
 def _computed(
-    cause: Cause, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+    cause: Cause, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
 ) -> str | None:
     """The claim with one setting changed, in words; ``None`` without such cells."""
-    found = changed(cause, check.compute, every[check.matrix], every.get(cause.matrix, ()))
-    if found is None:
+    change = changed(cause, check.compute, by_matrix[check.matrix], by_matrix.get(cause.matrix, ()))
+    if change is None:
         return None
     assert claim.unit is not None, "checked when the claim was read"
     item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
-    was, now = (taken(samples, take) * scale for samples in (found.before, found.after))
-    before = ", ".join(_word(item, value) for value in found.was)
+    was, now = (taken(samples, take) * scale for samples in (change.before, change.after))
+    before = ", ".join(_word(item, value) for value in change.was)
     reaches = "" if check.tolerance.admits(now, claim.number) else "not "
     number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
     return (
         f"{item.setting.label} alone changed from {before} to {_word(item, cause.to)}"
         f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
-        f"{rounded(was, claim.unit)} ({_cells(found.after, take)}, {cause.matrix}): "
+        f"{rounded(was, claim.unit)} ({_cells(change.after, take)}, {cause.matrix}): "
         f"{reaches}{asked(check, claim.unit)}{number}."
     )
 
@@ -295,7 +295,7 @@ def _word(item: Described, value: object) -> str:
 
 
 def _side(cause: Cause, check: Check) -> str:
-    """In which cells a setting is changed, where not in all that are compared."""
+    """The cells in which a setting is changed, where these are not all that are compared."""
     chosen = getattr(check.compute, cause.side, None)
     if chosen is None or cause.setting in chosen.settings:
         return ""
@@ -303,7 +303,7 @@ def _side(cause: Cause, check: Check) -> str:
 
 
 def _cells(samples: Sequence[Sample], take: str) -> str:
-    """The one cell, or what was taken of how many, and between which values."""
+    """The one cell, or how the number was taken from several."""
     models = ", ".join(sorted({str(sample.row.settings["model"]) for sample in samples}))
     if len(samples) == 1:
         return f"{models}, {samples[0].row.settings['link']}"
@@ -321,11 +321,11 @@ def labelled(claim: Claim) -> str:
 
 
 def rounded(value: float | None, unit: Unit | None) -> str:
-    """One of our numbers, to as many digits as tell it from the paper's."""
-    # Infinite is what ours is where it left no figures.
+    """One of our numbers, to as many digits as set it apart from the paper's."""
+    # Ours is infinite where its cell has no figures.
     if value is None or isinf(value):
         return text.ABSENT
-    # A share near all of it is told by how much is missing.
+    # A share near 100 % is read by the part that is missing.
     return _with_unit(text.number(value, 4 if unit == "%" and 99 <= value < 100 else 3), unit)
 
 

@@ -1,7 +1,7 @@
-"""Whether each strategy did what it is compared for: its bytes, and what it learned.
+"""Audit of each cell's bytes and losses: whether a strategy did what it is compared for.
 
-A baseline that sends less than its schedule must has kept parameters alive; one that sends more
-uses a wasteful backend, which is a finding only if it is known why.
+A baseline that sends less than its schedule must has not resharded its parameters. One that sends
+more uses a wasteful backend, which is a problem unless it is known why.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from simulation.framing import MESSAGE_BYTES
 
 @dataclass(frozen=True)
 class Allowance:
-    """How many times its closed form an engine may send over gloo, and why."""
+    """The multiple of its closed form that an engine may send over gloo, and the reason."""
 
     factor: float
     why: str
@@ -35,13 +35,13 @@ _GLOO = Allowance(
     "node's link with 3/4 of a buffer, a hierarchy with 1/2), its reduce-scatters 3 times (each "
     "is an all-reduce over that ring)",
 )
-_KEPT = (
+_LIVE_PARAMETERS = (
     "DeepSpeed does not gather again in backward what it still holds from the end of forward, more "
     "than a block: of a model of two blocks that is a large share, in its favour"
 )
 _ALLOWANCES = {
     "fsdp2": _GLOO,
-    "deepspeed": replace(_GLOO, least=0.9, why_less=_KEPT),
+    "deepspeed": replace(_GLOO, least=0.9, why_less=_LIVE_PARAMETERS),
     "ddp": Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node"),
     "fcdp": _EXACT,
     "luwu": _EXACT,
@@ -55,7 +55,7 @@ _WHOLE = (
     "adapters, frozen ones too: the headers of so many small messages, up to "
     f"{MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
 )
-#: Ratio up to which none needs an explanation.
+#: Ratio to the closed form up to which no explanation is needed.
 _NEAR = 1.05
 
 
@@ -64,13 +64,13 @@ class Finding:
     """The audit of one cell."""
 
     cell: Cell
-    #: Bytes; ``None`` where it did not run.
+    #: Bytes per step, and the closed form of them; ``None`` where it did not run.
     sent: float | None
     least: float | None
     #: The largest relative difference of a step's loss from the reference's; ``None`` without one.
     loss_difference: float | None
     problems: tuple[str, ...]
-    #: Why it sends more or less than the least.
+    #: The reasons why it sends more or less than the least.
     explanations: tuple[str, ...]
 
     @property
@@ -83,17 +83,17 @@ def audit(records: Sequence[Record]) -> list[Finding]:
 
     Raises ``ValueError`` where all records are simulated.
     """
-    found = []
+    findings = []
     for of in parity.compare(records):
         cell, measured = of.record.cell, of.record.measurement
         if measured is None:
-            found.append(Finding(cell, None, None, None, of.problems, ()))
+            findings.append(Finding(cell, None, None, None, of.problems, ()))
             continue
         problems, explanations = _judge_bytes(cell, measured)
         sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
-        every = (*problems, *of.problems)
-        found.append(Finding(cell, sent, least, of.difference, every, explanations))
-    return found
+        problems += of.problems
+        findings.append(Finding(cell, sent, least, of.difference, problems, explanations))
+    return findings
 
 
 def markdown(findings: Sequence[Finding]) -> str:

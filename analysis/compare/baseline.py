@@ -16,7 +16,7 @@ from simulation.quantities import format_link
 
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
 SETTINGS = list(dict.fromkeys(["matrix", "evidence", *settings.names(Cell, "condition")]))
-#: Times as fast as the baseline, and the ends of its interval.
+#: Columns of the speed-up over the baseline, and of the ends of its interval.
 SPEED = ("speed_up", "speed_up_low", "speed_up_high")
 _BESIDE = (
     *SPEED,
@@ -31,7 +31,7 @@ _BESIDE = (
 
 
 def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> pd.DataFrame:
-    """A row per cell in display order with, beside each, how it compares; none is lost.
+    """A row per cell in display order, with columns that compare it; no cell is lost.
 
     Added columns: ``baseline`` (the strategy compared with: the one asked for or, where that has
     no result, a usual one or the first that has), ``speed_up`` and the ends of its interval,
@@ -39,7 +39,7 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     ``fastest_other`` (the fastest other strategy), ``speed_up_over_fastest_other``,
     ``bytes_of_baseline``, ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``; and
-    ``comparison``, a number that cells have in common which are compared.
+    ``comparison``, a number that is the same for cells that are compared with one another.
     """
     ordered, beside = list[Record](), list[dict[str, object]]()
     for number, group in enumerate(groups(records)):
@@ -63,19 +63,19 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
 def headlines(compared: pd.DataFrame) -> list[tuple[pd.Series, pd.DataFrame]]:
     """For each evidence and tuning, the subject's cells over the baseline that most of them have.
 
-    Before them, the cell with the largest speed-up.
+    The cell with the largest speed-up comes before them.
     """
     rows = compared[
         (compared["strategy"] == strategies.SUBJECT)
         & (compared["baseline"] != strategies.SUBJECT)
         & compared["speed_up"].notna()
     ]
-    found = []
+    pairs = []
     for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
         baseline = cells["baseline"].value_counts().index[0]
         group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
-        found.append((group.iloc[-1], group))
-    return found
+        pairs.append((group.iloc[-1], group))
+    return pairs
 
 
 def annotated(cells: pd.DataFrame) -> pd.DataFrame:
@@ -86,14 +86,14 @@ def annotated(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratio(value: float | None, reference: float | None) -> float:
-    """``value / reference``; not a number where either is missing or there is nothing to divide."""
+    """``value / reference``; NaN where either is missing or the reference is 0."""
     if value is None or not reference:
         return math.nan
     return value / reference
 
 
 def _compared(speed: Comparison) -> dict[str, object]:
-    """One cell's columns next to the baseline; none where either has no result."""
+    """The columns that compare a cell with its baseline; none where either has no result."""
     mine, other = speed.of.measurement, None if speed.over is None else speed.over.measurement
     if mine is None or other is None or speed.of.state != "ok":
         return {}
@@ -114,7 +114,7 @@ def _compared(speed: Comparison) -> dict[str, object]:
 
 
 def _with_fastest(record: Record, group: Sequence[Record]) -> dict[str, object]:
-    """The cell next to the fastest of the other strategies that finished."""
+    """The columns that compare a cell with the fastest other strategy that finished."""
     others = [of for of in group if of.state == "ok" and of.cell.subject != record.cell.subject]
     fastest = max(others, key=lambda of: of.tokens_per_s or 0.0, default=None)
     if fastest is None or record.state != "ok":
@@ -126,7 +126,7 @@ def _with_fastest(record: Record, group: Sequence[Record]) -> dict[str, object]:
 
 
 def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, float]:
-    """At the last step that both have, and the largest at any step."""
+    """The difference at the last step that both have, and the largest at any step."""
     both = np.array([*zip(losses, reference, strict=False)])
     if not both.size:
         return {}
@@ -135,7 +135,7 @@ def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, 
 
 
 def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:
-    """By setting, slowest link first and unshaped last, then by strategy as in the figures."""
+    """The table by setting, slowest link first and unshaped last, then by strategy."""
     place = {name: at for at, name in enumerate(strategies.ordered(table["strategy"]))}
     return table.sort_values(
         [*SETTINGS, "strategy"],
@@ -185,49 +185,49 @@ def over_seeds(compared: pd.DataFrame) -> pd.DataFrame:
     for keys, alike in measured.groupby(_LIKE, dropna=False, sort=False):
         for strategy, cells in alike.groupby("strategy", sort=False):
             if len(cells) > 1:
-                found = dict(zip(_LIKE, keys, strict=True))
-                rows.append(found | {"strategy": strategy} | _pooled(cells, alike))
+                row = dict(zip(_LIKE, keys, strict=True))
+                rows.append(row | {"strategy": strategy} | _pooled(cells, alike))
     return pd.DataFrame(rows)
 
 
 def _pooled(cells: pd.DataFrame, alike: pd.DataFrame) -> dict[str, object]:
     baseline = cells["baseline"].iloc[0]
     usual = alike[alike["strategy"] == baseline].set_index("seed")
-    found: dict[str, object] = {"baseline": baseline, "seeds": len(cells)}
+    columns: dict[str, object] = {"baseline": baseline, "seeds": len(cells)}
     for metric in METRICS:
         values = cells.set_index("seed")[metric]
-        found |= {metric: values.mean(), f"{metric}_sd": values.std()}
+        columns |= {metric: values.mean(), f"{metric}_sd": values.std()}
         apart = (values - usual[metric]).dropna()
-        found |= {f"{metric}_difference": apart.mean(), f"{metric}_difference_sd": apart.std()}
-    return found
+        columns |= {f"{metric}_difference": apart.mean(), f"{metric}_difference_sd": apart.std()}
+    return columns
 
 
 def seeds_in_words(compared: pd.DataFrame) -> pd.DataFrame:
     """Held-out metrics over seeds as strings, mean ± standard deviation; empty without seeds."""
-    found = over_seeds(compared)
-    if found.empty:
-        return found
+    table = over_seeds(compared)
+    if table.empty:
+        return table
 
     def spread(column: str, form: str, unit: str = "", scale: float = 1.0) -> pd.Series:
-        rows = zip(found[column] * scale, found[f"{column}_sd"] * scale, strict=True)
-        return pd.Series([text.spread(*row, form, unit) for row in rows], index=found.index)
+        rows = zip(table[column] * scale, table[f"{column}_sd"] * scale, strict=True)
+        return pd.Series([text.spread(*row, form, unit) for row in rows], index=table.index)
 
-    own = found["strategy"] == found["baseline"]
+    itself = table["strategy"] == table["baseline"]
     columns = {
-        "Model": found["model"],
+        "Model": table["model"],
         **{
-            OPTIONAL[name].setting.label: found[name].map(OPTIONAL[name].written)
+            OPTIONAL[name].setting.label: table[name].map(OPTIONAL[name].written)
             for name in OPTIONAL
-            if name in found and found[name].nunique(dropna=False) > 1
+            if name in table and table[name].nunique(dropna=False) > 1
         },
-        "Link": found["inter_bandwidth_bits_per_s"].map(format_link),
-        "Strategy": found["strategy"].map(strategies.label),
-        "seeds": found["seeds"].map(str),
+        "Link": table["inter_bandwidth_bits_per_s"].map(format_link),
+        "Strategy": table["strategy"].map(strategies.label),
+        "seeds": table["seeds"].map(str),
         "held-out loss": spread("held_out_loss", ".4f"),
-        "loss difference": spread("held_out_loss_difference", "+.4f").mask(own, text.ABSENT),
+        "loss difference": spread("held_out_loss_difference", "+.4f").mask(itself, text.ABSENT),
         "held-out accuracy": spread("held_out_accuracy", ".2f", " %", 100),
         "accuracy difference": spread("held_out_accuracy_difference", "+.2f", " points", 100).mask(
-            own, text.ABSENT
+            itself, text.ABSENT
         ),
     }
     return filled(pd.DataFrame(columns))
@@ -235,5 +235,5 @@ def seeds_in_words(compared: pd.DataFrame) -> pd.DataFrame:
 
 def filled(table: pd.DataFrame) -> pd.DataFrame:
     """Leave out the columns for which no cell has a value, such as device memory on CPU."""
-    found: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
-    return found
+    present: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
+    return present

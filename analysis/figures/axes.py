@@ -22,18 +22,18 @@ Draw = Callable[[Axes, pd.DataFrame, Looks], None]
 OUTGROWS_MARKER = 0.15
 #: Thickness of a bar; bars stand 1 apart.
 BAR = 0.62
-#: Points of a line of losses, of which a figure is not wide enough to show more.
+#: The most points of a line of losses; a figure is not wide enough to show more.
 MOST_STEPS = 100
 INK = "#333333"
 SOFT = "#888888"
-#: Bars of one axis that are further apart than so many times cannot be read on a linear one.
+#: Ratio of the longest bar to the shortest above which a linear axis cannot be read.
 SEEN = 30
 
 
 def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """Lines over shaped links; a link without a limit stands apart, as it has no bandwidth."""
     links = panel["inter_bandwidth_bits_per_s"]
-    # In Mbit/s; the link without a limit a fair step to the right of the others.
+    # In Mbit/s; the link without a limit stands well to the right of the others.
     shaped = sorted({bits / 1e6 for bits in links.dropna()})
     beyond = shaped[-1] * max(4.0, (shaped[-1] / shaped[0]) ** 0.6) if shaped else 1.0
     panel = panel.assign(place=(links / 1e6).fillna(beyond), shaped=links.notna())
@@ -44,8 +44,8 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         dashes = {name: look.dashes[1] for name, look in looks.items()}
         by_style = {"style_order": list(looks), "markers": markers, "dashes": dashes}
         drawn = {"estimator": "median", "errorbar": None, "linewidth": 1.6, "ax": ax}
-        given = _hues(looks) | by_style | drawn
-        sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **given)
+        options = _hues(looks) | by_style | drawn
+        sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **options)
     # Smaller from strategy to strategy: where points coincide all stay visible.
     last = max(len(looks) - 1, 1)
     sizes = {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
@@ -62,7 +62,7 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
 
 
 def _hues(looks: Looks) -> dict[str, Any]:
-    """A colour per strategy, as seaborn takes them; legends are the figures'."""
+    """Seaborn's arguments for a colour per strategy, without its legend: figures draw their own."""
     colours = {name: look.colour for name, look in looks.items()}
     return {"hue": "strategy", "hue_order": list(looks), "palette": colours, "legend": False}
 
@@ -75,7 +75,7 @@ def _tick_links(ax: Axes, shaped: list[float], unshaped: list[float]) -> None:
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.set_xticklabels([f"{place:,g}" for place in shaped] + ["unshaped"] * len(unshaped))
     ax.xaxis.set_minor_locator(NullLocator())
-    # Room for the figures above the outermost points.
+    # Room for the numbers above the outermost points.
     margin = max((ticks[-1] / ticks[0]) ** 0.16, 2.0)
     ax.set_xlim(ticks[0] / margin, ticks[-1] * margin)
 
@@ -92,7 +92,7 @@ def tick_throughput(ax: Axes) -> None:
 def _draw_spread(
     ax: Axes, cell: pd.Series, look: strategies.Style, size: float, hollow: bool
 ) -> None:
-    """The middle half of the rounds; on an unshaped link the marker too, which has no line."""
+    """A whisker over the middle half of the rounds, and the hollow marker of an unshaped link."""
     if hollow:
         mark: dict[str, Any] = {"marker": look.marker, "mfc": "none", "markersize": size}
         at = [cell["place"]], [cell["tokens_per_s"]]
@@ -133,7 +133,7 @@ def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
 
 
 def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-    """A bar a strategy; there is no second link to draw a line to."""
+    """A bar per strategy; there is no second link to draw a line to."""
     finished = panel[panel["state"] == "ok"]
     _draw_bars(ax, finished, "tokens_per_s", looks)
     for place, strategy in enumerate(looks):
@@ -170,7 +170,7 @@ def _gain(cells: pd.DataFrame) -> str:
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-    """A bar a strategy, the median over its links, and its closed form."""
+    """A bar per strategy, the median over its links, and a mark at its closed form."""
     finished = panel[panel["state"] == "ok"]
     drawn = finished.assign(
         sent=finished["inter_node_bytes_per_step"] / 1e6,
@@ -186,9 +186,9 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             ax.plot([least] * 2, ends, color=INK, linewidth=1.6, path_effects=halo)
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
-    every = drawn[["sent", "least"]].to_numpy()
+    lengths = drawn[["sent", "least"]].to_numpy()
     longest = float(drawn[["sent", "least"]].max().max())
-    shortest = min(every[every > 0], default=math.inf)
+    shortest = min(lengths[lengths > 0], default=math.inf)
     if longest > SEEN * shortest:
         ax.set(xscale="log", xlim=(shortest / 2, longest * (longest / shortest) ** 0.35))
         ax.xaxis.set_major_locator(LogLocator(numticks=5))
@@ -232,10 +232,10 @@ def draw_rewards(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
 
 
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:
-    """A bar a strategy: the median of its cells."""
+    """A bar per strategy: the median of its cells."""
     drawn = {"estimator": "median", "errorbar": None, "saturation": 1.0, "width": BAR, "ax": ax}
-    given = _hues(looks) | drawn
-    sns.barplot(cells, x=column, y="strategy", order=list(looks), **given)
+    options = _hues(looks) | drawn
+    sns.barplot(cells, x=column, y="strategy", order=list(looks), **options)
     ax.set(xlabel="", ylabel="")
     ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
     ax.grid(False, axis="y")
@@ -248,10 +248,10 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     write_beside(ax, place, end, value, fontsize=7.5)
 
 
-def write_beside(ax: Axes, place: int, end: float, said: str, **look: Any) -> None:
+def write_beside(ax: Axes, place: int, end: float, label: str, **look: Any) -> None:
     """Write to the right of where a bar ends."""
     beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    ax.annotate(said, (end, place), **beside, **look)
+    ax.annotate(label, (end, place), **beside, **look)
 
 
 def name_bars(ax: Axes, names: Sequence[str]) -> None:
@@ -262,16 +262,16 @@ def name_bars(ax: Axes, names: Sequence[str]) -> None:
 
 
 def drawn_steps(losses: Sequence[float]) -> dict[int, float]:
-    """Losses by step, from 1 on: the first, evenly at most ``MOST_STEPS``, and the last."""
+    """Losses by step, from 1 on: at most ``MOST_STEPS`` at even distances, and the last."""
     last = len(losses)
-    every = max(1, -(-last // MOST_STEPS))
+    stride = max(1, -(-last // MOST_STEPS))
     return {
-        step: loss for step, loss in enumerate(losses, 1) if step == last or (step - 1) % every == 0
+        step: loss for step, loss in enumerate(losses, 1) if step == last or not (step - 1) % stride
     }
 
 
 def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-    """One line a cell."""
+    """One line per cell."""
     finished = panel[panel["state"] == "ok"]
     rows = zip(finished["cell"], finished["strategy"], finished["losses"], strict=True)
     points = (
@@ -282,7 +282,7 @@ def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     steps = pd.DataFrame(points, columns=["cell", "strategy", "step", "losses"])
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
     by_size = {"size": "strategy", "size_order": list(looks), "sizes": widths}
-    given = _hues(looks) | by_size | {"units": "cell", "estimator": None, "ax": ax}
-    sns.lineplot(steps, x="step", y="losses", **given)
+    options = _hues(looks) | by_size | {"units": "cell", "estimator": None, "ax": ax}
+    sns.lineplot(steps, x="step", y="losses", **options)
     ax.set(xlabel="optimizer step", ylabel="")
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

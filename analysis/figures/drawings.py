@@ -56,7 +56,7 @@ def drawing(
 ) -> Drawing:
     """A finished figure with its name, full title and caption, which ends with the cells' origin.
 
-    With ``source`` the figure says it too.
+    With ``source`` the origin is written into the figure too.
     """
     if source:
         put_source(figure, cells, setting)
@@ -134,7 +134,7 @@ def label_width(looks: axes.Looks) -> float:
 
 
 def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = None) -> None:
-    """Above the axes, by default in as many columns as the width holds.
+    """Put a legend above the axes, by default in as many columns as the width holds.
 
     The figure grows by what a long legend takes, so that axes keep their height, and to the width
     of its longest line.
@@ -153,7 +153,7 @@ def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = 
 
 
 def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
-    """Below the axes, broken between parts only; about 18 characters of this size fit an inch."""
+    """Write the origin below the axes, broken between parts only; 18 characters fit an inch."""
     parts = [setting.capitalize(), provenance(cells)] if setting else [provenance(cells)]
     source = " · ".join(parts)
     unbroken = source.replace(" ", NO_BREAK).replace(f"{NO_BREAK}·{NO_BREAK}", f"{NO_BREAK}· ")
@@ -255,17 +255,17 @@ def caption_of_losses(cells: pd.DataFrame) -> str:
     step = "each optimizer step"
     if longest > axes.MOST_STEPS:
         step = f"{axes.MOST_STEPS} optimizer steps of each line, or all if fewer, and the last"
-    said = (
+    caption = (
         f"Mean loss over ranks and micro-batches at {step}, warm-up included; one line "
         "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible."
     )
     if math.isnan(apart):
-        return said
-    return f"{said} Largest difference to the baseline at any step of any cell: {apart:.2g}."
+        return caption
+    return f"{caption} Largest difference to the baseline at any step of any cell: {apart:.2g}."
 
 
 def caption_of_missing(cells: pd.DataFrame) -> str:
-    """Which cells the figure lacks."""
+    """A sentence on the cells that have no result."""
     lacking = cells[cells["state"] != "ok"]
     if lacking.empty:
         return ""

@@ -22,8 +22,8 @@ from simulation.quantities import format_link
 
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
-#: A matrix with more figures than this sweeps what it does not know; it is read from its table, and
-#: by those who fit to it.
+#: A matrix with more figures than this is a sweep without figures: its records are read in a table,
+#: or fitted to.
 MOST_FIGURES = 12
 #: More strategies than this are drawn in small multiples, an engine a column.
 CROWD = 6
@@ -35,19 +35,19 @@ def draw(compared: pd.DataFrame) -> list[drawings.Drawing]:
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
     """
     looks = strategies.styles(compared.loc[compared["state"] != "skipped", "strategy"])
-    found = list[drawings.Drawing]()
+    figures = list[drawings.Drawing]()
     for cells, setting in parted(compared):
         if (cells["state"] == "ok").any():
             present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
-            found += _drawn(cells, present, setting)
-    return found
+            figures += _drawn(cells, present, setting)
+    return figures
 
 
 def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
-    """The cells of each figure that ran, and what sets it apart from others of its matrix."""
+    """The cells of each figure that ran, and the settings that set it apart in its matrix."""
     ran = compared[compared["state"] != "skipped"]
     for _, matrix in ran.groupby("matrix", sort=False):
-        # In simulations each strategy may have its own.
+        # In simulations each strategy may have its own micro-batch.
         mixed = matrix.groupby("comparison")["micro_batch"].nunique().max() > 1
         left = {*PANEL, *AXES, *(["micro_batch"] if mixed else [])}
         apart = [name for name in SETTINGS if name not in left]
@@ -59,7 +59,7 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
 
 
 def _drawn(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Iterator[drawings.Drawing]:
-    """All figures of these cells that there is something to draw in."""
+    """All figures that these cells have values for."""
     draw_loss = draw_losses
     if len(looks) > CROWD:
         draw_loss = _crowd_losses
@@ -84,12 +84,12 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     first = cells.iloc[0]
     differ = varying(matrix)
     words = [setting_in_words(name, first[name]) for name in differ if name in apart]
-    own = ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
-    return ", ".join(words + own)
+    words += ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
+    return ", ".join(words)
 
 
 def _draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel.
+    """Throughput against bandwidth, and bytes between nodes per step: two axes per panel.
 
     Panels are columns while they are few, and rows otherwise.
     """
@@ -147,15 +147,15 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawing
             axes.draw_loss(ax, panel, looks)
         grid[0].set_ylabel("training loss")
         drawings.put_legend(figure, [drawings.stroke(look) for look in looks.values()])
-    said = drawings.caption_of_losses(cells)
-    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
+    caption = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", caption)
 
 
 @contextmanager
 def _grid(
     panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **shared: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with axes for so many panels, and none where there is no panel."""
+    """A figure with axes for these panels; axes beyond them are hidden."""
     with drawings.canvas(*size, rows, columns, **shared) as (figure, grid):
         for ax in grid.flat[len(panels) :]:
             ax.set_axis_off()
@@ -164,7 +164,7 @@ def _grid(
 
 #: Width of a column and height of a row of small multiples, in inches.
 WIDTH, HEIGHT = 2.7, 2.0
-#: From one bar to the next, in inches.
+#: Distance from one bar to the next, in inches.
 PITCH = 0.19
 #: Up to this many panels of bars stand side by side.
 ABREAST = 3
@@ -182,14 +182,14 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> d
         figure, column = _multiples(cells, looks, axes.draw_throughput, names, legend)
         for ax in column:
             axes.tick_throughput(ax)
-    said = drawings.caption_of_throughput(cells)
-    captions = said[0].upper() + said[1:], drawings.caption_of_missing(cells)
+    caption = drawings.caption_of_throughput(cells)
+    captions = caption[0].upper() + caption[1:], drawings.caption_of_missing(cells)
     named = "throughput", "Throughput"
     return drawings.drawing(figure, cells, setting, *named, *captions, source=True)
 
 
 def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """Bytes between nodes a step, a bar a strategy."""
+    """Bytes between nodes per step, a bar per strategy."""
     name = "MB a step, busiest node"
     figure = _bars(cells, looks, axes.draw_bytes, name, drawings.least_mark(cells))
     captions = drawings.caption_of_bytes(cells), drawings.caption_of_missing(cells)
@@ -200,8 +200,8 @@ def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawin
 def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
     names, legend = ("optimizer step", "training loss"), _legend(looks, drawings.stroke)
     figure, _ = _multiples(cells, looks, axes.draw_loss, names, legend)
-    said = drawings.caption_of_losses(cells)
-    return drawings.drawing(figure, cells, setting, "losses", "Training loss", said)
+    caption = drawings.caption_of_losses(cells)
+    return drawings.drawing(figure, cells, setting, "losses", "Training loss", caption)
 
 
 def _multiples(
@@ -211,7 +211,7 @@ def _multiples(
     names: tuple[str, str],
     legend: list[Line2D],
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A row a panel, a column an engine, one scale a row; and the axes of the first column."""
+    """A row per panel, a column per engine, a scale per row; and the axes of the first column."""
     panels, engines = drawings.panels_of(cells), strategies.by_engine(looks)
     rows, columns = len(panels), len(engines)
     size = WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7
@@ -230,12 +230,12 @@ def _multiples(
 def _legend(
     looks: axes.Looks, entry: Callable[[strategies.Style], Line2D], more: Sequence[Line2D] = ()
 ) -> list[Line2D]:
-    """A column an engine, headed by its name; blanks make the columns equally long."""
+    """A column per engine, headed by its name; blanks make the columns equally long."""
     columns = []
     for engine, present in strategies.by_engine(looks).items():
-        own = [look for name, look in present.items() if strategies.engine(name) == engine]
+        styles = [look for name, look in present.items() if strategies.engine(name) == engine]
         bold = rf"$\bf{{{engine}}}$".replace(" ", r"\ ")
-        columns.append([drawings.handle(linestyle="none", label=bold), *map(entry, own)])
+        columns.append([drawings.handle(linestyle="none", label=bold), *map(entry, styles)])
     columns[-1] += more
     rows = list(zip_longest(*columns))
     blank = drawings.handle(linestyle="none", label=" ")
@@ -261,12 +261,12 @@ def _bars(
     return figure
 
 
-#: The interval in the name of what is compared, which these axes say.
+#: The interval in a subject's name, which these axes show already.
 _INTERVAL = re.compile(r" τ = \d+")
 
 
 def has_intervals(cells: pd.DataFrame) -> bool:
-    """Whether held-out losses are known of workers that train apart for longer and for less."""
+    """Whether cells of local steps with held-out losses differ in their interval."""
     known = cells[cells["held_out_loss"].notna() & (cells["steps_per_round"] > 1)]
     return known["steps_per_round"].nunique() > 1
 
@@ -299,14 +299,14 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> drawings.Drawing:
 
 def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
     for name, look in looks.items():
-        own = panel[panel["strategy"] == name]
-        losses = own.groupby("steps_per_round")["held_out_loss"].median()
+        cells = panel[panel["strategy"] == name]
+        losses = cells.groupby("steps_per_round")["held_out_loss"].median()
         if list(losses.index) == [1]:
             ax.axhline(losses[1], color=look.colour, linestyle=look.dashes, linewidth=1.6)
             continue
         ax.plot(losses.index, losses, color=look.colour, linestyle=look.dashes, linewidth=1.6)
         mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.5, "linestyle": "none"}
-        ax.plot(own["steps_per_round"], own["held_out_loss"], color=look.colour, **mark)
+        ax.plot(cells["steps_per_round"], cells["held_out_loss"], color=look.colour, **mark)
     ticks = sorted(panel.loc[panel["steps_per_round"] > 1, "steps_per_round"].unique())
     ax.set(xscale="log", xlabel="steps between two exchanges, τ")
     ax.xaxis.set_major_locator(FixedLocator(ticks))
@@ -325,7 +325,7 @@ _SLOTS = {
 
 
 def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """A pair of axes for what there is."""
+    """Axes for each column of slots that has values."""
     columns = [column for column in _SLOTS if cells[column].notna().any()]
     drawn = dict[str, Line2D]()
     with drawings.canvas(max(3.4 * len(columns), 5.0), 3.4, 1, len(columns)) as (figure, (grid,)):

@@ -14,16 +14,16 @@ _SPEEDS = ("tokens_per_s", "low", "high")
 
 
 def draw(plan: Mapping[str, Any]) -> Figure:
-    """Draw what ``experiments plan --figure`` has found; raises ``KeyError`` for another file."""
+    """Draw the curves of ``experiments plan --figure``; raises ``KeyError`` for another file."""
     curves, price = plan["curves"], plan["price_per_gpu_hour"]
-    looks = styles({one["strategy"] for curve in curves.values() for one in curve})
+    looks = styles({point["strategy"] for curve in curves.values() for point in curve})
     with canvas(7.4, 4.8, 2, len(_AXES), sharex="col", sharey="row") as (figure, grid):
         for column, (axis, title) in zip(grid.T, _AXES.items(), strict=True):
             for name, look in looks.items():
-                points = [one for one in curves[axis] if one["strategy"] == name]
-                hours = [plan["tokens"] / 3600 * one["gpus"] * (price or 1) for one in points]
-                at = [one[axis] for one in points]
-                fast = [[one[key] for one in points] for key in _SPEEDS]
+                points = [point for point in curves[axis] if point["strategy"] == name]
+                hours = [plan["tokens"] / 3600 * point["gpus"] * (price or 1) for point in points]
+                at = [point[axis] for point in points]
+                fast = [[point[key] for point in points] for key in _SPEEDS]
                 costs = [[h / v for h, v in zip(hours, of, strict=True)] for of in fast]
                 for ax, (drawn, *ends) in zip(column, (fast, costs), strict=True):
                     line = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes}
@@ -32,7 +32,7 @@ def draw(plan: Mapping[str, Any]) -> Figure:
             for ax in column:
                 ax.axvline(plan["at"][axis], color=SOFT, linestyle=":", linewidth=0.9)
                 ax.set(xscale="log", yscale="log")
-            ticks = sorted({one[axis] for one in curves[axis]})
+            ticks = sorted({point[axis] for point in curves[axis]})
             column[-1].set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
             column[-1].minorticks_off()
             column[-1].set_xlabel(title)

@@ -1,8 +1,8 @@
 """Fuyou's step on the machine of its paper, by the cost model that the strategy itself has.
 
-What is published: teraflops per second of the whole machine, by model, batch, SSDs and GPUs
-(``results/fuyou-published``, from the authors' repository). All constants are stated here, but for
-one that is fitted: the parameters that AdamW on the CPU steps per second.
+The published numbers are teraflops per second of the whole machine, by model, batch, SSDs and GPUs
+(``results/fuyou-published``, from the authors' repository). All constants are stated here but one,
+which is fitted: the parameters that AdamW on the CPU steps per second.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ SEQUENCE = 1024
 HALF = 2
 #: RTX 4090, float16 products summed in float32: the data sheet's peak.
 GPU_FLOPS = 165.2e12
-#: PCIe 4.0 × 16 as the authors' own estimate of what to swap has it.
+#: PCIe 4.0 × 16, as in the authors' own estimate of what to swap.
 LINK = 20e9
 #: D7-P5510 of 3.84 TB, the data sheet's sequential reads and writes.
 SSD_READ, SSD_WRITE = 6.5e9, 3.4e9
-#: Host memory, and what of it has state and gradients on their way.
+#: Host memory, and its part that buffers state and gradients in transit.
 DRAM, TAKEN = 768e9, 100e9
-#: Outputs of a layer's four products, in widths: qkv, projection, and the MLP's two; and the widths
-#: that each element is a sum over.
+#: Output and inner dimensions, in widths, of a layer's four matrix products: qkv, projection, and
+#: the MLP's two.
 _OUTPUTS = ((3, 1), (1, 1), (4, 1), (1, 4))
 #: Rates that are tried for the fitted constant, parameters per second.
 _TRIED = [1e8 * 1.02**step for step in range(200)]
@@ -62,7 +62,7 @@ def work_of(point: Point) -> Work:
     layers, width = MODELS[point.model]
     tokens = point.batch / point.gpus * SEQUENCE
     unit = tokens * width * HALF
-    # Products with weights, and attention's two with a causal half left out of neither.
+    # Products with weights, and attention's two, neither of them halved by the causal mask.
     flops = layers * tokens * (24 * width**2 + 4 * SEQUENCE * width)
     items = [
         Item(out * unit, 2 * tokens * out * wide * width**2)
@@ -103,7 +103,7 @@ def predicted(point: Point, adam: float) -> float:
 
 
 def errors(points: Sequence[Point], adam: float) -> list[float]:
-    """By how much each prediction is off, as a share of what is published."""
+    """The error of each prediction, as a share of the published number."""
     return [predicted(point, adam) / point.tflops - 1 for point in points]
 
 

@@ -1,4 +1,4 @@
-"""The matrices that come with the repository, as their files say: nothing is run to know it."""
+"""Names in the matrices that come with the repository, read from their files alone."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -18,34 +18,34 @@ def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
     well-formed YAML.
     """
     with as_file(files("experiments") / "matrices") as folder:
-        found = {
+        by_matrix = {
             path.relative_to(folder).with_suffix("").as_posix(): _names(path)
             for path in folder.rglob("*.yaml")
         }
-    return dict(sorted(found.items()))
+    return dict(sorted(by_matrix.items()))
 
 
 def names(matrix: str) -> Mapping[str, frozenset[str]]:
     """Names in one matrix; where it has no file, the strategies of all others.
 
-    Its models and links are its command's own.
+    Models and links of a matrix without a file are up to its command.
     """
-    every = named()
-    if matrix in every:
-        return every[matrix]
-    return {"strategy": frozenset().union(*(of["strategy"] for of in every.values()))}
+    by_matrix = named()
+    if matrix in by_matrix:
+        return by_matrix[matrix]
+    return {"strategy": frozenset().union(*(of["strategy"] for of in by_matrix.values()))}
 
 
 def _names(path: Path) -> dict[str, frozenset[str]]:
     content = load(path).values
     return {
-        "strategy": frozenset(_given(content, "strategy")),
+        "strategy": frozenset(_values(content, "strategy")),
         "model": frozenset(model["name"] for model in content["models"]),
-        "link": frozenset(format_link(link(each)) for each in _given(content, "inter_bandwidth")),
+        "link": frozenset(format_link(link(each)) for each in _values(content, "inter_bandwidth")),
     }
 
 
-def _given(content: Mapping[str, Any], setting: str) -> Iterator[str]:
+def _values(content: Mapping[str, Any], setting: str) -> Iterator[str]:
     rules = content.get("overrides", ())
     for section in (content.get("workload", {}), content["axes"], *(rule["set"] for rule in rules)):
         values = section.get(setting, ())

@@ -1,4 +1,4 @@
-"""Where cells come from, in words."""
+"""The provenance of cells, in words."""
 
 import json
 
@@ -23,8 +23,8 @@ def provenance(cells: pd.DataFrame) -> str:
 
 def distinct(cells: pd.DataFrame, column: str) -> list[dict[str, str]]:
     """The different contents of a column of JSON text, values as text."""
-    found = [json.loads(value) for value in cells[column].drop_duplicates()]
-    return [{key: _plain(value) for key, value in item.items()} for item in found if item]
+    contents = [json.loads(value) for value in cells[column].drop_duplicates()]
+    return [{key: _plain(value) for key, value in item.items()} for item in contents if item]
 
 
 def commits(cells: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows: one cell as claims ask about it, whichever kind of record it stands in."""
+"""Rows: a cell's settings and quantities as claims use them, from any kind of record."""
 
 import math
 import statistics
@@ -20,8 +20,8 @@ from simulation.quantities import format_link
 
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
-#: Fields of records that are of no cell, and those that only simulations know. The bound of memory
-#: and bandwidth has itself, and what changing one thing multiplies it by.
+#: Quantities of records that are of no cell, and those of simulations alone. The bound of memory
+#: and bandwidth has itself, and the factors that it gains from a change of one input.
 _OTHERS = (
     "largest_micro_batch",
     "hfu_bound",
@@ -38,58 +38,58 @@ _OTHERS = (
 )
 
 
-def _is_one(value: str) -> str:
+def _known_quantity(value: str) -> str:
     names = (*_QUANTITIES, *_OTHERS)
     if value not in names:
         raise ValueError(f"{value!r} is no quantity; allowed are {', '.join(names)}")
     return value
 
 
-Quantity = Annotated[str, AfterValidator(_is_one)]
+Quantity = Annotated[str, AfterValidator(_known_quantity)]
 
 
 @dataclass(frozen=True)
 class Row:
     """One cell: its settings, how it ended, and its quantities in basic units."""
 
-    #: Everything that decides what a step is, by the names that a selection has.
+    #: All settings that decide what a step does, by their names in a selection.
     settings: Mapping[str, object]
     state: State
     evidence: Evidence
-    #: Shares and bytes; what a cell does not have is not in it.
+    #: Shares and bytes; quantities that the cell does not have are left out.
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
     #: Losses of each step that it was to train, NaN where one is missing; none if simulated.
     losses: Sequence[float] = ()
-    #: Its cell's record, if it is of one.
+    #: The cell's record, if there is one.
     record: Record | None = None
 
 
 def row(record: Record) -> Row:
-    """A cell that ran on a cluster, real, emulated or simulated."""
+    """The row of a cell's record, from a real, emulated or simulated cluster."""
     chosen = settings_of(record.cell)
     if record.measurement is None:
         return Row(chosen, record.state, record.evidence)
     columns = values(record)
-    found = {name: of(columns) for name, of in _QUANTITIES.items()}
+    quantities = {name: n for name, of in _QUANTITIES.items() if (n := of(columns)) is not None}
     return Row(
         chosen,
         record.state,
         record.evidence,
-        {name: value for name, value in found.items() if value is not None} | _simulated(record),
+        quantities | _simulated(record),
         promised(record) if record.evidence != "simulated" else (),
         record,
     )
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """All that decides what the cell's step is; the link as tables write it.
+    """All settings that decide what the cell's step does; the link as tables write it.
 
-    A strategy that does not have a setting is compared with others where that is at its default.
+    A setting that the strategy does not have is at its default, to be compared with others.
     """
-    every = settings.described(Cell)
-    found = settings.values(cell, settings.names(Cell, "condition", "subject"))
-    found = {k: every[k].default if v is None else v for k, v in found.items()}
-    return found | {"link": format_link(found.pop("inter_bandwidth_bits_per_s"))}
+    known = settings.described(Cell)
+    chosen = settings.values(cell, settings.names(Cell, "condition", "subject"))
+    chosen = {k: known[k].default if v is None else v for k, v in chosen.items()}
+    return chosen | {"link": format_link(chosen.pop("inter_bandwidth_bits_per_s"))}
 
 
 def _ledger(columns: _Columns, *phases: str) -> float | None:
@@ -112,8 +112,8 @@ def _over(value: float | None, whole: float | None) -> float | None:
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
-def _kept(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
-    """The least, or the most, that graphs keep in a slot, in bytes."""
+def _activation_bytes(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
+    """The least, or the most, bytes of activations in a slot; ``None`` without slots."""
     slots = columns["activation_bytes_by_slot"]
     return of(slots) if slots else None
 
@@ -123,12 +123,12 @@ def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
     return lambda c: _over(c.get(f"{link}_bytes_per_step"), c["parameters"])
 
 
-#: Bytes are those of a step, and leave the busiest node, by the kernel's counters or the simulator;
-#: gathers' and phases' are the strategy's own count, its ledger. The nodes of a cluster send alike,
-#: so that all of them send the busiest one's bytes. Of cyclic strategies: the slot that sends most
-#: over all that is trained, in float32; what is kept in the fullest slot over all micro-batches at
-#: once, and over the emptiest slot. Of strategies with a server: bytes of a node's link and of the
-#: server's, by direction, per parameter. Metrics of records come to them.
+#: Bytes are those that leave the busiest node in a step, by the kernel's counters or the simulator;
+#: those of gathers and phases are from the strategy's ledger. The nodes of a cluster send alike, so
+#: that each sends as much as the busiest. Cyclic strategies: the slot that sends most over all
+#: trained parameters, in float32; activations of the fullest slot over those of all micro-batches
+#: at once, and over the emptiest slot. Strategies with a server: bytes of a node's link and of the
+#: server's, by direction, per parameter. The metrics of records are quantities too.
 _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "tokens_per_s": lambda c: c["tokens_per_s"],
     "inter_node_bytes": lambda c: c["inter_node_bytes_per_step"],
@@ -147,8 +147,8 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "largest_slot_share": lambda c: _over(
         max(c["bytes_by_slot"] or (), default=None), 4 * c["trainable_parameters"]
     ),
-    "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),
-    "activation_spread": lambda c: _over(_kept(c, max), _kept(c, min)),
+    "activation_share": lambda c: _over(_activation_bytes(c, max), c["activation_bytes_together"]),
+    "activation_spread": lambda c: _over(_activation_bytes(c, max), _activation_bytes(c, min)),
     "held_out_perplexity": lambda c: None if (e := c["held_out_loss"]) is None else math.exp(e),
     "node_received_per_parameter": _per_parameter("node_received"),
     "node_sent_per_parameter": _per_parameter("node_sent"),
@@ -160,20 +160,20 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
 
 
 def _simulated(record: Record) -> dict[Quantity, float]:
-    """Quantities of a simulated step's time alone."""
+    """Quantities that only a simulated step has."""
     cluster, measured = record.cell.cluster, record.measurement
     if cluster.kind != "simulated" or measured is None or measured.simulation is None:
         return {}
-    found = measured.simulation
+    simulation = measured.simulation
     peak = gpu(cluster.gpu).peak_flops * cluster.nodes * cluster.ranks_per_node
     quantities: dict[Quantity, float] = {
-        "mfu": found.mfu,
-        "tflops": found.mfu * peak / 1e12,
-        "idle_share": 1 - found.busy["compute"],
-        "over_ideal": 1 / max(found.busy.values()) - 1,
+        "mfu": simulation.mfu,
+        "tflops": simulation.mfu * peak / 1e12,
+        "idle_share": 1 - simulation.busy["compute"],
+        "over_ideal": 1 / max(simulation.busy.values()) - 1,
     }
-    if on_link := found.busy.get("inter_node"):
-        waited = sum(found.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
+    if on_link := simulation.busy.get("inter_node"):
+        waited = sum(simulation.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
         seconds = on_link * statistics.median(measured.step_seconds)
         quantities["unhidden_share"] = waited / seconds
     return quantities

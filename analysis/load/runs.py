@@ -22,7 +22,7 @@ from simulation.imitated import records as imitated
 from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link
 
-#: Where the records that are not of cells are, relative to the folder of results.
+#: Files of records that are not of cells, relative to the folder of results.
 MEMORY = "memory/memory.jsonl"
 BOUND = "bound/bound.jsonl"
 
@@ -32,11 +32,11 @@ class Run:
     """The records of one matrix."""
 
     matrix: str
-    #: Relative to the folder of results.
+    #: The file of its records, relative to the folder of results.
     file: str
-    #: One a cell.
+    #: One per cell.
     records: list[Record]
-    #: Predictions of the same cells, and the file of it if there is one; see
+    #: The file of the cells' predictions, if there is one, and the predictions; see
     #: ``python -m experiments validate``.
     predicted: str | None
     predictions: list[Record]
@@ -55,18 +55,18 @@ class Run:
 
     @property
     def summary(self) -> str:
-        """Where the records come from, in a sentence."""
+        """The provenance of the records, in a sentence."""
         return provenance.provenance(self.table)
 
     @property
     def origin(self) -> list[tuple[str, str]]:
         """Commit, versions and hardware that made the records, each by its name."""
-        found = [_commit(self.records)]
+        origin = [_commit(self.records)]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
                 words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
-                found.append((column.capitalize(), words))
-        return found
+                origin.append((column.capitalize(), words))
+        return origin
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -87,7 +87,7 @@ class Study:
 
 
 def of_memory(file: str, records: Sequence[MemoryRecord]) -> Study:
-    """The study of memory at paper scale: one record a case, the latest."""
+    """The study of memory at paper scale: one record per case, the latest."""
     by_age = sorted(records, key=lambda record: record.started_at)
     records = [*{record.case: record for record in by_age}.values()]
     case = records[0].case
@@ -127,13 +127,13 @@ def _of_bound(file: str, records: Sequence[BoundRecord]) -> Study:
 def _of_fuyou(points: Sequence[fuyou.Point]) -> Study:
     """The table that Fuyou's authors published, predicted by its cost model.
 
-    The one fitted constant is that of the points of one GPU.
+    Its one fitted constant is fitted to the points of one GPU.
     """
     adam = fuyou.fitted([point for point in points if point.gpus == 1])
     rows = [_fuyou_row(point, fuyou.predicted(point, adam)) for point in points]
-    said = "The authors' published points, and the cost model that the strategy itself has"
-    found = f"{len(points)} points"
-    return Study("fuyou-published", fuyou.FILE, points, rows, found, said, [("Source", said)])
+    source = "The authors' published points, and the cost model that the strategy itself has"
+    size = f"{len(points)} points"
+    return Study("fuyou-published", fuyou.FILE, points, rows, size, source, [("Source", source)])
 
 
 def _commit(records: Sequence[Record | MemoryRecord | BoundRecord]) -> tuple[str, str]:
@@ -151,7 +151,7 @@ def _minutes(records: Sequence[Record | MemoryRecord]) -> str:
     return f"{text.number(sum(record.seconds for record in records) / 60, 2)} min"
 
 
-#: Whatever claims are compared with.
+#: Anything that claims are compared with.
 AnyRun = Run | Study
 
 
@@ -160,23 +160,23 @@ def load(results: Path, only: str | None = None) -> list[AnyRun]:
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
-    found: list[AnyRun] = []
+    runs: list[AnyRun] = []
     for name in [*matrices.named()] if only is None else [only]:
         if file := _file(results, f"{name}/{FILE}"):
             predicted = _file(results, f"{name}/{PREDICTIONS}")
             known = read(results / predicted) if predicted else []
-            found.append(Run(name, file, latest(read(results / file)), predicted, known))
+            runs.append(Run(name, file, latest(read(results / file)), predicted, known))
     if only is None:
         if (file := _file(results, MEMORY)) and (cases := imitated.read(results / file)):
-            found.append(of_memory(file, cases))
+            runs.append(of_memory(file, cases))
         if (file := _file(results, BOUND)) and (points := bound.read(results / file)):
-            found.append(_of_bound(file, points))
+            runs.append(_of_bound(file, points))
         if (results / fuyou.FILE).exists():
-            found.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
-    if not found:
+            runs.append(_of_fuyou(fuyou.published(results / fuyou.FILE)))
+    if not runs:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
-    return found
+    return runs
 
 
 def _file(results: Path, name: str) -> str | None:
@@ -192,7 +192,7 @@ def _memory_row(record: MemoryRecord) -> Row:
     if finding is not None:
         quantities["largest_micro_batch"] = finding.largest_micro_batch
         if finding.host_cache_bytes_per_node is not None:
-            # In bfloat16, which is what is gathered.
+            # Parameters are gathered in bfloat16.
             model = 2 * finding.parameters
             quantities["host_cache_share"] = finding.host_cache_bytes_per_node / model
     return Row(settings, record.state, record.evidence, quantities)

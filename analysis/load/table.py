@@ -1,4 +1,4 @@
-"""Records to a table of one row a cell, with the names of the record schema, flattened."""
+"""Records as a table of one row per cell, whose columns are the schema's fields, flattened."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from experiments.records.comparison import pooled, spread
 from experiments.records.record import Cached, Measurement, Record, read
 from experiments.records.select import files
 
-#: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
+#: Settings of a cell that have a column; the strategy's own settings are in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")
 #: Fields of a measurement that have a column: all but mappings, of which most are flattened.
 _MEASURED = {
@@ -62,23 +62,23 @@ def by_file(path: Path) -> dict[Path, list[Record]]:
 
     Raises ``ValueError`` if there is none, and for a malformed one.
     """
-    found = {file: read(file) for file in files(path)}
-    if not any(found.values()):
+    records = {file: read(file) for file in files(path)}
+    if not any(records.values()):
         raise ValueError(f"{path}: no records found")
-    return found
+    return records
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """One record a cell: where a cell was run again, the run that started last.
+    """One record per cell: where a cell was run again, the run that started last.
 
-    What a matrix repeats counts as one cell, with the steps of all its repetitions.
+    A cell that a matrix repeats counts once, with the steps of all its repetitions.
     """
     by_age = sorted(records, key=lambda record: record.started_at)
     return pooled({(record.cell_id, record.evidence): record for record in by_age}.values())
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a record, typed by ``COLUMNS``."""
+    """One row per record, typed by ``COLUMNS``."""
     rows = [values(record) for record in records]
     extra = sorted({name for row in rows for name in row} - set(COLUMNS))
     table = pd.DataFrame(rows, columns=[*COLUMNS, *extra])
@@ -95,7 +95,7 @@ def write_parquet(table: pd.DataFrame, path: Path) -> None:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """One record's values by column; what it does not have is not in it, or ``None``."""
+    """One record's values by column; missing ones are left out, or ``None``."""
     cell = record.cell
     chosen = {
         **settings.values(cell, _SETTINGS),
@@ -137,13 +137,13 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
 
 def ledger(counted: dict[str, dict[str, float]] | None) -> dict[str, float]:
     """``ledger_<link>_bytes_per_step`` and, by phase, ``ledger_<link>_<phase>_bytes_per_step``."""
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for link, phases in (counted or {}).items():
         name = f"ledger_{_identifier(link)}"
-        found[f"{name}_bytes_per_step"] = sum(phases.values())
+        columns[f"{name}_bytes_per_step"] = sum(phases.values())
         for phase, amount in phases.items():
-            found[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
-    return found
+            columns[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
+    return columns
 
 
 def _cache(cached: Cached | None) -> dict[str, float]:

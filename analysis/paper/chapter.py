@@ -43,30 +43,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Chapter:
-    """All of it."""
+    """A chapter as documents show it."""
 
     #: The paper, as the claims call it.
     paper: str
     #: A row per result: what, paper, simulated, emulated, verdict, why, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
-    #: At which point the paper's numbers hold together, in words; nothing of papers without one.
+    #: How many of the paper's numbers hold together at the best point, in words; empty without one.
     together: str = ""
-    #: Each of them there, and that point.
+    #: Tables of these numbers, and of that point.
     tables: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
 
     @property
     def drawn(self) -> list[Drawing]:
         """Every figure."""
-        own = [part.drawing for part in self.parts if part.drawing is not None]
-        return own + list(self.drawings)
+        of_parts = [part.drawing for part in self.parts if part.drawing is not None]
+        return of_parts + list(self.drawings)
 
     @property
     def written(self) -> list[Table]:
         """Every table, for CSV and LaTeX."""
-        own = [table for part in self.parts for table in (part.table, *part.pivots)]
-        return own + list(self.tables)
+        of_parts = [table for part in self.parts for table in (part.table, *part.pivots)]
+        return of_parts + list(self.tables)
 
 
 def chapter(
@@ -80,7 +80,7 @@ def chapter(
 ) -> Chapter:
     """The chapter of these records.
 
-    ``number`` has each note's id, and ``of`` where the paper's numbers hold together.
+    ``number`` has each note's id, ``of`` the region in which the paper's numbers hold together.
     """
     by_matrix = {run.matrix: run for run in runs}
     shown = _Shown(claims, findings, verdicts, of)
@@ -110,7 +110,7 @@ def chapter(
         holds.paper,
         opening,
         parts,
-        in_words(of.holds, of.found, of.paper),
+        in_words(of.holds, of.points, of.paper),
         (_together(numbers, first, of), _point(of)),
         (figures.ranges("paper-region", "All numbers", numbers, of, first),),
     )
@@ -120,36 +120,36 @@ def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) ->
     best = {name: ranged.best for name, ranged in of.ranges.items()}
     far = {name: ", too far" * (of.paper[name].away(at) > 1) for name, at in best.items()}
     columns = {
-        "Number": [first.get(one.id, one.claim) for one in numbers],
+        "Number": [first.get(c.id, c.claim) for c in numbers],
         "Paper": [*map(labelled, numbers)],
-        "At the best point": [rounded(best[one.id], one.unit) + far[one.id] for one in numbers],
+        "At the best point": [rounded(best[c.id], c.unit) + far[c.id] for c in numbers],
     }
     return Table("together", "The paper's numbers together", pd.DataFrame(columns))
 
 
 def _point(of: Region) -> Table:
-    """The point that the paper leaves open: where its numbers hold together, and its ranges."""
-    best, every = of.found.best.point, of.holds.unknowns
+    """The best point: the values that the paper leaves open, there and in their ranges."""
+    best, unknowns = of.points.best.point, of.holds.unknowns
     columns = {
-        "What the paper does not say": [one.words for one in every.values()],
-        "At the best point": [one.written(best[name]) for name, one in every.items()],
-        "May be": [one.range for one in every.values()],
+        "What the paper does not say": [unknown.words for unknown in unknowns.values()],
+        "At the best point": [unknown.written(best[name]) for name, unknown in unknowns.items()],
+        "May be": [unknown.range for unknown in unknowns.values()],
     }
     return Table("point", "The best point", pd.DataFrame(columns))
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
     """Tables of a section's matrices, cell by cell."""
-    found = [tables.pivoted(of, runs[of.matrix].rows) for of in section.pivots if of.matrix in runs]
+    pivots = [tables.pivoted(p, runs[p.matrix].rows) for p in section.pivots if p.matrix in runs]
     for seeds in section.seeds:
         run = runs.get(seeds.matrix)
-        found += [tables.over_seeds(seeds, run)] if isinstance(run, Run) else []
-    return tuple(found)
+        pivots += [tables.over_seeds(seeds, run)] if isinstance(run, Run) else []
+    return tuple(pivots)
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """Claims and what was found of them, as cells of tables."""
+    """Claims and their findings, as cells of tables."""
 
     claims: Claims
     findings: Sequence[Finding]
@@ -167,7 +167,7 @@ class _Shown:
             ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT
             for name in section.claims
         ]
-        # Left out where no claim has a value in it.
+        # A column in which no claim has a value is left out.
         some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
         order = ["Result", "Verdict", "Paper", *some, "Emulated"]
         return Table(section.id, section.title, frame[order])
@@ -176,27 +176,28 @@ class _Shown:
         """Result, paper, simulated, emulated, verdict; briefly without intervals."""
         claim, verdict = self.of(name), str(self.verdicts[name])
         if verdict == "not judged":
-            verdict = next(f.verdict for f in self._found(name) if not f.decides)
+            verdict = next(f.verdict for f in self._findings_of(name) if not f.decides)
         simulated, emulated = (
             self._ours(claim, kind, briefly) for kind in ("simulated", "emulated")
         )
         return claim.claim, labelled(claim), simulated, emulated, verdict
 
-    def _found(self, name: str) -> list[Finding]:
+    def _findings_of(self, name: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.claim.id == name]
 
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
-        """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
-        found = [finding for finding in self._found(claim.id) if finding.evidence == evidence]
-        found.sort(
-            key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO)))
-        )
-        if not found:
+        """Our number by this evidence: one that decides, else at the paper's ratio, else any."""
+        findings = [f for f in self._findings_of(claim.id) if f.evidence == evidence]
+        if not findings:
             return text.ABSENT
-        ours, sure = rounded(found[0].ours, claim.unit), between(found[0].interval, claim.unit)
-        said = [sure] if sure and not briefly else []
-        said += ["undecided"] if found[0].verdict == "undecided" else []
-        return f"{ours} ({'; '.join(said)})" if said else ours
+        finding = min(
+            findings,
+            key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO))),
+        )
+        ours, sure = rounded(finding.ours, claim.unit), between(finding.interval, claim.unit)
+        notes = [sure] if sure and not briefly else []
+        notes += ["undecided"] if finding.verdict == "undecided" else []
+        return f"{ours} ({'; '.join(notes)})" if notes else ours
 
     def why(self, section: Section, name: str) -> str:
         """A clause on the verdict: over the range, the reason found, or the section's."""
@@ -208,8 +209,8 @@ class _Shown:
             if ranged.fitted:
                 how = "which was read from it"
             return f"{ranged.span(claim.unit)} by the paper's system, {how}"
-        every = self._found(name)
-        finding = next((f for f in every if f.decides), every[0])
+        findings = self._findings_of(name)
+        finding = next((f for f in findings if f.decides), findings[0])
         because = finding.check.because if finding.check else None
         if because and finding.verdict == "not reproduced":
             return because.split(". ")[0].rstrip(".")
@@ -217,7 +218,7 @@ class _Shown:
         return section.because.get(name, finding.cells) if agrees else finding.cells
 
     def notes(self, section: Section) -> list[str]:
-        """The reasons of what decides the section's claims; of all else where nothing does."""
+        """The reasons of findings that decide the section's claims; of all where none does."""
         decided = {finding.claim.id for finding in self.findings if finding.decides}
         return [
             reason
@@ -231,7 +232,7 @@ class _Shown:
 def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:
     """Models, length, recomputation and share of the link of the section's cells.
 
-    A model has its dimensions where it is not among those that are ``sized`` already.
+    A model is given with its dimensions unless it is in ``sized``, which has earlier models.
     """
     cells = [
         record.cell
@@ -245,14 +246,14 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) 
         [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells],
         [f"{c.sequence_length} tokens per sequence" for c in texts],
     ]
-    said = [words for part in parts if (words := _distinct(part))]
+    assumptions = [words for part in parts if (words := _distinct(part))]
     sized |= {c.model.name for c in cells}
     simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
     if simulated:
         shares = _distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
         again = _distinct([f"{c.recomputed * 100:g} %" for c in cells])
-        said += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
-    return "; ".join(said)
+        assumptions += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
+    return "; ".join(assumptions)
 
 
 def _sized(model: AnyModel, sized: Collection[str]) -> str:
@@ -275,9 +276,9 @@ def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Dra
     if isinstance(run, Run):
         if section.figure in ("throughput", "traffic", "intervals", "slots"):
             return figures.of_kind(run, section.figure)
-        given = (claims, run) if section.figure in ("volume", "bandwidth") else (run,)
-        return getattr(figures, section.figure)(*given)  # type: ignore[no-any-return]
-    points = [one for one in (run.records if run else ()) if isinstance(one, BoundRecord)]
+        arguments = (claims, run) if section.figure in ("volume", "bandwidth") else (run,)
+        return getattr(figures, section.figure)(*arguments)  # type: ignore[no-any-return]
+    points = [r for r in (run.records if run else ()) if isinstance(r, BoundRecord)]
     return figures.bound(claims, points, run.summary) if run and points else None
 
 

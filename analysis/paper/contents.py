@@ -48,7 +48,7 @@ class Pivot(Strict):
     title: str
     matrix: MatrixName
     quantity: Literal["tokens_per_s", "peak_device_bytes", "held_out_loss", "held_out_accuracy"]
-    #: The cells that it is of; all by default.
+    #: The cells that it shows; all by default.
     of: Selection | None = None
     rows: Name = "strategy"
     columns: Name
@@ -72,13 +72,13 @@ class Section(Strict):
     figure: Figure
     matrices: tuple[MatrixName, ...]
     claims: tuple[Name, ...] = Field(min_length=1)
-    #: Those of its claims that the chapter opens with, in a few words.
+    #: Short names of its claims that the chapter opens with.
     first: dict[Name, str] = Field(default_factory=dict)
-    #: Why these are so, in a clause, where no range or reason of a claim's check says it.
+    #: Reasons for these, a clause each, where no range and no check of the claim has one.
     because: dict[Name, str] = Field(default_factory=dict)
     #: Part of the paper's setting that is not known.
     unknown: str | None = None
-    #: Cells of every system, where the paper's own values are not known.
+    #: Tables of every system's cells, where the paper's own values are not known.
     pivots: tuple[Pivot, ...] = ()
     seeds: tuple[Seeds, ...] = ()
 
@@ -90,7 +90,7 @@ class Section(Strict):
 
 
 class Contents(Strict):
-    """The file."""
+    """The contents of one such file."""
 
     #: The paper, as the claims call it.
     paper: Name

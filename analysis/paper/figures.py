@@ -1,4 +1,4 @@
-"""Figures of the papers' tables: their points on our curves and bars; ranges."""
+"""Figures of the papers' tables: their numbers on our curves and bars, and our ranges."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ _PAPERS_MARK: dict[str, Any] = {
 
 
 def volume(claims: Sequence[Claim], run: Run) -> Drawing:
-    """Bytes of all nodes a step: a bar per system, and the paper's numbers on them."""
+    """Bytes of all nodes per step: a bar per system, with the paper's numbers on them."""
     rows = {str(row.settings["strategy"]): row for row in run.rows}
     looks = strategies.styles(rows)
     with canvas(6.4, 3.2) as (figure, ((ax,),)):
@@ -66,7 +66,7 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
 
 
 def _numbers(claims: Sequence[Claim], quantity: Quantity) -> Iterator[tuple[Selection, float]]:
-    """Cells and number of each claim that gives one of this quantity."""
+    """The cells and the number of each claim that has a number of this quantity."""
     for claim in claims:
         for check in claim.checks:
             of = check.compute
@@ -103,9 +103,9 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
     with canvas(5.2, 3.6) as (figure, ((ax,),)):
         for name, look in looks.items():
             links, speeds = _points(rows, {"strategy": name}, "link", "tokens_per_s", _gigabits)
-            kept = [100 * speed / speeds[-1] for speed in speeds]
-            ax.plot(links, kept, color=look.colour, marker=look.marker, linestyle=look.dashes)
-        for place, number in _kept(claims):
+            shares = [100 * speed / speeds[-1] for speed in speeds]
+            ax.plot(links, shares, color=look.colour, marker=look.marker, linestyle=look.dashes)
+        for place, number in _shares(claims):
             ax.plot([place], [number], **_PAPERS_MARK)
         ax.set(xscale="log", yscale="log", xlabel="link between nodes, Gbit/s")
         ax.set_ylabel("% of the throughput at 100 Gbit/s")
@@ -118,8 +118,8 @@ def bandwidth(claims: Sequence[Claim], run: Run) -> Drawing:
     return Drawing("paper-bandwidth", "What is kept on slower links", caption, figure)
 
 
-def _kept(claims: Sequence[Claim]) -> list[tuple[float, float]]:
-    """The link in Gbit/s and the number of each claim that is a share with a number."""
+def _shares(claims: Sequence[Claim]) -> list[tuple[float, float]]:
+    """The link in Gbit/s and the number of each claim about a share."""
     return [
         (_gigabits(check.compute.of.link), claim.number)
         for claim in claims
@@ -138,12 +138,12 @@ def policies(run: Run) -> Drawing:
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
             look: dict[str, Any] = {"color": colour, "linestyle": dash, "marker": "o"}
-            found = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
-            taus, used = _points(found, of, "policy", "peak_device_bytes", _tau)
+            sweep = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
+            taus, used = _points(sweep, of, "policy", "peak_device_bytes", _tau)
             label = f"{tuning}, micro-batch {batch}"
             memory = [value / 1e9 for value in used]
             drawn += ax.plot(taus, memory, label=label, markersize=3.5, **look)
-            _, speeds = _points(found, of, "policy", "tokens_per_s", _tau)
+            _, speeds = _points(sweep, of, "policy", "tokens_per_s", _tau)
             moves.append(max(speeds) / min(speeds) - 1)
         ax.set(xlabel="threshold τ", ylabel="device memory, GB", ylim=(0, None))
         put_legend(figure, drawn)
@@ -153,7 +153,7 @@ def policies(run: Run) -> Drawing:
 
 
 def memory(run: Run) -> Drawing:
-    """Device memory of each system at micro-batch 8, or that it runs out of it."""
+    """Device memory of each system at micro-batch 8, or its state where it runs out of it."""
     rows = {str(r.settings["strategy"]): r for r in run.rows if r.settings["model"] == LARGEST}
     looks = strategies.styles(rows)
     with canvas(6.0, 3.6) as (figure, ((ax,),)):
@@ -167,13 +167,13 @@ def memory(run: Run) -> Drawing:
     return Drawing("paper-memory", "Device memory", caption, figure)
 
 
-def _bar(ax: Axes, at: int, value: float, colour: str, said: str) -> None:
+def _bar(ax: Axes, at: int, value: float, colour: str, label: str) -> None:
     ax.barh(at, value, axes.BAR, color=colour)
-    axes.write_beside(ax, at, value, said, fontsize=7.5)
+    axes.write_beside(ax, at, value, label, fontsize=7.5)
 
 
 def apart(run: Run) -> Drawing:
-    """How far each system's losses are from those of the baseline, at most."""
+    """The largest difference of each system's losses from those of the baseline."""
     cells = compare(run.records)
     most = cells.groupby("strategy", observed=True)["loss_difference_max"].max().dropna()
     looks = strategies.styles(most.index)
@@ -199,15 +199,15 @@ def losses(run: Run) -> Drawing:
 
 def bound(claims: Sequence[Claim], records: Sequence[BoundRecord], summary: str) -> Drawing:
     """The bound on utilisation over the size of models, and the claims' numbers."""
-    sizes = {one.point.model: one.point.named_parameters for one in records}
-    by_link = grouped(records, lambda one: one.point.bandwidth_bits_per_s)
+    sizes = {record.point.model: record.point.named_parameters for record in records}
+    by_link = grouped(records, lambda record: record.point.bandwidth_bits_per_s)
     by_link.sort(key=lambda of: of[0].point.bandwidth_bits_per_s)
     marks = list[Line2D]()
     with canvas(5.2, 3.4) as (figure, ((ax,),)):
         for of, colour, dash in zip(by_link, COLOURS, DASHES, strict=False):
             marks += ax.plot(
-                [one.point.named_parameters for one in of],
-                [one.hfu_bound for one in of],
+                [record.point.named_parameters for record in of],
+                [record.hfu_bound for record in of],
                 color=colour,
                 linestyle=dash,
                 marker="o",
@@ -230,7 +230,7 @@ def bound(claims: Sequence[Claim], records: Sequence[BoundRecord], summary: str)
 def of_kind(run: Run, kind: str) -> Drawing | None:
     """The first of a matrix's own figures of this kind; ``None`` where it has none."""
     drawn = matrix.draw(compare(run.records))
-    return next((one for one in drawn if one.name.endswith(f"-{kind}")), None)
+    return next((drawing for drawing in drawn if drawing.name.endswith(f"-{kind}")), None)
 
 
 def _points(
@@ -240,13 +240,13 @@ def _points(
     quantity: Quantity,
     place: Callable[[str], float] = float,
 ) -> tuple[list[float], list[float]]:
-    """A quantity over a setting, in its order."""
-    found = sorted(
+    """A quantity over a setting, sorted by the setting."""
+    points = sorted(
         (place(str(row.settings[over])), row.quantities[quantity])
         for row in rows
         if all(row.settings[name] == value for name, value in of.items())
     )
-    return [at for at, _ in found], [value for _, value in found]
+    return [at for at, _ in points], [value for _, value in points]
 
 
 def _gigabits(written: str) -> float:
@@ -259,29 +259,29 @@ def _tau(policy: str) -> float:
     return float(policy.removeprefix("threshold(").removesuffix(")"))
 
 
-#: Where the paper's numbers stand.
+#: Colour of the paper's numbers.
 PAPER = "#7F7F7F"
 
 
 def ranges(
-    name: str, title: str, claims: Sequence[Claim], of: Region, said: Mapping[str, str]
+    name: str, title: str, claims: Sequence[Claim], of: Region, labels: Mapping[str, str]
 ) -> Drawing:
-    """A line per number, below its short name: ours over its range, of the paper's; the best point.
+    """A line per number, below its short name: our range over the paper's number; the best point.
 
-    As narrow as a phone.
+    The figure is as narrow as a phone.
     """
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with canvas(3.5, 0.31 * len(numbers) + 1.2) as (figure, ((ax,),)):
         for at, claim in enumerate(numbers):
-            found, number = of.ranges[claim.id], of.paper[claim.id].number
+            ranged, number = of.ranges[claim.id], of.paper[claim.id].number
             relative = of.paper[claim.id].tolerance.relative
             if relative is not None:
                 ends = (1 - relative, 1 + relative)
                 ax.fill_betweenx((at - 0.2, at + 0.2), *ends, color=PAPER, alpha=0.3, lw=0)
-            low = max(found.low / number, _LEAST)
-            ax.plot((low, max(found.high / number, low)), (at, at), color=COLOURS[1], lw=2.5)
-            ax.plot(found.best / number, at, color=COLOURS[2], marker="o", linestyle="none")
-            named = f"{said.get(claim.id, claim.claim)}: {quoted(claim.number, claim.unit)}"
+            low = max(ranged.low / number, _LEAST)
+            ax.plot((low, max(ranged.high / number, low)), (at, at), color=COLOURS[1], lw=2.5)
+            ax.plot(ranged.best / number, at, color=COLOURS[2], marker="o", linestyle="none")
+            named = f"{labels.get(claim.id, claim.claim)}: {quoted(claim.number, claim.unit)}"
             ground: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
             place = ax.get_yaxis_transform()
             ax.text(0, at - 0.25, named, transform=place, fontsize=7.5, bbox=ground)
@@ -307,7 +307,7 @@ def ranges(
     return Drawing(name, title, caption, figure)
 
 
-#: Differences below it are drawn at it, on a logarithmic axis.
+#: The least difference on a logarithmic axis; smaller ones are drawn at it.
 _SAME_LOSS = 1e-8
-#: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
+#: The least share on the axis; smaller ones are drawn at it, as is a gain that is a loss.
 _LEAST = 0.05

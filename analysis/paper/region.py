@@ -2,8 +2,8 @@
 
     python -m analysis.paper.region
 
-The paper's system (flat exchanges) is simulated; what the paper does not say is in
-``unknowns.yaml``. What is found is in ``region.json``.
+The paper's system (flat exchanges) is simulated. ``unknowns.yaml`` has the values that the paper
+leaves open, ``region.json`` the points of the search.
 """
 
 import math
@@ -28,15 +28,15 @@ from simulation.transformer import Transformer
 from simulation.workload import Workload
 
 UNKNOWNS = Path(__file__).with_name("unknowns.yaml")
-FOUND = Path(__file__).with_name("region.json")
+REGION = Path(__file__).with_name("region.json")
 #: Depth and width are our choice: simulation/models.py says why.
 _MODEL = Transformer.of(PAPER_MODELS["gpt-30b"], 2048)
 _FAST, _SLOW = 100e9, 1e9
-#: Rounds over all unknowns, from the middle of their ranges.
+#: Rounds of the search over all unknowns, from the middle of their ranges.
 _ROUNDS = 3
-#: Values tried of an unknown that is between two, in each round; later ones are nearer.
+#: Values that a round tries of an unknown with a continuous range, nearer in later rounds.
 _TRIED = 5
-#: A number is said to ask for part of an unknown's range that is less than this share of it.
+#: Values of an unknown are named where they span less than this share of its range.
 _NARROWER = 0.85
 
 #: The value of each unknown.
@@ -49,7 +49,7 @@ class Unknown(Strict):
     values: tuple[float, ...] = ()
     between: tuple[float, float] | None = None
     source: str
-    #: As readers call it.
+    #: Its name for readers.
     words: str
 
     @model_validator(mode="after")
@@ -59,24 +59,24 @@ class Unknown(Strict):
         return self
 
     def has(self, value: float) -> bool:
-        """Whether it may be so."""
+        """Whether the value is in the range."""
         if self.between is None:
             return value in self.values
         return self.between[0] <= value <= self.between[1]
 
     def written(self, value: float) -> str:
-        """The value; shares in per cent."""
+        """The value in words; shares are in per cent."""
         share = max(self.between or self.values) <= 1
         return f"{100 * value:.3g} %" if share else f"{value:,g}"
 
     @property
     def range(self) -> str:
-        """All that it may be."""
+        """The range in words."""
         least, most = self.between or (min(self.values), max(self.values))
         return f"{self.written(least).removesuffix(' %')}–{self.written(most)}"
 
     def near(self, value: float, width: float) -> list[float]:
-        """Values around one, this share of the range wide."""
+        """Values around one, over this share of the range."""
         if self.between is None:
             return list(self.values)
         low, high = self.between
@@ -86,15 +86,15 @@ class Unknown(Strict):
 
 
 class Unknowns(Strict):
-    """The file."""
+    """The contents of ``unknowns.yaml``."""
 
     seed: int
-    #: Points over which verdicts are given.
+    #: Number of points that are drawn, over which verdicts are given.
     drawn: int = Field(ge=1)
     unknowns: dict[Name, Unknown]
-    #: Where the numbers hold together, by those of the unknowns without which fewest do.
+    #: Template of a clause on the best point, which names the unknowns that matter most.
     opening: str
-    #: Claims that the search brings together.
+    #: Claims whose numbers the search brings together.
     numbers: tuple[Name, ...] = Field(min_length=1)
     #: Claims from which the paper's system was read.
     fitted: tuple[Name, ...] = ()
@@ -145,20 +145,20 @@ def numbers(point: Point) -> dict[str, float]:
     def over(a: Prediction, b: Prediction) -> float:
         return a.tokens_per_s / b.tokens_per_s if a.state == b.state == "ok" else math.nan
 
-    zero3, hpz, full = (cell(one, "full") for one in ("deepspeed-zero3", "deepspeed-hpz", "fcdp"))
+    zero3, hpz, full = (cell(name, "full") for name in ("deepspeed-zero3", "deepspeed-hpz", "fcdp"))
     table = cell("deepspeed-zero3", "table")
     systems = ("deepspeed-zero3", "fsdp2-reshard", "fcdp-sched", "fcdp")
-    fast = {one: cell(one, "bandwidth") for one in systems}
-    slow = {one: cell(one, "bandwidth", bits=_SLOW) for one in systems}
-    sent = {one: 2 * found.inter_node_bytes / 1e9 for one, found in fast.items()}
+    fast = {system: cell(system, "bandwidth") for system in systems}
+    slow = {system: cell(system, "bandwidth", bits=_SLOW) for system in systems}
+    sent = {system: 2 * step.inter_node_bytes / 1e9 for system, step in fast.items()}
     forward = {
-        one: 2 * found.moved_bytes["inter_node"]["forward"] / 1e9 for one, found in fast.items()
+        system: 2 * step.moved_bytes["inter_node"]["forward"] / 1e9 for system, step in fast.items()
     }
-    backward = {one: sent[one] - forward[one] for one in systems}
+    backward = {system: sent[system] - forward[system] for system in systems}
     ends = [hpz.state == "oom", zero3.state == "ok", full.state == "ok"]
     volumes = {
-        f"fcdp-volume-{name}-{part}": of[one]
-        for name, one in zip(("zero3", "zeropp", "sched", "comm"), systems, strict=True)
+        f"fcdp-volume-{name}-{part}": of[system]
+        for name, system in zip(("zero3", "zeropp", "sched", "comm"), systems, strict=True)
         for part, of in (("total", sent), ("forward", forward), ("backward", backward))
     }
     gain = 100 * (over(full, zero3) - 1)
@@ -185,7 +185,7 @@ class Asked(NamedTuple):
     tolerance: Tolerance
 
     def away(self, ours: float) -> float:
-        """How far ours is, 1 where it is as far as it may be; infinite where there is none."""
+        """The distance of ours, 1 at the edge of the tolerance; infinite where ours is NaN."""
         if math.isnan(ours):
             return math.inf
         if self.tolerance.relative is None:
@@ -194,7 +194,7 @@ class Asked(NamedTuple):
 
 
 def asked(claims: Claims) -> dict[str, Asked]:
-    """By claim, as its first check asks; of how systems end, that all end as the paper says."""
+    """Each claim's number, and its first check's tolerance; claims on outcomes ask for 100 %."""
     return {
         claim.id: Asked(100.0 if claim.number is None else claim.number, claim.checks[0].tolerance)
         for claim in claims.claims
@@ -212,14 +212,14 @@ def search(holds: Unknowns, paper: Mapping[str, Asked]) -> dict[str, float]:
         return sum(value > 1 for value in by), sum(min(value, 10.0) for value in by)
 
     point = {
-        name: one.values[len(one.values) // 2]
-        if one.between is None
-        else round(sum(one.between) / 2, 2)
-        for name, one in holds.unknowns.items()
+        name: unknown.values[len(unknown.values) // 2]
+        if unknown.between is None
+        else round(sum(unknown.between) / 2, 2)
+        for name, unknown in holds.unknowns.items()
     }
     for turn in range(_ROUNDS):
-        for name, one in order.sample(list(holds.unknowns.items()), len(holds.unknowns)):
-            tried = [{**point, name: value} for value in one.near(point[name], 0.8 / 2**turn)]
+        for name, unknown in order.sample(list(holds.unknowns.items()), len(holds.unknowns)):
+            tried = [{**point, name: value} for value in unknown.near(point[name], 0.8 / 2**turn)]
             point = min([point, *tried], key=badness)
     return point
 
@@ -239,7 +239,7 @@ def simulated(point: Point) -> Simulated:
     return Simulated(point=dict(point), numbers=ours)
 
 
-class Found(Strict):
+class Points(Strict):
     """The best point, and points drawn from all ranges."""
 
     best: Simulated
@@ -247,45 +247,43 @@ class Found(Strict):
 
 
 def draw(holds: Unknowns) -> list[dict[str, float]]:
-    """Points from all ranges, each alike probable."""
+    """Points drawn from all ranges, uniformly."""
     drawn = random.Random(holds.seed)
     return [
         {
-            name: drawn.choice(one.values)
-            if one.between is None
-            else round(drawn.uniform(*one.between), 3)
-            for name, one in holds.unknowns.items()
+            name: drawn.choice(unknown.values)
+            if unknown.between is None
+            else round(drawn.uniform(*unknown.between), 3)
+            for name, unknown in holds.unknowns.items()
         }
         for _ in range(holds.drawn)
     ]
 
 
-def ranges(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> dict[str, Ranged]:
-    """Range of each claim's number over the points that lie in the ranges as declared."""
-    inside = [
-        one for one in of.drawn if all(holds.unknowns[n].has(v) for n, v in one.point.items())
-    ]
-    result = {}
+def ranges(holds: Unknowns, points: Points, paper: Mapping[str, Asked]) -> dict[str, Ranged]:
+    """The range of each claim's number over the points that lie in the declared ranges."""
+    inside = [p for p in points.drawn if all(holds.unknowns[n].has(v) for n, v in p.point.items())]
+    by_claim = {}
     for name, asks in paper.items():
-        best = of.best.numbers.get(name)
-        pairs = [(one, value) for one in inside if (value := one.numbers.get(name)) is not None]
+        best = points.best.numbers.get(name)
+        pairs = [(p, value) for p in inside if (value := p.numbers.get(name)) is not None]
         if not pairs or best is None:
             continue
         values = [value for _, value in pairs]
-        near = [one.point for one, value in pairs if asks.away(value) <= 1]
+        near = [p.point for p, value in pairs if asks.away(value) <= 1]
         share = len(near) / len(pairs)
         part = _part(holds, near) if 0 < share < 1 else ""
         ends = min(values), max(values)
-        result[name] = Ranged(*ends, share, part, best, name in holds.fitted)
-    return result
+        by_claim[name] = Ranged(*ends, share, part, best, name in holds.fitted)
+    return by_claim
 
 
 @dataclass(frozen=True)
 class Region:
-    """All that is known of where the paper's numbers hold together."""
+    """The unknowns, the points of the search, the paper's numbers, and the ranges of ours."""
 
     holds: Unknowns
-    found: Found
+    points: Points
     paper: Mapping[str, Asked]
     ranges: Mapping[str, Ranged]
 
@@ -293,25 +291,25 @@ class Region:
 def region(claims: Claims) -> Region:
     """The region of these claims, by the committed points."""
     holds, paper = load(), asked(claims)
-    of = Found.model_validate_json(FOUND.read_text(encoding="utf-8"))
-    return Region(holds, of, paper, ranges(holds, of, paper))
+    points = Points.model_validate_json(REGION.read_text(encoding="utf-8"))
+    return Region(holds, points, paper, ranges(holds, points, paper))
 
 
 def _part(holds: Unknowns, near: Sequence[Point]) -> str:
-    """Within which values of the unknowns a number holds, where these are not all that may be."""
-    said = []
-    for name, one in holds.unknowns.items():
+    """The unknowns' values at which a number agrees, where these are narrower than the ranges."""
+    parts = []
+    for name, unknown in holds.unknowns.items():
         low, high = min(at[name] for at in near), max(at[name] for at in near)
-        least, most = one.between or (min(one.values), max(one.values))
+        least, most = unknown.between or (min(unknown.values), max(unknown.values))
         if high - low < _NARROWER * (most - least):
-            said.append(f"{one.words} {one.written(low)} to {one.written(high)}")
-    return ", ".join(said)
+            parts.append(f"{unknown.words} {unknown.written(low)} to {unknown.written(high)}")
+    return ", ".join(parts)
 
 
-def in_words(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> str:
-    """How many of the numbers hold together at the best point, and what matters most of it."""
-    near = sum(paper[name].away(_or_nan(of.best.numbers[name])) <= 1 for name in holds.numbers)
-    at = {name: one.written(of.best.point[name]) for name, one in holds.unknowns.items()}
+def in_words(holds: Unknowns, points: Points, paper: Mapping[str, Asked]) -> str:
+    """How many of the numbers hold together at the best point, and its values that matter most."""
+    near = sum(paper[name].away(_or_nan(points.best.numbers[name])) <= 1 for name in holds.numbers)
+    at = {name: u.written(points.best.point[name]) for name, u in holds.unknowns.items()}
     of_all = f"{near} of {len(holds.numbers)} of the paper's numbers"
     return f"{of_all} hold together {holds.opening.format(**at)}"
 
@@ -321,16 +319,16 @@ def _or_nan(value: float | None) -> float:
 
 
 def main() -> None:
-    """Search, draw, and write what was found."""
+    """Search for the best point, draw the others, and write all."""
     holds, paper = load(), asked(papers.load())
     best = simulated(search(holds, paper))
     for name in holds.numbers:
         ours = _or_nan(best.numbers[name])
         off = 100 * (ours / paper[name].number - 1)
         print(f"{name:28} {ours:8.4g} of {paper[name].number:8.4g} {off:+7.1f} %")
-    of = Found(best=best, drawn=tuple(simulated(point) for point in draw(holds)))
-    print(in_words(holds, of, paper))
-    FOUND.write_text(of.model_dump_json() + "\n", encoding="utf-8")
+    points = Points(best=best, drawn=tuple(simulated(point) for point in draw(holds)))
+    print(in_words(holds, points, paper))
+    REGION.write_text(points.model_dump_json() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

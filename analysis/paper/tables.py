@@ -1,4 +1,4 @@
-"""Tables of text, a matrix's own cells' among them; written as Markdown, CSV and LaTeX."""
+"""Tables of text, such as those of a matrix's cells, written as Markdown, CSV and LaTeX."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Table:
-    """Text under named columns; the first column is words, the others are set right."""
+    """Text under named columns; the first column is words, the others are flush right."""
 
     #: The stem of its files' names.
     name: str
@@ -51,7 +51,7 @@ def as_csv(table: Table) -> str:
 
 
 def as_latex(table: Table) -> str:
-    """The same as a ``tabular`` that needs the package booktabs."""
+    """The table as a ``tabular`` that needs the package booktabs."""
     cells = table.frame.rename(columns=_as_latex).map(_as_latex)
     places = "l" + "r" * (len(cells.columns) - 1)
     return f"% {table.title}\n" + cells.to_latex(index=False, escape=False, column_format=places)
@@ -62,14 +62,14 @@ def _as_latex(value: str) -> str:
 
 
 def write(tables: Sequence[Table], directory: Path) -> None:
-    """Each table as CSV and LaTeX."""
+    """Write each table as CSV and LaTeX."""
     directory.mkdir(parents=True, exist_ok=True)
     for table in tables:
         (directory / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
         (directory / f"{table.name}.tex").write_text(as_latex(table), encoding="utf-8")
 
 
-#: How a quantity is written.
+#: The format of each quantity.
 _WRITTEN: dict[Quantity, Callable[[float], str]] = {
     "tokens_per_s": text.number,
     "peak_device_bytes": lambda value: f"{value / 1e9:.1f}",
@@ -78,7 +78,7 @@ _WRITTEN: dict[Quantity, Callable[[float], str]] = {
 
 
 def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
-    """The pivot of these cells; how one ended that left no figures, a dash where there is none."""
+    """The pivot of these cells: a value, the state of a cell without one, or a dash."""
     chosen = [row for row in rows if pivot.of is None or pivot.of.matches(row)]
     cells = {
         (str(row.settings[pivot.rows]), str(row.settings[pivot.columns])): _cell(pivot, row)
@@ -113,7 +113,7 @@ def _word(setting: str, value: str) -> str:
 
 
 def _head(setting: str, value: str) -> str:
-    """A column's name, which says of a plain number what it is of."""
+    """A column's name; a plain number is labelled with its setting."""
     if not value.isdigit():
         return _word(setting, value)
     written = settings.described(Cell)[setting].written(int(value))

@@ -16,9 +16,9 @@ from analysis import strategies, text
 from analysis.figures.drawings import Drawing
 from simulation.quantities import format_link
 
-#: How large figures are shown, in CSS pixels an inch.
+#: Size at which figures are shown, in CSS pixels per inch.
 SCREEN_DPI = 130
-#: And at the least: letters of 7 points have 10 pixels.
+#: The least size, at which letters of 7 points have 10 pixels.
 READABLE_DPI = 100
 
 
@@ -70,7 +70,7 @@ class Figures:
         }
 
 
-#: A style of all elements, name spaces, and fonts, which are the page's own.
+#: Parts that the page has itself: a style of all elements, namespaces, and fonts.
 _FOREIGN = re.compile(
     r"""<defs>\s*<style.*?</defs>| xmlns(?::\w+)?="[^"]*"|font-family:[^;"]*;?""", re.DOTALL
 )
@@ -84,7 +84,7 @@ def inline(drawing: Drawing, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": f"{drawing.name} {name}", "svg.fonttype": "none"}):
         drawing.figure.savefig(content, format="svg", metadata=nothing, transparent=True)
     written = re.sub(r"\s*\n\s*", " ", _FOREIGN.sub("", content.getvalue()))
-    used = {one or other for one, other in _REFERENCE.findall(written)}
+    used = {url or href for url, href in _REFERENCE.findall(written)}
     written = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", written)
     written = re.sub(r"<[^>]+>", _rounded, written)
     box = re.search(r'viewBox="[^"]*"', written)
@@ -94,5 +94,5 @@ def inline(drawing: Drawing, name: str) -> str:
 
 
 def _rounded(tag: re.Match[str]) -> str:
-    """Places in a tag, to a hundredth of a point; numbers of the figure's text stay as they are."""
+    """Coordinates in a tag, to a hundredth of a point; numbers in the figure's text are kept."""
     return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag[0])

@@ -50,11 +50,11 @@ def write(results: Path) -> dict[str, Path]:
 class Document:
     """The pages, which depend on the claims and the records alone."""
 
-    #: By their files' names, relative to the repository.
+    #: Pages by their files' names, relative to the repository.
     markdown: Mapping[str, str]
     #: The chapter on the FCDP paper is the first.
     chapters: list[Chapter]
-    #: Values that it and its page show.
+    #: Values that the templates show.
     values: Mapping[str, Any]
 
 
@@ -63,13 +63,13 @@ DOCUMENT, PAGES = "REPRODUCTION.md", "results/paper"
 
 
 def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
-    """The pages of these claims and records, which are not written anywhere."""
+    """The pages of these claims and records; nothing is written."""
     values = _values(claims, of)
     chapters: list[Chapter] = values["chapters"]
 
     def page(template: str, **more: Any) -> str:
-        given = values | more
-        return pages.render(template, **given, cell=text.escaped, table=text.markdown)
+        context = values | more
+        return pages.render(template, **context, cell=text.escaped, table=text.markdown)
 
     first, *others = (_once([one])[0] for one in chapters)
     both = {"chapter": first, "others": others}
@@ -91,7 +91,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     drawn = {
         run.matrix: [
             figure(drawing, [run.file])
-            # A study's table is the claims'.
+            # A study has no figures of its own: its numbers are in the claims' tables.
             for drawing in (matrix.draw(compare(run.records)) if isinstance(run, Run) else ())
         ]
         for run in of
@@ -172,21 +172,21 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
 
 
 def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
-    """The chapters as one page has them: each note stands in the first that has it."""
-    there, found = set[str](), []
+    """The chapters as one page has them: each note stands in the first section that has it."""
+    there, shown = set[str](), []
     for one in chapters:
         parts = []
         for part in one.parts:
-            own = {at: note for at, note in part.notes.items() if at not in there}
+            new = {at: note for at, note in part.notes.items() if at not in there}
             earlier = tuple(at for at in part.notes if at in there)
-            parts.append(replace(part, notes=own, earlier=earlier))
-            there |= set(own)
-        found.append(replace(one, parts=tuple(parts)))
-    return found
+            parts.append(replace(part, notes=new, earlier=earlier))
+            there |= set(new)
+        shown.append(replace(one, parts=tuple(parts)))
+    return shown
 
 
 def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:
-    """Each reason once, however many claims it is given for, with an id that is its own text's."""
+    """Each reason once, however many claims have it, with an id that is a digest of its text."""
     reasons = (
         reason
         for finding in findings

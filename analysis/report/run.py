@@ -43,16 +43,16 @@ class Written:
     report: Path
     table: Path
     data: Path
-    #: Each as PNG and as SVG.
+    #: Each figure as PNG and as SVG.
     figures: list[tuple[Path, Path]]
 
 
-def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
-    """Compare, draw and write everything to ``directory``; records come by file."""
+def write(files: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
+    """Compare, draw and write all to ``directory``; ``files`` has the records of each file."""
     directory.mkdir(parents=True, exist_ok=True)
-    records = [record for of in found.values() for record in of]
-    kept = latest(records)
-    compared = compare(kept, baseline)
+    records = [record for group in files.values() for record in group]
+    newest = latest(records)
+    compared = compare(newest, baseline)
     drawn = draw(compared)
     written = Written(
         report=directory / "report.html",
@@ -62,16 +62,16 @@ def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str
     )
     write_parquet(compared, written.data)
     written.table.write_text(markdown(compared), encoding="utf-8")
-    files = {Path(os.path.relpath(file, directory)): of for file, of in found.items()}
-    page = render(compared, drawn, files, replaced=len(records) - len(kept))
+    relative = {Path(os.path.relpath(file, directory)): group for file, group in files.items()}
+    page = render(compared, drawn, relative, replaced=len(records) - len(newest))
     written.report.write_text(page, encoding="utf-8")
     return written
 
 
 def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
-    every, seeds = presentable(compared), seeds_in_words(compared)
-    table, by_seed = (text.markdown(each, WORDS) for each in (every, seeds))
+    cells, seeds = presentable(compared), seeds_in_words(compared)
+    table, by_seed = (text.markdown(frame, WORDS) for frame in (cells, seeds))
     below = "\n".join(f"- {note}" for note in notes(compared))
     over = "" if seeds.empty else f"\n{OVER_SEEDS}:\n\n{by_seed}\n"
     return f"{table}\n\n{below}\n{over}"
@@ -133,16 +133,16 @@ def _sections(compared: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
-    """Settings of the shaper, for each link."""
-    found = []
+    """The traffic shaper's settings for each link."""
+    networks = []
     keys = compared["inter_bandwidth_bits_per_s"].map(format_link)
     for link, cells in compared.groupby(keys, sort=False):
-        found += [(str(link), setting) for setting in provenance.distinct(cells, "network")]
-    return found
+        networks += [(str(link), setting) for setting in provenance.distinct(cells, "network")]
+    return networks
 
 
 def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """For each strategy, what it sent over the least that its schedule must send."""
+    """For each strategy, the bytes that it sent over the least that its schedule must send."""
     finished = compared[compared["bytes_of_closed_form"].notna()]
     return [
         (
@@ -156,7 +156,7 @@ def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def presentable(compared: pd.DataFrame) -> pd.DataFrame:
-    """One row of strings a cell; a cell without a result keeps its row and says its state.
+    """One row of strings per cell; a cell without a result keeps its row and says its state.
 
     Cells that the matrix leaves out have no row: there may be more of them than of all others.
     ``notes`` counts them and gives the reasons.
@@ -191,7 +191,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "device MB": shown("peak_device_bytes", text.megabytes),
         "final loss": shown("loss_final", text.loss),
         "loss difference": shown("loss_difference", text.signed_loss),
-        **{one.title: shown(name, partial(text.metric, one)) for name, one in METRICS.items()},
+        **{m.title: shown(name, partial(text.metric, m)) for name, m in METRICS.items()},
         "Evidence": compared["evidence"],
         "State": compared["state"],
     }
@@ -200,7 +200,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
 
 def notes(compared: pd.DataFrame) -> list[str]:
     """Notes below the table: what it compares with, and how it was obtained."""
-    found = [
+    lines = [
         "speed-up and “of baseline” compare with the cell of the same settings that ran "
         + "; ".join(_baselines(compared))
         + ". In brackets, where clocks were read, the speed-up's interval by rounds; "
@@ -209,29 +209,29 @@ def notes(compared: pd.DataFrame) -> list[str]:
         "strategy's schedule must send.",
     ]
     if few := int(compared["decides"].eq(0).sum()):
-        found.append(
+        lines.append(
             f"{few} of the speed-ups are of fewer than {FEWEST} rounds: the interval is all that "
             "these span, and decides no claim."
         )
     if compared["ledger_disagreement_percent"].notna().any():
-        found.append(
+        lines.append(
             "ledger off by: the payload that the strategy counted itself against the kernel's "
             "counters, which include the transport's framing and control messages."
         )
     if compared["loss_difference"].notna().any() and compared["steps"].nunique() > 1:
-        found.append(
+        lines.append(
             "final loss: after each cell's own last step; loss difference: after the last step "
             "that both cells trained."
         )
-    found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
+    lines += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
     states = compared["state"].value_counts()
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
     if lacking:
-        found.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
-    # How many cells each rule of the matrix leaves out.
+        lines.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
+    # The number of cells that each rule of the matrix leaves out.
     reasons = compared.loc[compared["state"] == "skipped", "error"].fillna("no reason given")
-    found += [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
-    return found
+    lines += [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
+    return lines
 
 
 def _baselines(compared: pd.DataFrame) -> list[str]:

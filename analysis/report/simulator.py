@@ -1,7 +1,7 @@
-"""The simulator beside what was run, cell by cell: its errors, its order, what its choice costs.
+"""The simulator compared with what was run, cell by cell: errors, order, and costs of its choice.
 
-Cells are joined by their ids. Ordered are those that differ in strategy and its settings alone;
-repetitions of one count as one. A pair are two whose times differ by more than ``_APART`` and
+Cells are joined by their ids. Those that differ in strategy and its settings alone are ordered;
+repetitions of one count as one. Two are a pair if their times differ by more than ``_APART`` and
 beyond their interval: of others the records do not say which is faster.
 """
 
@@ -58,7 +58,7 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
         return []
     of = (r for name in FITTED_TO for r in records[name] if not why_not_simulated(r.cell))
     steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
-    found = []
+    rows = []
     for constant in intervals(steps):
         if constant.name in _SHARED:
             words, unit, scale = _SHARED[constant.name]
@@ -69,12 +69,12 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
         numbers = (constant.value, constant.low, constant.high)
         shown = ["no limit" if math.isinf(n) else text.number(scale * n) for n in numbers]
         row = dict(zip(("value", "low", "high"), shown, strict=True))
-        found.append({"name": words, "unit": unit} | row)
-    return found
+        rows.append({"name": words, "unit": unit} | row)
+    return rows
 
 
-#: Constants that all engines have in common: in words, the unit that each is shown in, and how many
-#: of these its own unit is.
+#: Constants that all engines share: in words, the unit that each is shown in, and the factor to
+#: that unit.
 _SHARED = {
     "flops": ("matrix products", "GFLOP/s", 1e-9),
     "message_seconds": ("messages", "µs", 1e6),
@@ -88,14 +88,14 @@ def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
     """Each cell that ran and was predicted: its settings, seconds of both, and the comparison."""
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for record, prediction in paired(records, predictions, lambda record: record.cell_id):
-        if (told := prediction.measurement) is None:
+        if (simulated := prediction.measurement) is None:
             continue
         if (step := measured_step(record, cluster_of(record.cell))) is None:
             continue
-        seconds, sent = median(told.round_seconds), told.inter_node_bytes_per_step
-        found.append(
+        seconds, sent = median(simulated.round_seconds), simulated.inter_node_bytes_per_step
+        rows.append(
             {
                 "matrix": matrix,
                 "tuning": record.cell.tuning,
@@ -106,7 +106,7 @@ def joined(
                 "comparison": emulated.Comparison(step, seconds, sent),
             }
         )
-    return found
+    return rows
 
 
 def agreements(pairs: pd.DataFrame) -> list[Shown]:
@@ -116,7 +116,7 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
     ``counted_full`` and ``counted_lora`` counted over predicted bytes, the median and the cell that
     is farthest off.
     """
-    found = []
+    rows = []
     for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
         compared = list(cells["comparison"])
         counted = {
@@ -129,19 +129,19 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
             "cells": len(cells),
             "median_error": text.percent(median_error(compared)),
             "largest_error": largest_error(compared),
-            "bytes_agree": sum(one.bytes_agree for one in compared),
+            "bytes_agree": sum(cell.bytes_agree for cell in compared),
         }
-        found.append(row | dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT) | counted)
-    return found
+        rows.append(row | dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT) | counted)
+    return rows
 
 
-#: How many times as long the slower of a pair takes, less one, at the least.
+#: The least relative difference of the times of a pair.
 _APART = 0.15
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A cell's seconds per step, as they were and as they are predicted."""
+    """A cell's seconds per step, timed and predicted."""
 
     record: Record
     seconds: float
@@ -151,7 +151,7 @@ class Timed:
 @dataclass(frozen=True)
 class Order:
     matrix: str
-    #: Whether times of it may be read: nothing else ran beside its cells, as far as is known.
+    #: Whether its times may be read: as far as is known, nothing else ran beside its cells.
     quiet: bool
     pairs: int
     right: int
@@ -197,7 +197,7 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
 
 def _cost(cells: Sequence[Timed]) -> float | None:
     """The cost of the predicted fastest; of several that are predicted alike, the slowest."""
-    # Those that lose nothing on their way, and step with all others: a plan takes no other.
+    # Exact strategies whose traffic is not rounded: a plan takes no other.
     of = [(cell, cell.record.cell) for cell in cells]
     exact = [(cell, at) for cell, at in of if registry.find(at.strategy).numerics == "exact"]
     same = [cell for cell, at in exact if not quantised(at)]
@@ -208,10 +208,10 @@ def _cost(cells: Sequence[Timed]) -> float | None:
 
 
 def choices(orders: Sequence[Order]) -> list[Shown]:
-    """A row per matrix, then of all whose times may be read, and of all: bad ones included."""
-    found = [_row(each.matrix, each.quiet, [each]) for each in orders]
-    found.append(_row("together, if nothing ran beside", True, [o for o in orders if o.quiet]))
-    return [*found, _row("together", False, orders)]
+    """A row per matrix, then one over those whose times may be read, and one over all."""
+    rows = [_row(each.matrix, each.quiet, [each]) for each in orders]
+    rows.append(_row("together, if nothing ran beside", True, [o for o in orders if o.quiet]))
+    return [*rows, _row("together", False, orders)]
 
 
 def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
@@ -229,9 +229,9 @@ def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Shown:
     }
 
 
-#: How near the figure's band is, as a share.
+#: Half the width of the figure's band, as a share.
 _BAND = 0.1
-#: One each for what is predicted, and what the constants of the simulator were fitted to.
+#: Markers of links that are predicted, and of those that the simulator's constants are fitted to.
 _MARKERS = {"limited": "o", "unshaped": "s"}
 
 
@@ -278,19 +278,19 @@ def draw(pairs: pd.DataFrame) -> Drawing:
 
 
 def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:
-    """Cells that were predicted too, of matrices whose times may be read."""
+    """Cells that ran and were predicted, of matrices whose times may be read."""
     read = [run for run in of if _is_readable(claims, run)]
-    pairs = [joined(run.matrix, run.records, run.predictions) for run in read]
-    return pd.DataFrame([pair for found in pairs for pair in found])
+    by_matrix = [joined(run.matrix, run.records, run.predictions) for run in read]
+    return pd.DataFrame([cell for cells in by_matrix for cell in cells])
 
 
 def orders(claims: Claims, of: Sequence[Run]) -> list[Order]:
-    """How well each matrix is ordered, those included whose times may not be read."""
-    found = (
+    """The order of each matrix, those included whose times may not be read."""
+    ordered = (
         order(run.matrix, run.records, run.predictions, readable=_is_readable(claims, run))
         for run in of
     )
-    return [each for each in found if each is not None]
+    return [each for each in ordered if each is not None]
 
 
 def _is_readable(claims: Claims, run: Run) -> bool:

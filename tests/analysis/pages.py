@@ -1,4 +1,4 @@
-"""What every HTML page of this repository must be."""
+"""Checks that every HTML page of this repository passes."""
 
 import re
 from html.parser import HTMLParser

@@ -1,4 +1,4 @@
-"""Time to quality: the best of a fair search, seconds to a loss, and who is the first there."""
+"""Time to quality: the best of a fair search, seconds to a loss, and the first strategy there."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from analysis.quality import (
     Trial,
     best,
     cases,
-    courses,
+    joined,
     markdown,
     quality,
     subject,
@@ -44,14 +44,14 @@ EXACT, APART = (4.0, 3.0, 2.5, 2.0), (4.2, 3.2, 2.7, 2.2)
 
 
 def cell(matrix: str, strategy: str, link: int | None = None, **settings: Any) -> Cell:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "matrix": matrix,
         "cluster": ClusterSpec(nodes=2, ranks_per_node=1),
         "dtype": "float32",
         "interval": 4,
         "held_out": 8,
     }
-    return made_up.cell(strategy, link=link, **(given | settings))
+    return made_up.cell(strategy, link=link, **(defaults | settings))
 
 
 def trial(strategy: str, rate: float, losses: tuple[float, ...], **settings: Any) -> list[Record]:
@@ -106,44 +106,44 @@ def test_a_trial_without_losses_and_a_link_without_times_are_named() -> None:
     with pytest.raises(ValueError, match=r"fcdp-.*has no held_out_losses \(ok\)"):
         best([record(first.cell), *others])
     with pytest.raises(ValueError, match="diloco τ = 4, 5 Mbit/s: is not among the times"):
-        courses(search(), times()[:3])
+        joined(search(), times()[:3])
 
 
 @pytest.mark.parametrize(("loss", "steps"), [(4.5, 4), (4.0, 4), (3.5, 6), (2.0, 16), (1.9, None)])
 def test_steps_to_a_loss_are_between_measurements(loss: float, steps: float | None) -> None:
     curve = {4 * at: value for at, value in enumerate(EXACT, 1)}
-    found = Trial("fcdp", "fcdp", 0.1, None, (curve,)).steps_to(loss)
-    assert found == (None if steps is None else [steps])
+    reached = Trial("fcdp", "fcdp", 0.1, None, (curve,)).steps_to(loss)
+    assert reached == (None if steps is None else [steps])
 
 
-def said(timed: list[Record], loss: float) -> list[str]:
-    return [case.said(f"{loss:g}") for case in cases(courses(search(), timed), loss)]
+def sentences(timed: list[Record], loss: float) -> list[str]:
+    return [case.said(f"{loss:g}") for case in cases(joined(search(), timed), loss)]
 
 
 def test_who_is_first_depends_on_the_link() -> None:
-    """Exact takes 7.98 steps, and DiLoCo 9.56, which the link makes no longer."""
-    found = courses(search(), times())
-    assert [course.bits_per_s for course in found] == [SLOW, SLOW, FAST, FAST]
-    assert targets(found) == [3.01, 2.01]
-    assert said(times(), 3.01) == [
+    """FCDP takes 7.98 steps, and DiLoCo 9.56, whose seconds do not depend on the link."""
+    courses = joined(search(), times())
+    assert [course.bits_per_s for course in courses] == [SLOW, SLOW, FAST, FAST]
+    assert targets(courses) == [3.01, 2.01]
+    assert sentences(times(), 3.01) == [
         "DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; at the end it is 10.0 % above it",
         "FCDP is the first to come to 3.01, and exact",
     ]
-    # What is not exact never comes to what the exact one ends with.
-    assert said(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
-    # Strategies that seeds do not tell apart are alike.
-    slow, _ = said(times(slow=1.2), 3.01)
+    # DiLoCo never reaches the last loss of the exact strategy.
+    assert sentences(times(), 2.01) == ["FCDP is the first to come to 2.01, and exact"] * 2
+    # Strategies that do not differ beyond their seeds are alike.
+    slow, _ = sentences(times(slow=1.2), 3.01)
     assert slow == "exact is as fast: FCDP and DiLoCo τ = 4 come to 3.01 alike"
 
 
 def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By how long the link takes, of plans for as slow a link, and for one a little slower."""
+    """A plan quotes the case whose link takes as long beside computation, or a little less."""
     monkeypatch.setattr(planned, "RECORD", ROOT / "none.json")
     whole = request(gbit_s=1, strategies=("fcdp",), recomputed=(1.0,))
     made = plan(whole)
     assert "time to quality" not in printed(made)
     assert made.option.busy_seconds["inter_node"] > 0
-    measured = quality(courses(search(), times()), times())
+    measured = quality(joined(search(), times()), times())
     monkeypatch.setattr(planned, "committed", lambda: measured)
     loss = "FCDP's loss at half of its steps"
     for case in measured.cases:
@@ -164,13 +164,13 @@ def printed(made: Plan) -> str:
 
 def test_the_link_takes_what_its_bytes_do_on_it() -> None:
     """Bytes take 8 ms of a second on the fast link, and 1.6 s on the slow one."""
-    slow, fast = quality(courses(search(), times()), times()).cases
+    slow, fast = quality(joined(search(), times()), times()).cases
     assert fast.share == pytest.approx(0.008 / 0.992)
     assert slow.share == pytest.approx(1.6 / 0.992)
 
 
 def test_tables_say_what_is_not_reached() -> None:
-    lines = markdown(courses(search(), times())).splitlines()
+    lines = markdown(joined(search(), times())).splitlines()
     assert "| DiLoCo τ = 4 | 0.1 | 0.9 | 2.205 ± 0.007 |" in lines
     (row,) = [line for line in lines[8:] if line.startswith("| DiLoCo") and "(" not in line]
     assert row == "| DiLoCo τ = 4 | – | – |"
@@ -182,9 +182,9 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
         write_records(records, tmp_path / name / "records.jsonl")
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert markdown(courses(search(), times())) in done.output
-    said = (tmp_path / TIMES / "quality.json").read_text()
-    assert Quality.model_validate_json(said) == quality(courses(search(), times()), times())
+    assert markdown(joined(search(), times())) in done.output
+    summary = (tmp_path / TIMES / "quality.json").read_text()
+    assert Quality.model_validate_json(summary) == quality(joined(search(), times()), times())
     assert "held-out loss" in (tmp_path / TIMES / "quality.svg").read_text()
     (tmp_path / TIMES / "records.jsonl").unlink()
     done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
@@ -193,7 +193,7 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
 
 
 def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
-    """What the search has a loss of the other has times of; each has as many trials."""
+    """Every strategy of the search has times, and as many trials as the others."""
     of = {
         name: [each.cell for each in read(name).cells if each.skip_reason is None]
         for name in (SEARCH, TIMES)
@@ -206,7 +206,7 @@ def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:
 
 
 def test_claims_are_judged_by_the_best_trials() -> None:
-    found = {
+    chosen = {
         (of.strategy, "v1" if "v1" in of.subject else "v2"): (of.learning_rate, of.momentum)
         for of in best(load(ROOT / "results" / SEARCH / "records.jsonl"))
     }
@@ -215,10 +215,10 @@ def test_claims_are_judged_by_the_best_trials() -> None:
     assert len(computed) == 3
     for ratio in computed:
         for side in (ratio.of, ratio.over):
-            best_of = found[side.strategy or "", side.rule or "v2"]
+            best_of = chosen[side.strategy or "", side.rule or "v2"]
             assert (side.learning_rate, side.outer_momentum) == best_of
 
 
 def test_what_is_committed_is_what_the_records_give() -> None:
     search, timed = (load(ROOT / "results" / name / "records.jsonl") for name in (SEARCH, TIMES))
-    assert planned.committed() == quality(courses(search, timed), timed)
+    assert planned.committed() == quality(joined(search, timed), timed)

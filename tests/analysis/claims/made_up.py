@@ -9,7 +9,7 @@ FASTER = Ratio(kind="ratio", quantity="tokens_per_s", of=FCDP, over=FSDP2)
 
 
 def claim(*checks: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    said = {
+    fields = {
         "id": "faster",
         "paper": "fcdp",
         "where": "abstract",
@@ -18,7 +18,7 @@ def claim(*checks: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "number": 2,
         "unit": "×",
     }
-    return {**said, "checks": [*checks], **changes}
+    return {**fields, "checks": [*checks], **changes}
 
 
 def content(*claims: dict[str, Any], **changes: Any) -> dict[str, Any]:

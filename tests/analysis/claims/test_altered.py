@@ -1,4 +1,4 @@
-"""No verdict is there by construction: records that say something else give another one."""
+"""No verdict is built in: other records give another one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +29,9 @@ def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:
 
 
 def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
-    """The rows with what the comparison is of multiplied, nothing of it being something."""
+    """The rows with the compared quantity multiplied; in place of 0 it is a billion."""
     compute = check.compute
-    found = []
+    changed = []
     for row in rows:
         value = row.quantities.get(compute.quantity)
         if value is not None and compute.of.matches(row):
@@ -40,18 +40,18 @@ def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
                 quantities={**row.quantities, compute.quantity: value * factor or factor * 1e9},
                 record=_timed(row.record, factor=factor),
             )
-        found.append(row)
-    return found
+        changed.append(row)
+    return changed
 
 
 def _away(claim: Claim, check: Check, rows: Sequence[Row]) -> float:
-    """By what the records must be multiplied so that ours is the paper's number."""
+    """The factor on the records that makes ours the paper's number."""
     compute = check.compute
     ours, paper = taken(compute.samples(rows), compute.take), claim.number / SCALES[claim.unit]
     if isinstance(compute, Value) or compute.kind == "ratio":
         if check.tolerance.at_least is not None:
             paper *= 1 + 1e-9  # a bound that rounding does not pass
-        # Nothing is made 1e9 of: see ``altered``.
+        # In place of 0 it is 1e9: see ``altered``.
         return paper / ours if ours else paper / 1e9
     return (1 - paper) / (1 - ours) if compute.kind == "reduction" else (1 + paper) / (1 + ours)
 
@@ -74,21 +74,21 @@ def test_a_verdict_rests_on_its_records(
     rows = committed[check.matrix]
     before = verdict(claim, check, rows)
     if before == "undecided":
-        # With as many rounds that are no noisier it would be decided.
+        # Many more rounds with the same noise would decide it.
         rows = [replace(row, record=_timed(row.record, times=100)) for row in rows]
         before = verdict(claim, check, rows)
     if isinstance(check.compute, Outcome):
         sampled = {id(sample.row) for sample in check.compute.samples(rows)}
-        other = [
+        swapped = [
             replace(row, state="ok" if row.state == "oom" else "oom") if id(row) in sampled else row
             for row in rows
         ]
-        assert before == "not reproduced" or verdict(claim, check, other) != before
+        assert before == "not reproduced" or verdict(claim, check, swapped) != before
         return
     if before == "not reproduced":
         assert verdict(claim, check, altered(check, rows, 1.0)) == before
         if claim.number and isinstance(check.compute, Ratio | Value):
-            # With records that say what the paper says it would be reproduced.
+            # Records with the paper's number would reproduce it.
             assert verdict(claim, check, altered(check, rows, _away(claim, check, rows))) != before
         return
     exact = check.tolerance.relative is not None and check.compute.kind in ("ratio", "value")

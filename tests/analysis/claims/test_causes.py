@@ -39,8 +39,8 @@ def test_cells_that_differ_in_another_setting_too_are_no_counterparts() -> None:
 def test_a_share_that_is_not_given_is_that_of_all_links() -> None:
     lower = {"matrix": "there", "inter_efficiency": 0.4}
     there = [row("fcdp", 20, **lower), row("fsdp2", 5, **lower)]
-    found = changed(Cause(matrix="there", setting="inter_efficiency", to=0.4), FASTER, HERE, there)
-    assert (found.was, found.after[0].value) == ((0.8,), 4.0)
+    change = changed(Cause(matrix="there", setting="inter_efficiency", to=0.4), FASTER, HERE, there)
+    assert (change.was, change.after[0].value) == ((0.8,), 4.0)
 
 
 def test_a_setting_may_be_changed_in_one_of_two_cells() -> None:
@@ -50,15 +50,15 @@ def test_a_setting_may_be_changed_in_one_of_two_cells() -> None:
     there = [row("fcdp", 10, "there", link="100 Gbit/s", inter_efficiency=0.4)]
     there.append(row("fcdp", 1, "there", inter_efficiency=0.4))
     cause = Cause(matrix="there", setting="inter_efficiency", to=0.4, side="over")
-    found = changed(cause, keeps, here, there)
-    assert (found.before[0].value, found.after[0].value) == (0.25, 0.5)
+    change = changed(cause, keeps, here, there)
+    assert (change.before[0].value, change.after[0].value) == (0.25, 0.5)
 
 
 def test_another_comparator_stands_in_the_place_of_the_claims() -> None:
     there = [row("fsdp2-reshard", 4, "there")]
     cause = Cause(matrix="there", setting="strategy", to="fsdp2-reshard", side="over")
-    found = changed(cause, FASTER, HERE, there)
-    assert found.after[0].value == 5.0
+    change = changed(cause, FASTER, HERE, there)
+    assert change.after[0].value == 5.0
 
 
 def test_a_setting_that_no_cell_has_is_an_error() -> None:
@@ -72,8 +72,8 @@ def test_every_cause_that_claims_name_is_shown_with_both_numbers(
     for finding in judge(papers.load(), committed):
         if finding.check is None or finding.verdict not in ("not reproduced", "differs"):
             continue
-        said = [reason for reason in finding.reasons if " alone changed from " in reason]
-        assert len(said) == len(finding.check.causes), finding.claim.id
-        for reason in said:
+        computed = [reason for reason in finding.reasons if " alone changed from " in reason]
+        assert len(computed) == len(finding.check.causes), finding.claim.id
+        for reason in computed:
             numbers = re.search(r"gives (\S+).* instead of (\S+)", reason)
             assert numbers[1] != numbers[2], reason

@@ -29,7 +29,7 @@ def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
         assert FASTER.samples([made("fcdp"), other]) == []
     # FSDP2 has no policy: it is compared with FCDP's default.
     assert FASTER.samples([made("fcdp", policy="device"), made("fsdp2")]) == []
-    # How long a cell was run says nothing of what it is.
+    # The number of steps that a cell was run for does not part it from others.
     assert len(FASTER.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
 
 

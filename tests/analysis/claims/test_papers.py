@@ -40,11 +40,11 @@ def written(values: dict[str, Any], folder: Path) -> Path:
 
 
 def test_every_paper_has_claims_and_every_claim_is_checked_or_says_why_not() -> None:
-    found = papers.load()
-    assert {claim.paper for claim in found.claims} == set(found.papers)
-    assert len(found.papers) == 6
-    for claim in found.claims:
-        assert claim.checks or claim.untested or found.papers[claim.paper].untested
+    claims = papers.load()
+    assert {claim.paper for claim in claims.claims} == set(claims.papers)
+    assert len(claims.papers) == 6
+    for claim in claims.claims:
+        assert claim.checks or claim.untested or claims.papers[claim.paper].untested
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_relative_tolerance_admits_what_is_that_near(
 
 
 def _comparators(claim: Claim) -> dict[tuple[object, ...], set[str]]:
-    """Whose ZeRO-3 each comparison of speeds is over, by matrix and place."""
-    found: dict[tuple[object, ...], set[str]] = {}
+    """The strategies that speeds are compared with, by matrix, link and nodes."""
+    comparators: dict[tuple[object, ...], set[str]] = {}
     for check in claim.checks:
         compute = check.compute
         if isinstance(compute, Ratio) and compute.quantity == "tokens_per_s":
             place = check.matrix, compute.of.link, compute.of.nodes
-            found.setdefault(place, set()).add(compute.over.strategy or "")
-    return found
+            comparators.setdefault(place, set()).add(compute.over.strategy or "")
+    return comparators
 
 
 def test_speeds_over_zero3_are_over_both_engines_at_every_link() -> None:
@@ -163,8 +163,8 @@ def test_speeds_over_zero3_are_over_both_engines_at_every_link() -> None:
         merged: dict[tuple[object, ...], set[str]] = {}
         for (matrix, link, nodes), over in _comparators(claim).items():
             # Where a matrix has one link it need not be named.
-            one = len(matrices.names(str(matrix)).get("link", ())) < 2
-            merged.setdefault((matrix, None if one else link, nodes), set()).update(over)
+            single = len(matrices.names(str(matrix)).get("link", ())) < 2
+            merged.setdefault((matrix, None if single else link, nodes), set()).update(over)
         for (matrix, *_), over in merged.items():
             there = both & set(matrices.names(str(matrix))["strategy"])
             if over & both:

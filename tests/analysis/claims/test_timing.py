@@ -22,7 +22,7 @@ def rounds(median: float, noise: float, number: int = 2 * FEWEST) -> list[float]
     return list(np.linspace(median - noise, median + noise, number))
 
 
-def found(ours: Sequence[float], theirs: Sequence[float], **tolerance: float) -> Finding:
+def judged(ours: Sequence[float], theirs: Sequence[float], **tolerance: float) -> Finding:
     check = {"matrix": "parity", "compute": FASTER, "tolerance": tolerance}
     claims = Claims.model_validate(content(claim(check)))
     (finding,) = judge(claims, {"parity": [timed("fcdp", ours), timed("fsdp2", theirs)]})
@@ -31,11 +31,11 @@ def found(ours: Sequence[float], theirs: Sequence[float], **tolerance: float) ->
 
 def test_the_interval_is_that_of_the_comparison_of_both_cells() -> None:
     ours, theirs = timed("fcdp", rounds(1, 0.2)), timed("fsdp2", rounds(2, 0.4))
-    found = FASTER.timing([Sample(2.0, ours, theirs)])
-    assert found.interval == Comparison(ours.record, theirs.record).interval
-    assert (found.rounds, found.enough) == (2 * FEWEST, True)
+    timing = FASTER.timing([Sample(2.0, ours, theirs)])
+    assert timing.interval == Comparison(ours.record, theirs.record).interval
+    assert (timing.rounds, timing.enough) == (2 * FEWEST, True)
     less = FASTER.model_copy(update={"kind": "reduction"}).timing([Sample(-1.0, ours, theirs)])
-    assert less.interval == (1 - found.interval[1], 1 - found.interval[0])
+    assert less.interval == (1 - timing.interval[1], 1 - timing.interval[0])
 
 
 def test_bytes_and_what_was_simulated_have_no_timing() -> None:
@@ -47,19 +47,19 @@ def test_bytes_and_what_was_simulated_have_no_timing() -> None:
 
 
 def test_a_speed_up_over_few_rounds_decides_nothing() -> None:
-    finding = found(rounds(1, 0.01, FEWEST - 1), rounds(2, 0.01), relative=0.15)
+    finding = judged(rounds(1, 0.01, FEWEST - 1), rounds(2, 0.01), relative=0.15)
     assert finding.verdict == "undecided"
     assert any("fewer than 6 rounds" in reason for reason in finding.reasons)
     assert summarise([finding]) == {"faster": "undecided"}
 
 
 def test_an_interval_that_straddles_what_is_asked_decides_nothing() -> None:
-    assert found(rounds(1, 0.3), rounds(2.3, 0.6), relative=0.15).verdict == "undecided"
+    assert judged(rounds(1, 0.3), rounds(2.3, 0.6), relative=0.15).verdict == "undecided"
 
 
 @pytest.mark.parametrize(("theirs", "verdict"), [(2, "reproduced"), (4, "not reproduced")])
 def test_many_rounds_with_little_noise_decide(theirs: float, verdict: str) -> None:
-    finding = found(rounds(1, 0.01), rounds(theirs, 0.01), relative=0.15)
+    finding = judged(rounds(1, 0.01), rounds(theirs, 0.01), relative=0.15)
     assert finding.verdict == verdict
     assert finding.interval is not None
     assert "12 rounds: " in finding.cells

@@ -32,17 +32,17 @@ def rows(evidence: Any = "emulated") -> list[Row]:
     return [row(made_up.record(cell, evidence=evidence)) for cell in cells]
 
 
-def found(of: Claims, **changes: Any) -> Finding:
+def judged(of: Claims, **changes: Any) -> Finding:
     (finding,) = judge(of, {"parity": rows(), **changes})
     return finding
 
 
-def test_what_was_not_run_says_why_and_a_missing_reason_is_said() -> None:
-    without = found(claims(check(tolerance={"at_most": 0.1})))
+def test_what_was_not_run_says_why_and_a_missing_reason_is_stated() -> None:
+    without = judged(claims(check(tolerance={"at_most": 0.1})))
     assert without.reasons == ("No reason has been found yet.",)
-    without_records = found(claims(check(matrix="study")))
-    nothing = found(claims(check(compute={**RATIO, "of": {"strategy": "ddp"}})))
-    untested = found(claims())
+    without_records = judged(claims(check(matrix="study")))
+    nothing = judged(claims(check(compute={**RATIO, "of": {"strategy": "ddp"}})))
+    untested = judged(claims())
     assert {f.verdict for f in (without_records, nothing, untested)} == {"not run"}
     assert without_records.reasons == ("There are no records of its matrix.",)
     assert nothing.reasons == ("No cell of parity has a result with which to compare.",)
@@ -62,6 +62,6 @@ def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
-    finding = found(claims(check()), parity=[*rows("simulated"), *rows("measured")])
+    finding = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")])
     assert finding.evidence == "measured"
     assert finding.cells == "gpt2-4x128, 10 Mbit/s"

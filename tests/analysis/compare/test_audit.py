@@ -64,7 +64,7 @@ def test_a_wasteful_backend_is_explained() -> None:
     assert table.endswith("over that ring).\n")
 
 
-def test_parameters_kept_over_the_turn_are_explained() -> None:
+def test_parameters_not_gathered_again_are_explained() -> None:
     _, finding = audit([REFERENCE, made("deepspeed-zero3", "deepspeed", 0.92 * LEAST, LOSSES)])
     assert finding.problems == ()
     (why,) = finding.explanations
@@ -83,7 +83,7 @@ def test_where_little_is_sent_headers_are_the_reason() -> None:
     assert finding.problems == ()
     (why,) = finding.explanations
     assert "Headers of small messages" in why
-    # What the flat allowance that was here let pass: 3 times the least.
+    # A flat allowance of 3 times the least, which was here once, let this pass.
     assert lora("zeropp", "fcdp", 58_000, 19_392).problems == ("sends more than is explained",)
 
 
@@ -111,10 +111,10 @@ def test_cells_that_did_not_run_are_problems() -> None:
 
 
 def test_luwus_records_are_judged_by_their_bytes() -> None:
-    found = audit(read(RESULTS / "luwu/two/records.jsonl"))
-    own = [finding for finding in found if finding.cell.strategy == "luwu"]
-    assert own
-    problems = [problem for finding in own for problem in finding.problems]
+    findings = audit(read(RESULTS / "luwu/two/records.jsonl"))
+    of_luwu = [finding for finding in findings if finding.cell.strategy == "luwu"]
+    assert of_luwu
+    problems = [problem for finding in of_luwu for problem in finding.problems]
     assert not any("sends" in problem for problem in problems), problems
 
 

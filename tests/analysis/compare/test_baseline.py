@@ -35,15 +35,15 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
         ledger_bytes_per_step={"inter_node": {"forward": ledger}},
     )
     of = baseline.measurement
-    found = row(compare([baseline, subject]), "fcdp")
-    assert found["baseline"] == "deepspeed-zero3"
-    assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
-    assert found["bytes_of_baseline"] == pytest.approx(sent / of.inter_node_bytes_per_step)
-    assert found["bytes_of_baseline_closed_form"] == pytest.approx(
+    fcdp = row(compare([baseline, subject]), "fcdp")
+    assert fcdp["baseline"] == "deepspeed-zero3"
+    assert fcdp["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
+    assert fcdp["bytes_of_baseline"] == pytest.approx(sent / of.inter_node_bytes_per_step)
+    assert fcdp["bytes_of_baseline_closed_form"] == pytest.approx(
         sent / of.inter_node_bytes_closed_form
     )
-    assert found["bytes_of_closed_form"] == pytest.approx(sent / closed_form)
-    assert found["ledger_disagreement_percent"] == pytest.approx(
+    assert fcdp["bytes_of_closed_form"] == pytest.approx(sent / closed_form)
+    assert fcdp["ledger_disagreement_percent"] == pytest.approx(
         100 * (ledger - sent) / sent, rel=1e-6, abs=1e-9
     )
 
@@ -51,9 +51,9 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
 def test_losses_are_compared_at_steps_that_both_have() -> None:
     baseline, subject = pair(losses=[5.6, 5.5 - 0.2, 5.38 + 0.01])
     reference = baseline.measurement.losses
-    found = row(compare([baseline, subject]), "fcdp")
-    assert found["loss_difference"] == pytest.approx(5.39 - reference[2])
-    assert found["loss_difference_max"] == pytest.approx(abs(5.3 - reference[1]))
+    fcdp = row(compare([baseline, subject]), "fcdp")
+    assert fcdp["loss_difference"] == pytest.approx(5.39 - reference[2])
+    assert fcdp["loss_difference_max"] == pytest.approx(abs(5.3 - reference[1]))
     # One that diverged is no number and no error.
     diverged = row(compare(pair(losses=[math.nan] * 3)), "fcdp")
     assert math.isnan(diverged["loss_difference"])
@@ -69,9 +69,9 @@ def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
         f"model == 'gpt2-4x128' and tuning == 'full' and inter_bandwidth_bits_per_s == {SLOW}"
     )
     seconds = group.set_index("strategy")["step_seconds_median"]
-    found = row(group, "fcdp")
-    assert found["fastest_other"] == "fsdp2"
-    assert found["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
+    fcdp = row(group, "fcdp")
+    assert fcdp["fastest_other"] == "fsdp2"
+    assert fcdp["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
     assert row(group, "fsdp2")["fastest_other"] == "fcdp"
 
 
@@ -117,7 +117,7 @@ def test_policies_and_codecs_are_variants() -> None:
 def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
     named = (("deepspeed-zero3", 4), ("fcdp", 8))
     cells = [made_up.cell(name, micro_batch=size) for name, size in named]
-    found = row(compare([made_up.record(c, evidence="simulated") for c in cells]), "fcdp")
-    assert found["baseline"] == "deepspeed-zero3"
+    fcdp = row(compare([made_up.record(c, evidence="simulated") for c in cells]), "fcdp")
+    assert fcdp["baseline"] == "deepspeed-zero3"
     sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
-    assert found["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])
+    assert fcdp["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])

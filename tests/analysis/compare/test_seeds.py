@@ -38,7 +38,7 @@ def test_one_seed_has_no_spread() -> None:
     once = compared({name: seeds[:1] for name, seeds in ACCURACIES.items()})
     assert over_seeds(once).empty
     assert run.OVER_SEEDS not in run.markdown(once)
-    # Nor has its difference, of one beside several.
+    # Nor has the difference of a strategy with one seed from one with several.
     shown = seeds_in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
     (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")
     assert row["accuracy difference"] == "+2.00 points"

@@ -26,7 +26,7 @@ from tests.analysis.made_up import GPT2, LLAMA, record
 from tests.experiments.command_line import rendered
 
 IN_GROUPS = ClusterSpec(nodes=2, ranks_per_node=2, groups=2)
-#: Other values where not any value will do.
+#: Other values of settings that do not take just any value.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpu": {"gpu": "a10g"},
     "inter_efficiency": {"inter_efficiency": 0.4},  # by default that of both links
@@ -51,9 +51,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 #: Other values of settings that are text, and not any text.
 TEXTS = {"dram_budget": "2 GiB", "device_budget": "2 GiB", "swap": "64 MiB", "ssd": "elsewhere"}
-#: Strategies beside those whose settings they have, or most of them.
+#: By strategy, another one that has its settings, or most of them.
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
-#: What else cells must choose to have a setting at all.
+#: Other settings that a cell needs in order to have this one at all.
 NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
     "nodes_per_worker": {"worker": "nodes"},
@@ -65,8 +65,8 @@ SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items(
 
 def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
     simulated = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=2, gpu="a40")
-    given: dict[str, Any] = {"link": 10**8, "cluster": simulated, "reduce_codec": "int8"}
-    return made_up.cell(**{"strategy": strategy} | given | changes)
+    defaults: dict[str, Any] = {"link": 10**8, "cluster": simulated, "reduce_codec": "int8"}
+    return made_up.cell(**{"strategy": strategy} | defaults | changes)
 
 
 def owner(item: Described) -> str:
@@ -123,9 +123,9 @@ def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
     item: Described,
 ) -> None:
     baseline, subject = record(cell("deepspeed-zero3")), record(changed(item))
-    of = compare([baseline, subject], baseline.cell.subject)
-    found = of[of["strategy"] == subject.cell.subject].iloc[0]
-    alike = found["baseline"] == baseline.cell.subject
+    table = compare([baseline, subject], baseline.cell.subject)
+    rows = table[table["strategy"] == subject.cell.subject]
+    alike = rows["baseline"].iloc[0] == baseline.cell.subject
     assert alike == (item.setting.role != "condition")
     shown = [line for line in rendered(summary([baseline, subject]), 400) if "·" in line]
     assert len(shown) == (2 if item.setting.role == "condition" else 1)
@@ -134,8 +134,8 @@ def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
 @pytest.mark.parametrize("item", SETTINGS)
 def test_each_setting_parts_losses_or_says_that_it_does_not(item: Described) -> None:
     reference = record(cell("fsdp2"))
-    (_, found) = parity.compare([reference, record(changed(item))])
-    assert (found.difference is None) == item.setting.learns
+    (_, comparison) = parity.compare([reference, record(changed(item))])
+    assert (comparison.difference is None) == item.setting.learns
 
 
 @pytest.mark.parametrize("item", [each for each in SETTINGS if owner(each.values[0]) in ALIKE])
@@ -167,15 +167,15 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
     elif item.setting.role == "condition" and not item.setting.always:
         assert sorted(shown[item.setting.label]) == sorted(values)
         assert item in varying_settings(cells)
-        # Of several matrices each has figures of its own, which name it below.
-        said = (
+        # Several matrices have figures of their own, which name them below.
+        labels = (
             values
             if item.name == "matrix"
             else [f"{item.setting.label.lower()} {value}" for value in values]
         )
-        own = [f"{words} {provenance(part)}" for part, words in parted]
-        places = {"model": panels, "run": own, "training": own, "axis": said}[item.setting.place]
-        assert all(any(words in place for place in places) for words in said)
+        captions = [f"{words} {provenance(part)}" for part, words in parted]
+        places = {"model": panels, "axis": labels}.get(item.setting.place, captions)
+        assert all(any(words in place for place in places) for words in labels)
     if item.setting.role == "condition":
         apart = {"run": (2, 2), "training": (2, 2), "model": (1, 2), "axis": (1, 1)}
         assert (len(parted), len(panels)) == apart[item.setting.place]

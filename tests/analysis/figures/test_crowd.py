@@ -1,4 +1,4 @@
-"""Many strategies: an engine a column, nothing on top of anything else, values of the records."""
+"""Many strategies: a column per engine, nothing on top of anything else, the records' values."""
 
 from typing import Any
 
@@ -65,12 +65,12 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(many: Drawn) -> 
             and record.cell.strategy in {*ENGINES[engine], "deepspeed-zero3", "fcdp"}
         }
         lines: list[Any] = [line for line in ax.lines if line.get_transform() == ax.transData]
-        found = {
+        points = {
             (to_hex(line.get_color()), round(float(y), 6))
             for line in lines
             for y in line.get_ydata()
         }
-        assert found == expected
+        assert points == expected
 
 
 def test_the_legend_has_a_column_an_engine(many: Drawn) -> None:

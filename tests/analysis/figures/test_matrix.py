@@ -33,8 +33,8 @@ def drawings(compared: pd.DataFrame) -> list[Drawing]:
 
 def drawn_as(what: str, record: Record) -> Drawing:
     """The drawing of one record that has this at the end of its name."""
-    (found,) = (one for one in matrix.draw(compare([record])) if one.name.endswith(what))
-    return found
+    (drawing,) = (d for d in matrix.draw(compare([record])) if d.name.endswith(what))
+    return drawing
 
 
 def panel_title(record: Record) -> str:
@@ -73,9 +73,9 @@ def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[D
         if record.tokens_per_s is not None:
             point = (round(float(place), 6), round(record.tokens_per_s, 6))
             expected[panel_title(record), record.cell.strategy].add(point)
-    for (title, strategy), wanted in expected.items():
+    for (title, strategy), coordinates in expected.items():
         look = strategies.styles([strategy])[strategy]
-        assert points(axes[title], look.colour) == wanted
+        assert points(axes[title], look.colour) == coordinates
     # An unshaped link has a name, and no number.
     labels = drawings[0].figure.axes[0].get_xticklabels()
     assert [label.get_text() for label in labels] == ["10", "100", "unshaped"]
@@ -126,18 +126,18 @@ def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Draw
 
 def test_phases_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
     """A bar per strategy, its phases one after the other; rewards by the time that has passed."""
-    assert not [one for one in drawings if one.name.endswith("phases")]
-    found = next(one for one in records if one.measurement and one.cell.strategy == "fcdp")
+    assert not [drawing for drawing in drawings if drawing.name.endswith("phases")]
+    fcdp = next(r for r in records if r.measurement and r.cell.strategy == "fcdp")
     seconds = {"generation_seconds": 3.0, "scoring_seconds": 1.0, "update_seconds": 2.0}
     sent = {"generation_bytes": 5e6, "scoring_bytes": 0.0, "update_bytes": 4e6}
-    rewards = [0.1, *(0.2 for _ in found.measurement.step_seconds)]
-    told = {**seconds, **sent, "rewards": rewards, "reward": 0.2}
-    drawn = drawn_as("phases", made_up.altered(found, **told))
+    rewards = [0.1, *(0.2 for _ in fcdp.measurement.step_seconds)]
+    fields = {**seconds, **sent, "rewards": rewards, "reward": 0.2}
+    drawn = drawn_as("phases", made_up.altered(fcdp, **fields))
     in_seconds, in_megabytes, reward = drawn.figure.axes
     assert widths(in_seconds) == [0, 3, 1, 2]
     assert widths(in_megabytes) == [0, 5, 0, 4]
     (line,) = reward.lines
-    assert list(line.get_xdata()) == [*itertools.accumulate(found.measurement.step_seconds)]
+    assert list(line.get_xdata()) == [*itertools.accumulate(fcdp.measurement.step_seconds)]
     assert list(line.get_ydata()) == rewards[1:]
 
 
@@ -216,9 +216,9 @@ def test_two_dozen_variants_stay_distinct() -> None:
 
 def test_labels_of_variants_are_inside_the_figure() -> None:
     names = ["none", "host", "budget(device=100 MiB, host=200 MiB, disk=400 MiB)", *"abcdefgh"]
-    cells = [made_up.record(made_up.cell("fcdp", link=LINKS[0], policy=name)) for name in names]
-    for wanted in (cells[:3], cells):
-        for drawing in matrix.draw(compare(wanted)):
+    records = [made_up.record(made_up.cell("fcdp", link=LINKS[0], policy=name)) for name in names]
+    for variants in (records[:3], records):
+        for drawing in matrix.draw(compare(variants)):
             canvas = FigureCanvasAgg(drawing.figure)
             canvas.draw()
             width = drawing.figure.bbox.width
@@ -232,11 +232,11 @@ def test_labels_of_variants_are_inside_the_figure() -> None:
 
 def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> None:
     timed = {"none": [2.0, 2.2], "host": [1.0, 1.1], "disk": [2.1, 2.3]}
-    found = [
+    records = [
         made_up.record(made_up.cell("fcdp", link=LINKS[0], policy=policy), step_seconds=seconds)
         for policy, seconds in timed.items()
     ]
-    (traffic, *_) = matrix.draw(compare(found))
+    (traffic, *_) = matrix.draw(compare(records))
     texts = [text.get_text() for text in traffic.figure.axes[0].texts]
     beside = [text.partition("  ")[2] for text in texts]
     assert beside == ["2.0×", "not significant", "reference"]
@@ -250,13 +250,13 @@ def test_looks_differ() -> None:
     assert len({look.colour for look in looks.values()}) == len(looks)
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in looks.values())
     for engine in ("DeepSpeed", "PyTorch", "This engine"):
-        own = [look for name, look in looks.items() if strategies.engine(name) == engine]
-        assert len({look.marker for look in own}) == len(own)
-        assert len({look.dashes for look in own}) == 1
+        styles = [look for name, look in looks.items() if strategies.engine(name) == engine]
+        assert len({look.marker for look in styles}) == len(styles)
+        assert len({look.dashes for look in styles}) == 1
 
 
-def finished(strategy: str, **told: Any) -> Record:
-    return made_up.record(made_up.cell(strategy), **told)
+def finished(strategy: str, **fields: Any) -> Record:
+    return made_up.record(made_up.cell(strategy), **fields)
 
 
 def slots_of(records: list[Record]) -> list[Drawing]:
@@ -266,11 +266,11 @@ def slots_of(records: list[Record]) -> list[Drawing]:
 
 def test_bytes_and_activations_of_slots_are_the_records() -> None:
     ring = finished("cyclic-ring", bytes_by_slot=[1e6, 2e6])
-    kept = finished(
+    interleaved = finished(
         "cyclic-interleaved", activation_bytes_by_slot=[3e6, 3e6], activation_bytes_together=4e6
     )
     ddp = finished("ddp", inter_node_bytes_per_step=5e6)
-    (drawing,) = slots_of([ddp, ring, kept])
+    (drawing,) = slots_of([ddp, ring, interleaved])
     sent, activations = drawing.figure.axes
     values: list[list[list[float]]] = [
         [[*map(float, line.get_ydata())] for line in ax.lines]  # type: ignore[arg-type, union-attr]
@@ -285,9 +285,9 @@ def test_bytes_and_activations_of_slots_are_the_records() -> None:
 SEEDS, INTERVALS = (0, 1, 2), (3, 12, 48)
 
 
-def at_interval(strategy: str, seed: int, interval: int, loss: float, **settings: Any) -> Record:
-    own = {"interval": interval, **settings} if strategy == "co2" else {}
-    of = made_up.cell(strategy, link=10**8, seed=seed, **own)
+def at_interval(strategy: str, seed: int, interval: int, loss: float, **more: Any) -> Record:
+    settings = {"interval": interval, **more} if strategy == "co2" else {}
+    of = made_up.cell(strategy, link=10**8, seed=seed, **settings)
     return made_up.record(of, held_out_loss=loss, steps_per_round=interval)
 
 
@@ -314,9 +314,8 @@ def lines(ax: Axes, strategy: str, among: list[str]) -> list[Any]:
 
 def test_points_over_intervals_are_the_records_and_lines_their_medians() -> None:
     records = over_intervals()
-    found = [drawn for drawn in matrix.draw(compare(records)) if drawn.name.endswith("intervals")]
-    assert len(found) == 1
-    (ax,) = found[0].figure.axes
+    (drawing,) = (d for d in matrix.draw(compare(records)) if d.name.endswith("intervals"))
+    (ax,) = drawing.figure.axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["3", "12", "48"]
     among = ["fsdp2", "co2", "co2 penalty none"]
     for name, less in (("co2", 0), ("co2 penalty none", 1)):
@@ -329,7 +328,7 @@ def test_points_over_intervals_are_the_records_and_lines_their_medians() -> None
         )
     (level,) = lines(ax, "fsdp2", among)
     assert list(level.get_ydata()) == pytest.approx([2.6, 2.6])
-    assert "A point per seed, of 3" in found[0].caption
+    assert "A point per seed, of 3" in drawing.caption
     # One interval is no curve.
     alike = [item for item in records if item.measurement and item.measurement.steps_per_round < 4]
     assert not matrix.has_intervals(frame(alike))

@@ -15,12 +15,12 @@ from tests.experiments.command_line import printed
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     results = tmp_path_factory.mktemp("results")
     (results / "bound").mkdir()
-    # Written anew, not once more.
+    # The command replaces this file, and does not append to it.
     (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
     printed("bound", "--output", results / "bound")
-    (found,) = runs.load(results)
-    assert isinstance(found, Study)
-    return found
+    (run,) = runs.load(results)
+    assert isinstance(run, Study)
+    return run
 
 
 def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_one(
@@ -36,9 +36,9 @@ def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_on
 
 
 def test_the_papers_vectors_are_judged_by_it(study: Study) -> None:
-    found = judge(papers.load(), {study.matrix: study.rows})
+    findings = judge(papers.load(), {study.matrix: study.rows})
     vectors = [
-        f for f in found if f.claim.paper == "fsdp-bound" and f.claim.where.endswith("vectors")
+        f for f in findings if f.claim.paper == "fsdp-bound" and f.claim.where.endswith("vectors")
     ]
     assert len(vectors) == 6
     assert {finding.verdict for finding in vectors} == {"consistent"}  # a formula, with itself

@@ -24,8 +24,8 @@ def test_more_ssds_never_take_longer_and_the_gain_is_largest_at_small_batches() 
     points = [point for point in fuyou.published() if point.table == "ssds"]
     gains = []
     for batch in (32, 48, 64):
-        own = sorted((p for p in points if p.batch == batch), key=lambda p: p.ssds)
-        told = [fuyou.predicted(point, 1e9) for point in own]
-        assert told == sorted(told)
-        gains.append(told[-1] / told[0])
+        of_batch = sorted((p for p in points if p.batch == batch), key=lambda p: p.ssds)
+        tflops = [fuyou.predicted(point, 1e9) for point in of_batch]
+        assert tflops == sorted(tflops)
+        gains.append(tflops[-1] / tflops[0])
     assert gains == sorted(gains, reverse=True)

@@ -33,7 +33,7 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
             assert row["loss_final"] == record.measurement.losses[-1]
 
 
-def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
+def test_the_ledger_is_summed_by_link_and_split_by_phase() -> None:
     record = made_up.record(made_up.cell("fcdp"))
     phases = record.measurement.ledger_bytes_per_step["inter_node"]
     row = frame([record]).iloc[0]

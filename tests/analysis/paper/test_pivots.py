@@ -13,8 +13,8 @@ def row(strategy: str, link: str, speed: float | None, state: Any = "ok") -> Row
 
 
 def pivot(**changes: Any) -> Pivot:
-    given = {"id": "p", "title": "Tokens/s", "matrix": "m", "quantity": "tokens_per_s"}
-    return Pivot.model_validate({**given, "columns": "link", **changes})
+    defaults = {"id": "p", "title": "Tokens/s", "matrix": "m", "quantity": "tokens_per_s"}
+    return Pivot.model_validate({**defaults, "columns": "link", **changes})
 
 
 ROWS = [

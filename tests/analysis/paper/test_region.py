@@ -1,20 +1,20 @@
-"""Where the paper's numbers hold together, and what the answer depends on."""
+"""The region where the paper's numbers hold together, and the unknowns that decide it."""
 
 import pytest
 
 from analysis.claims import papers
 from analysis.claims.papers import Tolerance
 from analysis.paper import region
-from analysis.paper.region import Asked, Found, Unknown
+from analysis.paper.region import Asked, Points, Unknown
 
 KNOWN = region.region(papers.load())
-BEST = KNOWN.found.best
+BEST = KNOWN.points.best
 
 
 def verdict(name: str, asks: Asked, **narrower: Unknown) -> str:
     """The verdict on a claim with another number or tolerance, or other ranges."""
     holds = KNOWN.holds.model_copy(update={"unknowns": KNOWN.holds.unknowns | narrower})
-    return region.ranges(holds, KNOWN.found, {name: asks})[name].verdict
+    return region.ranges(holds, KNOWN.points, {name: asks})[name].verdict
 
 
 def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
@@ -35,8 +35,8 @@ def test_the_search_finds_the_committed_point_again() -> None:
 
 def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points() -> None:
     points = region.draw(KNOWN.holds)
-    assert [one.point for one in KNOWN.found.drawn] == points
-    assert region.simulated(points[-1]) == KNOWN.found.drawn[-1]
+    assert [drawn.point for drawn in KNOWN.points.drawn] == points
+    assert region.simulated(points[-1]) == KNOWN.points.drawn[-1]
     assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
 
 
@@ -52,10 +52,10 @@ def test_a_tolerance_an_unknowns_range_and_a_record_flip_the_verdict() -> None:
     assert verdict("fcdp-lora-6x", asks, table_micro_batch=only) == "outside the range"
     name = "fcdp-volume-comm-total"
     drawn = [
-        one.model_copy(update={"numbers": one.numbers | {name: 2 * (one.numbers[name] or 0)}})
-        for one in KNOWN.found.drawn
+        p.model_copy(update={"numbers": p.numbers | {name: 2 * (p.numbers[name] or 0)}})
+        for p in KNOWN.points.drawn
     ]
-    altered = Found(best=BEST, drawn=tuple(drawn))
+    altered = Points(best=BEST, drawn=tuple(drawn))
     assert KNOWN.ranges[name].verdict == "over the whole range"
     assert region.ranges(KNOWN.holds, altered, KNOWN.paper)[name].verdict == "outside the range"
 
@@ -73,5 +73,5 @@ def test_the_sentence_names_the_unknowns_that_matter() -> None:
             sum(KNOWN.paper[of].away(ours[of]) > 1 for of in KNOWN.holds.numbers) for ours in there
         )
 
-    matter = {name for name, one in KNOWN.holds.unknowns.items() if lost(name, one) >= 3}
+    matter = {name for name, unknown in KNOWN.holds.unknowns.items() if lost(name, unknown) >= 3}
     assert matter == {name for name in KNOWN.holds.unknowns if f"{{{name}}}" in KNOWN.holds.opening}

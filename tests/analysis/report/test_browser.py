@@ -71,12 +71,12 @@ addEventListener("load", () => {
 });
 </script>
 """
-FRAMES = """<!doctype html><meta charset="utf-8"><pre id="found"></pre>
+FRAMES = """<!doctype html><meta charset="utf-8"><pre id="reports"></pre>
 <script>
-const found = [];
+const reports = [];
 addEventListener("message", event => {
-  found.push(event.data);
-  document.getElementById("found").textContent = JSON.stringify(found);
+  reports.push(event.data);
+  document.getElementById("reports").textContent = JSON.stringify(reports);
 });
 </script>
 """
@@ -89,10 +89,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = root / "results"
     (results / "parity").mkdir(parents=True)
     write_records(made_up.records(), results / "parity" / "records.jsonl")
-    found = {root / "records.jsonl": made_up.records()}
+    files = {root / "records.jsonl": made_up.records()}
     pages = {
         "claims": (reproduction.write(results)["report"], '["Paper"]'),
-        "report": (run.write(found, root, "deepspeed-zero3").report, '["s/step"]'),
+        "report": (run.write(files, root, "deepspeed-zero3").report, '["s/step"]'),
     }
     for name, (page, columns) in pages.items():
         probe = PROBE.replace("COLUMNS", f"new Set({columns})")
@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def browse(page: Path, *options: str) -> list[dict[str, Any]]:
-    """What the probe in each of the two frames found, the narrow one first."""
+    """The probe's reports from both frames, the narrow one first."""
     command = [
         CHROMIUM,
         "--headless=new",
@@ -120,7 +120,7 @@ def browse(page: Path, *options: str) -> list[dict[str, Any]]:
         page.as_uri(),
     ]
     shown = programs.printed(*command, within_s=120)
-    match = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
+    match = re.search(r'<pre id="reports">(.*?)</pre>', shown, re.DOTALL)
     assert match is not None, shown[:2000]
     return sorted(json.loads(html.unescape(match[1])), key=lambda item: int(item["width"]))
 
@@ -130,11 +130,11 @@ def browse(page: Path, *options: str) -> list[dict[str, Any]]:
 def test_a_page_is_whole_on_a_phone_and_a_desk_in_both_schemes(
     page: str, dark: bool, folder: Path
 ) -> None:
-    found = browse(
+    reports = browse(
         folder / f"{page}-frames.html", f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     )
-    assert [item["width"] for item in found] == [PHONE, DESK]
-    for item in found:
+    assert [item["width"] for item in reports] == [PHONE, DESK]
+    for item in reports:
         assert item["problems"] == []
         assert item["content"] <= item["width"]
         assert item["pictures"]
@@ -156,7 +156,7 @@ def test_a_heading_sorts_its_column_by_value_with_empty_cells_last(page: str, fo
     for item in browse(folder / f"{page}-frames.html"):
         assert item["sorted"] == ["ascending", "descending"]
         for column, descending in ((item["up"], False), (item["down"], True)):
-            # What has no number may say how well it is known.
+            # A cell without a number may say how well it is known.
             filled = [value(cell) for cell in column if not cell.startswith("–")]
             assert len(filled) > 1
             assert filled == sorted(filled, reverse=descending)

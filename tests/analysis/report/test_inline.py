@@ -40,7 +40,7 @@ def test_text_is_text_and_the_drawing_stays_as_it_was(drawing: Drawing) -> None:
 
 
 def test_two_figures_of_one_page_share_no_id_and_refer_to_their_own(drawing: Drawing) -> None:
-    found: set[str] = set()
+    taken: set[str] = set()
     for root in (parsed(inline(drawing, name)) for name in ("f1", "f2")):
         ids = {item.attrib["id"] for item in root.iter() if "id" in item.attrib}
         written = " ".join(
@@ -51,5 +51,5 @@ def test_two_figures_of_one_page_share_no_id_and_refer_to_their_own(drawing: Dra
         }
         assert ids == used
         assert len(ids) >= 2  # a clip and a marker
-        assert not found & ids
-        found |= ids
+        assert not taken & ids
+        taken |= ids

@@ -33,22 +33,22 @@ def order(
 
 
 def test_a_wrong_choice_costs_what_it_is_slower() -> None:
-    found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
-    assert (found.pairs, found.right) == (3, 2)
-    assert found.costs == (pytest.approx(0.5),)
+    ordering = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
+    assert (ordering.pairs, ordering.right) == (3, 2)
+    assert ordering.costs == (pytest.approx(0.5),)
 
 
 def test_of_cells_that_are_predicted_alike_the_slowest_is_taken() -> None:
-    found = order({"deepspeed-zero3": 1.0, "fsdp2": 1.0, "fcdp": 1.0})
-    assert found.right == 0
-    assert found.costs == (pytest.approx(1.0),)
+    ordering = order({"deepspeed-zero3": 1.0, "fsdp2": 1.0, "fcdp": 1.0})
+    assert ordering.right == 0
+    assert ordering.costs == (pytest.approx(1.0),)
 
 
 def test_cells_within_each_others_interval_are_no_pair() -> None:
     assert order(TIMED, spread=0.3).pairs == 1  # the fastest and the slowest alone
     close = {"deepspeed-zero3": 1.1, "fsdp2": 1.05, "fcdp": 1.0}
-    found = simulator.order("made-up", records(close), records(close, 0.0), readable=True)
-    assert found.pairs == 0
+    ordering = simulator.order("made-up", records(close), records(close, 0.0), readable=True)
+    assert ordering.pairs == 0
 
 
 def test_strategies_that_round_are_no_choice() -> None:
@@ -66,18 +66,18 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     quiet, unread = order(TIMED), order(TIMED, readable=False)
     assert quiet.quiet
     assert not unread.quiet
-    *each, readable, every = simulator.choices([quiet, loud])
-    assert [row["right"] for row in each] == ["3 (100.0 %)", "1 (33.3 %)"]
+    *matrices, readable, total = simulator.choices([quiet, loud])
+    assert [row["right"] for row in matrices] == ["3 (100.0 %)", "1 (33.3 %)"]
     shown = itemgetter("pairs", "right", "largest_cost")
     assert shown(readable) == (3, "3 (100.0 %)", "0 %")
-    assert shown(every) == (6, "4 (66.7 %)", "50 %")
+    assert shown(total) == (6, "4 (66.7 %)", "50 %")
 
 
 RECORDS = made_up.records()
 
 
 def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
-    """What was timed, so many times as slow, with so many bytes more."""
+    """The timed records as predictions, so many times as slow, with so many bytes more."""
     return [
         made_up.altered(
             record.model_copy(update={"evidence": "simulated"}),

@@ -23,7 +23,7 @@ from tests.programs import ROOT
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page that the command writes of made-up records, which are named as a matrix here."""
+    """The page that the command writes of made-up records, under the name of a real matrix."""
     results = tmp_path_factory.mktemp("root") / "results"
     (results / "parity").mkdir(parents=True)
     write_records(made_up.records(), results / "parity" / "records.jsonl")
@@ -39,30 +39,30 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def given() -> reproduction.Document:
+def pages() -> reproduction.Document:
     return reproduction.document(papers.load(), runs.load(RESULTS))
 
 
 @pytest.fixture
-def document(given: reproduction.Document) -> str:
-    return given.markdown[reproduction.DOCUMENT]
+def document(pages: reproduction.Document) -> str:
+    return pages.markdown[reproduction.DOCUMENT]
 
 
-def test_the_committed_pages_are_up_to_date(given: reproduction.Document) -> None:
-    for name, written in given.markdown.items():
+def test_the_committed_pages_are_up_to_date(pages: reproduction.Document) -> None:
+    for name, written in pages.markdown.items():
         assert (ROOT / name).read_text("utf-8") == written, (
             f"{name} differs from the records: run python -m analysis report"
         )
 
 
 def findings(claim: Claim) -> int:
-    """How many there are: what tests show stands beside what records say."""
+    """The number of findings: one per check, and one for tests or for a claim without checks."""
     return len(claim.checks) + (not claim.checks or bool(claim.shown_by))
 
 
-def test_every_claim_is_in_its_papers_table_with_its_verdict(given: reproduction.Document) -> None:
-    every = given.markdown[f"{reproduction.PAGES}/claims.md"]
-    tables = every.split("\n## FCDP: ")[1]
+def test_every_claim_is_in_its_papers_table_with_its_verdict(pages: reproduction.Document) -> None:
+    claims_page = pages.markdown[f"{reproduction.PAGES}/claims.md"]
+    tables = claims_page.split("\n## FCDP: ")[1]
     for claim in papers.load().claims:
         lines = [line for line in tables.splitlines() if line.startswith(f"| {claim.claim} |")]
         assert len(lines) == findings(claim), claim.id
@@ -72,8 +72,8 @@ def test_every_claim_is_in_its_papers_table_with_its_verdict(given: reproduction
     known += ["| **not reproduced** |", "| not run |", "| undecided |"]
     assert all(any(verdict in row for verdict in known) for row in rows if row.startswith("|"))
     # The finding about hpZ is noted where the 51 times are.
-    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", every)
-    up_to = [line for line in every.splitlines() if line.startswith("| Up to 51 times")]
+    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", claims_page)
+    up_to = [line for line in claims_page.splitlines() if line.startswith("| Up to 51 times")]
     assert any(f"(#note-{note})" in row for row in up_to)
 
 
@@ -91,20 +91,20 @@ def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: st
         assert document.count(f'<a id="{section.id}"></a>') == 1
 
 
-def test_no_paragraph_is_twice_on_a_page(given: reproduction.Document) -> None:
-    for page in given.markdown.values():
+def test_no_paragraph_is_twice_on_a_page(pages: reproduction.Document) -> None:
+    for page in pages.markdown.values():
         prose = [line for line in page.splitlines() if len(line) > 60 and line[0] not in "|!`"]
         # Without the number of a note.
         prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
         assert len(prose) == len(set(prose))
         for claim in papers.load().claims:
             for check in claim.checks:
-                for said in filter(None, (check.note, check.because)):
-                    assert page.count(said.strip()) <= 1, said
+                for note in filter(None, (check.note, check.because)):
+                    assert page.count(note.strip()) <= 1, note
 
 
-def test_every_page_has_its_notes_once(given: reproduction.Document, document: str) -> None:
-    for page in given.markdown.values():
+def test_every_page_has_its_notes_once(pages: reproduction.Document, document: str) -> None:
+    for page in pages.markdown.values():
         there = re.findall(r'<a id="note-(\w+)"></a>', page)
         assert len(there) == len(set(there))
         assert set(re.findall(r"\(#note-(\w+)\)", page)) <= set(there)
@@ -112,11 +112,11 @@ def test_every_page_has_its_notes_once(given: reproduction.Document, document: s
 
 
 def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
-    given: reproduction.Document,
+    pages: reproduction.Document,
 ) -> None:
     for path in contents.OTHERS:
         holds = contents.load(papers.load(), path)
-        chapter, sections = given.markdown[f"results/paper/{holds.paper}.md"], holds.sections
+        chapter, sections = pages.markdown[f"results/paper/{holds.paper}.md"], holds.sections
         assert chapter.count("![") == len(sections)
         for section in sections:
             assert f'<a id="{section.id}"></a>' in chapter
@@ -127,24 +127,24 @@ def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
         assert "Why:" in chapter
 
 
-def test_no_contradiction_is_claimed_and_the_best_point_is_said(document: str) -> None:
+def test_no_contradiction_is_claimed_and_the_best_point_is_stated(document: str) -> None:
     opening = document.split("\n## ")[0]
     known = region.region(papers.load())
     assert "contradict" not in document
-    assert region.in_words(known.holds, known.found, known.paper) in opening
+    assert region.in_words(known.holds, known.points, known.paper) in opening
     assert opening.count("![") == 1
 
 
-def test_nothing_is_reproduced_that_no_paper_gives(given: reproduction.Document) -> None:
-    for paper in given.values["papers"]:
+def test_nothing_is_reproduced_that_no_paper_gives(pages: reproduction.Document) -> None:
+    for paper in pages.values["papers"]:
         for row in paper["checked"]:
             if row["label"] in HYPOTHESES:
                 assert "reproduced" not in row["verdict"], row["id"]
             assert row["verdict"] != "reproduced" or row["paper"] != text.ABSENT, row["id"]
 
 
-def test_committed_tables_are_those_of_the_chapters(given: reproduction.Document) -> None:
-    written = [table for chapter in given.chapters for table in chapter.written]
+def test_committed_tables_are_those_of_the_chapters(pages: reproduction.Document) -> None:
+    written = [table for chapter in pages.chapters for table in chapter.written]
     folder = RESULTS / "paper" / "tables"
     for end, write in {"csv": tables.as_csv, "tex": tables.as_latex}.items():
         assert {file.stem for file in folder.glob(f"*.{end}")} == {table.name for table in written}
@@ -176,10 +176,10 @@ def test_each_figure_is_small_and_has_its_records(page: str) -> None:
     assert "data:image" not in page
 
 
-def test_links_lead_to_files(given: reproduction.Document) -> None:
-    for name, page in given.markdown.items():
+def test_links_lead_to_files(pages: reproduction.Document) -> None:
+    for name, page in pages.markdown.items():
         linked = [each for each in re.findall(r"\]\((.*?)\)", page) if each[0] not in "#h"]
         here = (ROOT / name).parent
         assert [each for each in linked if not (here / each.split("#")[0]).exists()] == []
-    records = re.findall(r"\| \[records\]", given.markdown[f"{reproduction.PAGES}/runs.md"])
+    records = re.findall(r"\| \[records\]", pages.markdown[f"{reproduction.PAGES}/runs.md"])
     assert len(records) > 40

@@ -23,8 +23,8 @@ from tests.analysis.pages import check_page
 def written(records: list[Record], tmp_path_factory: pytest.TempPathFactory) -> run.Written:
     again = records[0].model_copy(update={"started_at": "2025-12-31T00:00:00+00:00"})
     folder = tmp_path_factory.mktemp("run")
-    found = {folder / "records.jsonl": [again, *records]}
-    return run.write(found, folder / "report", "deepspeed-zero3")
+    files = {folder / "records.jsonl": [again, *records]}
+    return run.write(files, folder / "report", "deepspeed-zero3")
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_every_cell_that_ran_has_a_row_and_where_it_comes_from_is_there(
 
 def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path) -> None:
     without = [made_up.altered(each, inter_node_bytes_closed_form=None) for each in records[:3]]
-    found = {tmp_path / "records.jsonl": without}
-    page = run.write(found, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
+    files = {tmp_path / "records.jsonl": without}
+    page = run.write(files, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
     assert "the least that" not in page.split("<h2>")[0]
     assert "closed form" not in page.split("What to keep in mind")[1]
 
@@ -78,7 +78,7 @@ def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     assert "no error text" in written.report.read_text("utf-8")
 
 
-#: By matrix, what a committed report compares with where that is not the usual baseline.
+#: By matrix, the baseline of a committed report where that is not the usual one.
 BASELINES = {"cyclic-digits": "ddp"}
 
 
@@ -119,8 +119,8 @@ def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
 
 
 def test_cells_of_users_models_have_rows() -> None:
-    own = OwnModel(name="mine", function="my.models:build")
-    record = made_up.record(made_up.cell("fcdp", own))
+    model = OwnModel(name="mine", function="my.models:build")
+    record = made_up.record(made_up.cell("fcdp", model))
     table = frame([record])
     assert list(table["model"]) == ["mine"]
     assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
