@@ -188,7 +188,7 @@ def markdown(found: Sequence[Course]) -> str:
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
         said = zip(links, cases(found, loss), strict=True)
-        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in said))
+        parts.append("\n".join(f"- On {link} {case.clause(f'{loss:g}')}." for link, case in said))
     return "\n\n".join(parts)
 
 

@@ -60,9 +60,9 @@ def stages_of(workload: Workload, ranks: int) -> Stages:
     outside = [0] * len(runs)
     outside[0] += model.embedded_parameters
     outside[-1] += model.root_parameters - model.embedded_parameters
-    every = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
+    numels = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
     adapters = tuple(count * workload.block_adapters for count in blocks)
-    return Stages(blocks, every, every if workload.lora is None else adapters, tuple(outside))
+    return Stages(blocks, numels, numels if workload.lora is None else adapters, tuple(outside))
 
 
 def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:
@@ -95,33 +95,33 @@ def held(workload: Workload, ranks: int) -> Held:
     stages = stages_of(workload, ranks)
     frozen = 0.0 if workload.lora is None else min(FP32, workload.frozen_bytes)
     trained, largest = workload.trained, max(stages.trained)
-    every = FP32 * trained + frozen * workload.frozen
+    parameter_bytes = FP32 * trained + frozen * workload.frozen
     cycle = workload.schedule.cycle
     if cycle == "together":
         # Gradients of the stages that are a step old; the first rank's are most.
         old = [not is_fresh(workload.rule, 0, at, len(stages)) for at in range(len(stages))]
         late = FP32 * sum(compress(stages.trained, old))
         step = FP32 * trained + late
-        return Held(every, FP32 * trained, _MOMENTS * trained, step, versions=late)
+        return Held(parameter_bytes, FP32 * trained, _MOMENTS * trained, step, versions=late)
     if cycle == "turns":
         # Sums of a step's gradients begin when three stages of the last one's are left, or fewer.
         two_steps = 1 + max(0, len(stages) - 3) / len(stages)
         gradients = FP32 * (two_steps * trained + largest)
         return Held(
-            every,
+            parameter_bytes,
             gradients,
             _MOMENTS * trained,
             FP32 * largest,
             versions=FP32 * trained,
             in_flight=(len(stages) + 1) / 2,
         )
-    own = max(stages.parameters if cycle == "zero" else stages.trained)
+    own_stage = max(stages.parameters if cycle == "zero" else stages.trained)
     sent = max(max(numels) for numels in stages.sizes(twice=cycle == "zero").values())
-    parameters, versions = every, float(FP32 * own)
+    parameters, versions = parameter_bytes, float(FP32 * own_stage)
     if cycle == "zero":  # its own stage, what is outside of the blocks, and the stage in use
-        share = every / workload.parameters
-        parameters = share * (own + sum(stages.outside))
-        versions += share * own
+        share = parameter_bytes / workload.parameters
+        parameters = share * (own_stage + sum(stages.outside))
+        versions += share * own_stage
     return Held(
         parameters,
         2 * FP32 * largest,  # and the same end to end
@@ -151,7 +151,7 @@ def sent(workload: Workload, ranks: int) -> list[float] | None:
     return [max(of_slot) for of_slot in zip(*by_rank, strict=True)]
 
 
-def kept(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
+def activations(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
     """Bytes of activations in each slot, and what all micro-batches of a step at once would keep.
 
     ``nbytes`` are those of a step's fullest moment, which all slots have. ``None`` where
@@ -159,6 +159,6 @@ def kept(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], fl
     """
     if workload.served or workload.schedule.cycle != "turns":
         return None
-    one = nbytes / held(workload, ranks).in_flight
+    of_micro_batch = nbytes / held(workload, ranks).in_flight
     count = workload.accumulation
-    return [nbytes] * slots_per_step(count), count * one
+    return [nbytes] * slots_per_step(count), count * of_micro_batch

@@ -29,7 +29,7 @@ class Case(Strict):
     #: Share by which its loss at the end is above the exact one's.
     above: float
 
-    def said(self, loss: str) -> str:
+    def clause(self, loss: str) -> str:
         """Say who comes first to the loss, as what follows "On this link"."""
         if self.first == self.exact:
             return f"{self.exact} is the first to come to {loss}, and exact"
@@ -58,7 +58,7 @@ class Quality(Strict):
         return (
             f"time to quality, emulated on CPUs with {self.parameters / 1e6:.1f} M parameters, "
             f"where the link takes {case.share:.2g} times the computation (here {share:.2g}): "
-            + case.said(f"{case.exact}'s loss at half of its steps")
+            + case.clause(f"{case.exact}'s loss at half of its steps")
         )
 
 
