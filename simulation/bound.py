@@ -93,8 +93,8 @@ class Point(Strict):
 
         M_act: a block that keeps all has 16·H·Q + 2·H bytes per token, a recomputed one its input.
         """
-        kept = 16 * self.width * _BYTES + 2 * self.width
-        activations = self.layers * ((1 - gamma) * self.width * _BYTES + gamma * kept)
+        intermediate = 16 * self.width * _BYTES + 2 * self.width
+        activations = self.layers * ((1 - gamma) * self.width * _BYTES + gamma * intermediate)
         return self.free_bytes(stage) / activations
 
     @property
@@ -157,12 +157,12 @@ class Point(Strict):
 
         A point counts if its HFU is at most its α̂.
         """
-        for stage, kept, reached in product(get_args(Stage), range(steps + 1), range(1, steps + 1)):
-            efficiency = highest_efficiency * reached / steps
-            found = self.estimate(kept / steps, efficiency, stage)
+        for stage, i, j in product(get_args(Stage), range(steps + 1), range(1, steps + 1)):
+            efficiency = highest_efficiency * j / steps
+            estimate = self.estimate(i / steps, efficiency, stage)
             # Equal but for rounding where the step is bound by compute alone.
-            if found is not None and found.hfu <= efficiency * (1 + 1e-9):
-                yield found
+            if estimate is not None and estimate.hfu <= efficiency * (1 + 1e-9):
+                yield estimate
 
 
 class Gains(Strict):
@@ -247,7 +247,7 @@ def settle(point: Point, commit: str | None) -> BoundRecord:
         tokens=point.tokens(),
         hfu_bound=point.hfu_bound,
         required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
-        best_mfu=max(found.mfu for found in point.grid()),
+        best_mfu=max(estimate.mfu for estimate in point.grid()),
         gains=Gains(
             twice_bandwidth=faster.hfu_bound / point.hfu_bound,
             twice_free_memory=larger.hfu_bound / point.hfu_bound,

@@ -7,6 +7,7 @@ read from their parameters. What is neither is refused by name.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
     matrices, vectors = _parts(name, blocks[0], made)
     width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
-    outside = [one for path, one in model.named_parameters() if not path.startswith(f"{prefix}.")]
+    outside = [p for path, p in model.named_parameters() if not path.startswith(f"{prefix}.")]
     attention = tuple(m.name for m in matrices if _ATTENTION.search(m.name))
     inside = [matrix for matrix in matrices if matrix.name not in attention]
     most = max((m.experts for m in inside if m.outputs == width), default=None)
@@ -68,15 +69,15 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         active_experts=down.active,
         counted_matrices=tuple(matrices),
         counted_attention=attention,
-        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside),
+        counted_root=tuple((p.shape[0], p[0].numel()) for p in outside),
     )
 
 
 def _number(name: str, made: Any, key: str) -> int:
-    found = getattr(made, key, None)
-    if not isinstance(found, int):
-        raise ValueError(f"{key} of {name} = {found!r}: must be a whole number")
-    return found
+    number = getattr(made, key, None)
+    if not isinstance(number, int):
+        raise ValueError(f"{key} of {name} = {number!r}: must be a whole number")
+    return number
 
 
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -87,10 +88,10 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    said = dict(config)
-    kind: Any = said.pop("model_type", None)
+    fields = dict(config)
+    kind: Any = fields.pop("model_type", None)
     try:
-        made = AutoConfig.for_model(kind, **said)
+        made = AutoConfig.for_model(kind, **fields)
         with torch.device("meta"):
             _BUILT[key] = auto.from_config(made), made
     except Exception as error:  # each family refuses what it cannot build in its own way
@@ -111,7 +112,7 @@ def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
     ]
     if not lists:
         raise ValueError(f"model = {name!r}: has no blocks: no list of modules")
-    _, path, blocks = max(lists, key=lambda found: found[0])
+    _, path, blocks = max(lists, key=lambda candidate: candidate[0])
     shapes = [{key: value.shape for key, value in block.named_parameters()} for block in blocks]
     unlike = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
     if unlike is not None:
@@ -151,8 +152,7 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
                 f"{tuple(parameter.shape)} is not modelled"
             )
     for title, copies in alone.items():
-        one = matrices[title]
-        matrices[title] = Matrix(title, one.inputs, one.outputs, False, copies, active or copies)
+        matrices[title] = replace(matrices[title], experts=copies, active=active or copies)
     return list(matrices.values()), vectors
 
 

@@ -116,8 +116,8 @@ def stored(path: Path) -> Path:
 
 def below(folder: Path, name: str) -> list[Path]:
     """Where all files of a name below a folder are, compressed or not; in order."""
-    found = {path.with_name(name) for end in ("", ".gz") for path in folder.rglob(f"{name}{end}")}
-    return [stored(path) for path in sorted(found)]
+    paths = {path.with_name(name) for end in ("", ".gz") for path in folder.rglob(f"{name}{end}")}
+    return [stored(path) for path in sorted(paths)]
 
 
 def lines(path: Path) -> list[bytes]:
@@ -139,8 +139,7 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
     records = []
     for number, line in enumerate(lines(path), start=1):
         try:
-            found = _checked(json.loads(line), _DEEPEST)
-            records.append(kind.model_validate(found))
+            records.append(kind.model_validate(_checked(json.loads(line), _DEEPEST)))
         except RecursionError as error:  # json's own
             raise ValueError(f"{stored(path)}:{number}: not a record: nested too deeply") from error
         except ValueError as error:
@@ -208,8 +207,8 @@ def main(folders: Sequence[str]) -> None:
     """Compress what is long below these folders, and say what."""
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.jsonl")):
-            if (kept := compress(path)) != path:
-                print(kept)
+            if (compressed := compress(path)) != path:
+                print(compressed)
 
 
 if __name__ == "__main__":

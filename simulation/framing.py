@@ -70,8 +70,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.pairwise:
         asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
-        each = pairwise if schedule.hierarchical else ring
-        return (1 + agreements) * pairwise + (gathers + reductions) * each
+        per_exchange = pairwise if schedule.hierarchical else ring
+        return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0
     if schedule.replicates_small:  # vectors and adapters, which DeepSpeed gathers one by one
         model, lora = workload.model, workload.lora
@@ -98,15 +98,15 @@ def _gathers(workload: Workload, units: Layout) -> int:
     if schedule.shards != "world":
         return 0
     place = schedule.keeps_in(workload.policy)
-    found = 0
+    gathers = 0
     for unit in units.units:
         if place not in _KEEPS_ALL:  # kept nowhere, or not certainly
-            found += workload.accumulation * (1 if unit.kept else 2)
+            gathers += workload.accumulation * (1 if unit.stays_gathered else 2)
         elif schedule.cached_for == "micro-batch":
-            found += workload.accumulation
+            gathers += workload.accumulation
         else:
-            found += schedule.cached_for == "step" or unit.trained > 0
-    return found
+            gathers += schedule.cached_for == "step" or unit.trained > 0
+    return gathers
 
 
 def _reductions(workload: Workload, units: Layout) -> int:

@@ -131,7 +131,7 @@ CARDS = {row["name"]: validated(Card, row, where) for where, row in rows_of(_TAB
 
 def gpu_of(model: str) -> Gpu | None:
     """The GPU that the driver calls ``model`` (``NVIDIA H200``); ``None`` for an unknown one."""
-    return next((one.gpu for one in CARDS.values() if re.search(one.driver, model)), None)
+    return next((row.gpu for row in CARDS.values() if re.search(row.driver, model)), None)
 
 
 def card(name: str) -> Card:
@@ -146,14 +146,14 @@ def described(text: str) -> str:
     ``pcie_gb_s`` (31.5) and ``nvlink_gb_s`` are of one direction, ``like`` is the GPU by whose
     shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
     """
-    name, _, said = text.partition(":")
-    row: dict[str, Any] = dict(one.partition("=")[::2] for one in said.split(","))
+    name, _, pairs = text.partition(":")
+    row: dict[str, Any] = dict(pair.partition("=")[::2] for pair in pairs.split(","))
     like = row.setdefault("like", "a100-80gb")
     try:
         gigabytes = float(row.pop("gb"))
-        own = {"memory_gb": gigabytes, "memory_gb_s": row.pop("gb_s"), "driver": "(?!)"}
-        own |= {"reported_mib": int(gigabytes * GB / _MIB), "fp8": CARDS[like].fp8}
-        CARDS[name] = Card(name=name, **row, **own)
+        derived = {"memory_gb": gigabytes, "memory_gb_s": row.pop("gb_s"), "driver": "(?!)"}
+        derived |= {"reported_mib": int(gigabytes * GB / _MIB), "fp8": CARDS[like].fp8}
+        CARDS[name] = Card(name=name, **row, **derived)
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "

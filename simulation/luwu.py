@@ -69,13 +69,13 @@ def units(workload: Workload) -> list[Unit]:
     sizes = [("root", model.root_parameters, 0)]
     block = model.block_parameters, workload.block_adapters
     sizes += [(f"block {index}", *block) for index in range(model.layers)]
-    found = []
+    layers = []
     for name, base, adapters in sizes:
         trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
         pulled = element * (trained + (0 if workload.cached else frozen))
         held = element * (trained + frozen)
-        found.append(Unit(name, trained, frozen, pulled, element * trained, held))
-    return found
+        layers.append(Unit(name, trained, frozen, pulled, element * trained, held))
+    return layers
 
 
 def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
@@ -163,13 +163,13 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
     sizes = sorted((unit.held for unit in layers), reverse=True)
     # Those of the layer are put together while they are there; the root's wait for backward's end.
     gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
-    _, kept, again, output = activations(workload)
+    _, saved, recomputed, output = activations(workload)
     # With a block that is computed again there are gradients inside its MLP.
-    in_block = again + 3 * tokens * element * workload.model.inner
+    in_block = recomputed + 3 * tokens * element * workload.model.inner
     device = {
         "gathered": sum(sizes[:LAYERS]),
         "gradients": gradients,
-        "activations": kept + max(in_block, output),
+        "activations": saved + max(in_block, output),
     }
     host = {}
     if workload.cached and workload.frozen:

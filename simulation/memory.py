@@ -14,7 +14,7 @@ from simulation import cycle
 from simulation.cycle import Held
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
+from simulation.workload import FP32, States, Workload, block_bytes, checkpointed_bytes, loss_bytes
 
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
@@ -139,12 +139,12 @@ def activations(workload: Workload) -> tuple[float, float, float, float]:
     """
     model, tokens = workload.model, workload.tokens
     block = tokens * block_bytes(workload)
-    left_by = tokens * kept_bytes(workload)
-    kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
+    checkpoint = tokens * checkpointed_bytes(workload)
+    saved = model.layers * (workload.recomputed * checkpoint + (1 - workload.recomputed) * block)
     # The last norm's input and, for the gradient of the output matrix, what it gives.
     entries = (2 if workload.lora is None else 1) * tokens * workload.element_bytes * model.width
     output = entries + tokens * loss_bytes(workload) * model.vocabulary
-    return block, kept, block if workload.recomputed else 0.0, output
+    return block, saved, block if workload.recomputed else 0.0, output
 
 
 def _held(workload: Workload, hardware: Hardware) -> Held:
@@ -218,7 +218,7 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     schedule, full = workload.schedule, workload.lora is None
-    block, kept, again, output = activations(workload)
+    block, saved, recomputed, output = activations(workload)
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.inner
 
@@ -251,14 +251,14 @@ def _moments(
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     moments = (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
-        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
-        left | {"gathered": root, "slices": at_loss, "activations": kept + output},
-        in_block | {"activations": kept + again + inner},
+        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": saved},
+        left | {"gathered": root, "slices": at_loss, "activations": saved + output},
+        in_block | {"activations": saved + recomputed + inner},
         in_block
         | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
     )
-    others = (in_flight - 1) * kept
+    others = (in_flight - 1) * saved
     return [m | {"activations": m.get("activations", 0.0) + others} for m in moments]
 
 
@@ -321,9 +321,9 @@ def _by_policy(
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
         frozen = unit.trained == 0
-        seen[unit] = _PolicyUnit(
-            unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
-        )
+        reuses = (not unit.stays_gathered) + frozen
+        nbytes = workload.element_bytes * numel
+        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, not frozen, reuses)
     tiers: dict[Unit, Place] = {}
     guarded = False
     if text in _ONE_TIER:
@@ -364,18 +364,18 @@ def _by_usage(
     most = footprint(workload, units, hardware, {})
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
-    found: dict[Unit, Place] = {}
+    places: dict[Unit, Place] = {}
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
         for index, (unit, policy_unit) in enumerate(seen.items()):
             now = rest + activations * index / len(seen) + sum(held.values())
             peak = most.device_bytes + sum(held.values())
-            used, fullest = (min(round(one + reserve), total) for one in (now, peak))
+            used, fullest = (min(round(nbytes + reserve), total) for nbytes in (now, peak))
             on_device = decided.admits(policy_unit, Usage(used, fullest, total))
-            found[unit] = "device" if on_device else "host"
+            places[unit] = "device" if on_device else "host"
             held.pop(unit, None)
             if on_device:
                 held[unit] = (hardware.nodes - 1) * policy_unit.shard_bytes
         if not decided.moves:
             break
-    return found
+    return places

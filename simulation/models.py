@@ -150,21 +150,21 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
     limit = keys.get("positions", "max_position_embeddings")
-    given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
-    checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
+    sizes = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
+    checks.counts(**{f"{key} of {name}": value for key, value in sizes.items()})
     if kind == "gpt2" and (crossed := config.get("add_cross_attention")):
         raise ValueError(
             f"add_cross_attention = {crossed!r} of {name}: is not modelled; allowed is false"
         )
-    shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
+    shape: dict[str, Any] = {field: sizes.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
     else:
         shape |= _of_llama_s_kind(kind, config, shape)
     shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
     tied = bool(config.get("tie_word_embeddings", kind in _TIED))
-    if sequence_length > given.get(limit, sequence_length):
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {given[limit]}")
+    if sequence_length > sizes.get(limit, sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {sizes[limit]}")
     family: Family = "gpt2" if kind == "gpt2" else "llama"
     return Transformer(name=name, family=family, tied=tied, **shape)
 
@@ -193,11 +193,11 @@ def read(source: str | Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         try:
-            found = from_hub(str(source), "config.json", fetch=True)
+            downloaded = from_hub(str(source), "config.json", fetch=True)
         except ValueError as error:
             raise ValueError(f"model = {error}") from error
-        assert found is not None
-        file = found
+        assert downloaded is not None
+        file = downloaded
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -216,8 +216,8 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     # Takes long, as those that import it do.
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    if (found := _in_cache(name, *files)) is not None:
-        return found
+    if (cached := _in_cache(name, *files)) is not None:
+        return cached
     try:
         for file in files:
             with suppress(errors.EntryNotFoundError):
@@ -265,15 +265,15 @@ def _path(model: str) -> Path:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model = {model!r}: the folder has no config.json")
-    found = path if path.exists() else _in_cache(model, "config.json")
-    if found is None:
+    source = path if path.exists() else _in_cache(model, "config.json")
+    if source is None:
         known = ", ".join((*PAPER_MODELS, *PUBLIC_MODELS))
         raise ValueError(
             f"model = {model!r}: allowed are {known}, the path "
             "of a Hugging Face config.json or of its folder, or a name on the hub whose "
             f"configuration is in the local cache (hf download {model} config.json)"
         )
-    return found
+    return source
 
 
 def _in_cache(name: str, *files: str) -> Path | None:
@@ -282,6 +282,6 @@ def _in_cache(name: str, *files: str) -> Path | None:
 
     with suppress(errors.HFValidationError):
         for file in files:
-            if isinstance(found := try_to_load_from_cache(name, file), str):
-                return Path(found)
+            if isinstance(cached := try_to_load_from_cache(name, file), str):
+                return Path(cached)
     return None

@@ -92,8 +92,8 @@ def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    alone, every = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
-    return (alone * tokens_per_gpu_s / gpu.peak_flops, every * tokens_per_gpu_s / gpu.peak_flops)
+    useful, total = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
+    return (useful * tokens_per_gpu_s / gpu.peak_flops, total * tokens_per_gpu_s / gpu.peak_flops)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ MEASURED: Sequence[tuple[float, float]] = (
 #: Bits of a bf16 gradient that is coded by its exponent, of a small model that has begun to learn.
 _BY_EXPONENT = 11.0
 #: Bits of a bf16 parameter; of wider ones all others are sent as they are.
-_TOLD = 16
+_BF16_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ def difference_bits(learning_rate: float, element_bytes: int) -> float:
     """
     if not learning_rate > 0:
         raise ValueError(f"learning_rate = {learning_rate!r}: must be more than 0")
-    points = [(math.log(rate), math.log(told)) for rate, told in MEASURED]
+    points = [(math.log(rate), math.log(bits)) for rate, bits in MEASURED]
     at = math.log(learning_rate)
     # Beyond the ends the line of the last two goes on.
     index = sum(at >= place for place, _ in points[1:-1])
     (x0, y0), (x1, y1) = points[index : index + 2]
-    told = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
-    return min(told, _TOLD) + 8 * element_bytes - _TOLD
+    bits = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
+    return min(bits, _BF16_BITS) + 8 * element_bytes - _BF16_BITS
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Exchanges:
         bits = 8.0 * self.workload.reduced_bytes
         waits = not math.isinf(self.hardware.inter_bytes_per_s)  # as the rule judges it
         if codec == EXPONENTS[1] or (codec == EXPONENTS[0] and waits):
-            bits += _BY_EXPONENT - _TOLD
+            bits += _BY_EXPONENT - _BF16_BITS
         return inter_node(trained * bits / 8, self.hardware.nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:

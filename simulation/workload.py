@@ -355,7 +355,7 @@ def block_bytes(workload: Workload) -> float:
     return inputs + norms + attention + element * (2 if fused else 3) * inner
 
 
-def kept_bytes(workload: Workload) -> float:
+def checkpointed_bytes(workload: Workload) -> float:
     """Bytes that a block keeps of one token where its activations are recomputed.
 
     Its input; and, if checkpointing is selective, what attention and half the matrices have given.
@@ -364,8 +364,8 @@ def kept_bytes(workload: Workload) -> float:
     width = model.width
     if workload.checkpointing == "full":
         return workload.element_bytes * width
-    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
-    return workload.element_bytes * (width + given) + _scores(workload)
+    outputs = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
+    return workload.element_bytes * (width + outputs) + _scores(workload)
 
 
 def loss_bytes(workload: Workload) -> int:

@@ -101,14 +101,14 @@ class Instance(Strict):
     def cluster(self, nodes: int) -> Hardware:
         """So many of them, by data sheets, fitted rates and what cards report."""
         memory = self.host_memory_gib
-        found = cluster(
+        hardware = cluster(
             self.gpu,
             nodes=nodes,
             ranks_per_node=self.gpus,
             inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
             host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
         )
-        return with_rates(reported(found))
+        return with_rates(reported(hardware))
 
 
 def read(source: str | Path) -> list[Instance]:
@@ -127,24 +127,24 @@ def read(source: str | Path) -> list[Instance]:
         if not isinstance(document.values, list):
             document.fail((), "must be a list of instances")
         lines = ((document.place((at,)), values) for at, values in enumerate(document.values))
-    found: list[Instance] = []
+    instances: list[Instance] = []
     for where, values in lines:
-        one = validated(Instance, values, where)
+        instance = validated(Instance, values, where)
         try:
-            gpu(one.gpu)
+            gpu(instance.gpu)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        found += one.sized()
-    return found
+        instances += instance.sized()
+    return instances
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
     """The instance of that name, of several providers the first. ``ValueError`` for no such."""
-    found = read(source)
-    for one in found:
-        if one.instance == name:
-            return one
-    names = ", ".join(sorted({one.instance for one in found}))
+    instances = read(source)
+    for instance in instances:
+        if instance.instance == name:
+            return instance
+    names = ", ".join(sorted({instance.instance for instance in instances}))
     raise ValueError(f"instance = {name!r}: allowed are {names}")
 
 
@@ -221,21 +221,21 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
         for one in instances
         if one.prices
     ]
-    found: list[Offer] = []
+    cheapest: list[Offer] = []
     left_out: dict[str, list[str]] = {why: [] for why in WHY}
     left_out["unpriced"] = [one.name for one in instances if not one.prices]
     soonest: list[Offer] = []
     for least, instance in sorted(priced, key=lambda pair: pair[0]):
-        if len(found) >= MOST and least > found[MOST - 1].cost:
+        if len(cheapest) >= MOST and least > cheapest[MOST - 1].cost:
             left_out["dearer"].append(instance.name)
             continue
         offers, late, why = _try(request, instance, within_hours)
         if why is not None:
             left_out[why].append(instance.name)
         soonest += late
-        found = sorted([*found, *offers], key=lambda offer: offer.cost)
+        cheapest = sorted([*cheapest, *offers], key=lambda offer: offer.cost)
     first = min(soonest, key=lambda offer: offer.hours, default=None)
-    return Market(tuple(found[:MOST]), left_out, first)
+    return Market(tuple(cheapest[:MOST]), left_out, first)
 
 
 def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
@@ -308,8 +308,8 @@ def _shares_out(request: Request, hardware: Hardware) -> bool:
     """Whether each rank has as many sequences of a step, in micro-batches that are named."""
     if request.global_batch is None:
         return True
-    each, rest = divmod(request.global_batch, hardware.world_size)
-    return each > 0 and rest == 0 and not any(each % size for size in request.micro_batches)
+    count, rest = divmod(request.global_batch, hardware.world_size)
+    return count > 0 and rest == 0 and not any(count % size for size in request.micro_batches)
 
 
 def _least_hours(request: Request, instance: Instance) -> float:

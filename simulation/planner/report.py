@@ -140,8 +140,8 @@ def _notes(plan: Plan) -> Iterator[Text]:
     exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
     full = request.lora_rank is None and request.hardware.nodes > 1
     measured = quality.committed()
-    if exact is not None and full and measured is not None and (said := measured.of(exact)):
-        yield Text(said)
+    if exact is not None and full and measured is not None and (sentence := measured.of(exact)):
+        yield Text(sentence)
 
 
 def _shorter(request: Request, strategy: str) -> str:
@@ -157,7 +157,7 @@ def _shorter(request: Request, strategy: str) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "evidence": EVIDENCE,
         **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
@@ -177,10 +177,10 @@ def document(plan: Plan) -> dict[str, Any]:
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
     if request.server is not None:
-        found["luwu"] = plan.in_network and plan.in_network.document()
+        fields["luwu"] = plan.in_network and plan.in_network.document()
         if plan.in_network is None:
-            found["luwu_lacks"] = lack(request)
-    return found
+            fields["luwu_lacks"] = lack(request)
+    return fields
 
 
 def curves(plan: Plan) -> dict[str, Any]:
@@ -192,25 +192,25 @@ def curves(plan: Plan) -> dict[str, Any]:
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--figure: needs the bandwidth of a node's link (--inter-node)")
     fitting = [option.workload.strategy for option in plan.fitting]
-    known = [name for name in ("fcdp", "fsdp2") if name in fitting]
-    strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
+    rivals = [name for name in ("fcdp", "fsdp2") if name in fitting]
+    strategies = tuple(dict.fromkeys([plan.strategy, *rivals, *fitting]))[:_DRAWN]
     nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
     counts = [int(nodes * times) for times in _NODES_TIMES if nodes * times >= 1]
     clusters = [("nodes", replace(hardware, nodes=count)) for count in counts]
     links = (replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES)
-    clusters += [("gbit_s", one) for one in links]
+    clusters += [("gbit_s", cluster) for cluster in links]
     batch = request.global_batch
-    found: dict[str, list[dict[str, Any]]] = {}
-    for axis, one in clusters:
-        if batch is not None and batch % one.world_size:
+    points: dict[str, list[dict[str, Any]]] = {}
+    for axis, cluster in clusters:
+        if batch is not None and batch % cluster.world_size:
             continue
-        asked = replace(request, hardware=one, strategies=strategies)
+        asked = replace(request, hardware=cluster, strategies=strategies)
         for best in filter(None, (verdict.best for verdict in search(asked))):
             low, high = tokens_range(best, asked)
-            at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
+            at = {"strategy": best.workload.strategy, **_place(cluster), "gpus": cluster.world_size}
             speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
-            found.setdefault(axis, []).append(at | speeds)
-    return document(plan) | {"at": _place(hardware), "curves": found}
+            points.setdefault(axis, []).append(at | speeds)
+    return document(plan) | {"at": _place(hardware), "curves": points}
 
 
 def _place(hardware: Hardware) -> dict[str, float]:
@@ -220,16 +220,16 @@ def _place(hardware: Hardware) -> dict[str, float]:
 
 def rows(plan: Plan) -> list[dict[str, Any]]:
     """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
-    kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
-    found = []
+    nested = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
+    records = []
     for best in plan.fitting:
         option = _option(plan, best)
         low, high = option.pop("tokens_per_s_range")
-        sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
-        flat = {key: value for key, value in option.items() if key not in kept}
+        sums = {key: sum(option.pop(key).values()) for key in nested[:3]}
+        flat = {key: value for key, value in option.items() if key not in nested}
         more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
-        found.append({"strategy": best.workload.strategy, **flat, **sums, **more})
-    return found
+        records.append({"strategy": best.workload.strategy, **flat, **sums, **more})
+    return records
 
 
 def _of(thing: object, *names: str) -> dict[str, Any]:

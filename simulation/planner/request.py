@@ -41,10 +41,10 @@ def planned() -> tuple[str, ...]:
     memory still, and what is trained is another thing: a matrix compares it. The FCDP paper's own
     system is ours with exchanges that send more.
     """
-    own = {name: schedule_of(name) for name in simulated()}
+    schedules = {name: schedule_of(name) for name in simulated()}
     return tuple(
         name
-        for name, of in own.items()
+        for name, of in schedules.items()
         if of.cycle is None and (of.hierarchical or not of.pairwise)
     )
 

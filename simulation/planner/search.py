@@ -156,10 +156,10 @@ def computed_range(
     rates = hardware.rates
     slow = replace(workload, attention=attention or "flash-1")
     fast = replace(workload, kernels=kernels or "fused")
-    own, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
+    seconds, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
     return (
-        math.exp(-math.hypot(math.log(rates.lowest), math.log(own / longest))),
-        math.exp(math.hypot(math.log(rates.highest), math.log(own / shortest))),
+        math.exp(-math.hypot(math.log(rates.lowest), math.log(seconds / longest))),
+        math.exp(math.hypot(math.log(rates.highest), math.log(seconds / shortest))),
     )
 
 
@@ -253,23 +253,23 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     Bounds by computation alone are cheap; one by all resources is found of those alone that come
     next by these.
     """
-    found: dict[int, Option] = {}
+    by_index: dict[int, Option] = {}
     built: dict[int, Built] = {}
     waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
         # A simpler one, which comes earlier, is taken even if it is a little slower.
-        margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
-        options = zip(found.values(), margins, strict=True)
+        margins = ((1 - SAME, 1.0) if at < index else (1.0, 1 - SAME) for index in by_index)
+        options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
         if fitting[at].accumulation > 1 or at in built:  # of several, computation alone is counted
-            found[at] = simulated(fitting[at], hardware, built.pop(at, None))
+            by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
             heappush(waiting, (-most_tokens_per_s(built[at]), at))
-    return tuple(found[at] for at in sorted(found))
+    return tuple(by_index[at] for at in sorted(by_index))
 
 
 def _fitting(point: Workload, request: Request) -> list[Workload]:

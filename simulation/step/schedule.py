@@ -39,9 +39,9 @@ def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
     """Seconds beside work and its bytes, in one forward or one backward of a block."""
     launches = hardware.rates.kernel_seconds * block_kernels(workload)
     overheads = hardware.overheads
-    kept = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
-    each = overheads.block_seconds.get(workload.engine, 0.0)
-    return launches + (each + overheads.activation_byte_seconds * kept) / 2
+    saved = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
+    calls = overheads.block_seconds.get(workload.engine, 0.0)
+    return launches + (calls + overheads.activation_byte_seconds * saved) / 2
 
 
 def block_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
@@ -71,11 +71,11 @@ class StageSeconds:
         """Seconds of a workload's stages on ranks of this hardware; the last has the head."""
         tokens = workload.tokens
         head = [hardware.seconds(work * tokens) for work in head_work(workload)]
-        one, back = block_seconds(workload, hardware)
+        forward, backward = block_seconds(workload, hardware)
         last = len(stages) - 1
         return cls(
-            tuple(n * one + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
-            tuple(n * back + head[1] * (at == last) for at, n in enumerate(stages.blocks)),
+            tuple(n * forward + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
+            tuple(n * backward + head[1] * (at == last) for at, n in enumerate(stages.blocks)),
             tuple(
                 adam_seconds(workload, numel, hardware) + n * call_seconds(workload, hardware)
                 for numel, n in zip(stages.trained, stages.blocks, strict=True)
@@ -180,7 +180,7 @@ class Step:
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
-            if not unit.kept and unit not in self._over_turn:
+            if not unit.stays_gathered and unit not in self._over_turn:
                 del self._gathered[unit]
 
     def _gather(self, unit: Unit, phase: str) -> int | None:

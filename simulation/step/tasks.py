@@ -176,16 +176,16 @@ def _speeds(running: tuple[_Uses, ...]) -> tuple[float, ...]:
     free = {name: 1.0 for uses in running for name, _ in uses}
     level = 0.0
     while rising:
-        wanted: dict[str, float] = {}
+        demand: dict[str, float] = {}
         for at in rising:
             for name, use in running[at]:
-                wanted[name] = wanted.get(name, 0.0) + use
-        step = min((free[name] / use for name, use in wanted.items()), default=1.0)
+                demand[name] = demand.get(name, 0.0) + use
+        step = min((free[name] / use for name, use in demand.items()), default=1.0)
         step = min(step, 1.0 - level)
         level += step
-        for name, use in wanted.items():
+        for name, use in demand.items():
             free[name] -= step * use
-        full = {name for name in wanted if free[name] <= _DONE}
+        full = {name for name in demand if free[name] <= _DONE}
         for at in rising:
             speeds[at] = level
         if level >= 1.0 - _DONE:
