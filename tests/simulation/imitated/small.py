@@ -54,7 +54,7 @@ def settled(case: Case, largest: int | None, **figures: Any) -> MemoryRecord:
     )
 
 
-def found(case: Case) -> MemoryUse:
+def measure(case: Case) -> MemoryUse:
     """Called in a process that will know the imitated accelerator ever after."""
     leave_group()
     return study.find(case, build)

@@ -69,6 +69,6 @@ def attention() -> tuple[int, Any]:
 def test_attention_takes_no_matrix_of_scores(apart: Pools) -> None:
     extra, shape = apart.run(1, attention)[0]
     assert tuple(shape) == (2, 4, 512, 64)
-    one = 2 * 4 * 512 * 64 * 2
+    output = 2 * 4 * 512 * 64 * 2
     scores = 2 * 4 * 512 * 512 * 2
-    assert 4 * one <= extra < scores + 4 * one
+    assert 4 * output <= extra < scores + 4 * output

@@ -7,7 +7,7 @@ from simulation.imitated import study
 from simulation.imitated.records import Case, MemoryUse
 from simulation.imitated.study import PAPER_MICRO_BATCH
 from tests.ranks import Pools
-from tests.simulation.imitated.small import LAYERS, WIDTH, case, found
+from tests.simulation.imitated.small import LAYERS, WIDTH, case, measure
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,7 @@ STRATEGIES = ["fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "fsdp2-offload"]
 
 @pytest.fixture(scope="module")
 def uses(apart: Pools) -> dict[str, MemoryUse]:
-    return {strategy: apart.run(1, found, case(strategy))[0] for strategy in STRATEGIES}
+    return {strategy: apart.run(1, measure, case(strategy))[0] for strategy in STRATEGIES}
 
 
 def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
@@ -76,7 +76,7 @@ def test_the_largest_micro_batch_was_run_and_the_next_too(uses: dict[str, Memory
 
 def test_adapters_and_checkpointing_take_less(apart: Pools, uses: dict[str, MemoryUse]) -> None:
     plain = uses["hpz"]
-    adapted = apart.run(1, found, case("hpz", tuning="lora", checkpointing=True))[0]
+    adapted = apart.run(1, measure, case("hpz", tuning="lora", checkpointing=True))[0]
     assert adapted.trainable_parameters < plain.trainable_parameters / 20
     assert adapted.resting_device_bytes < plain.resting_device_bytes
     assert adapted.largest_micro_batch > 1.5 * plain.largest_micro_batch
@@ -84,12 +84,12 @@ def test_adapters_and_checkpointing_take_less(apart: Pools, uses: dict[str, Memo
 
 def test_the_threshold_looks_at_the_device_that_is_imitated(apart: Pools) -> None:
     below, above = (
-        apart.run(1, found, case("fcdp", policy=f"threshold({tau})"))[0] for tau in (1, 0)
+        apart.run(1, measure, case("fcdp", policy=f"threshold({tau})"))[0] for tau in (1, 0)
     )
     assert below.resting_device_bytes > above.resting_device_bytes
 
 
-def test_what_was_not_found_says_why() -> None:
+def test_a_case_without_figures_says_why() -> None:
     """And a failure is a record, not the end of the others."""
     cases = [
         case("ddp", device_bytes=2 * 10**6),
