@@ -2,7 +2,7 @@
 
 The model is built from its configuration on the meta device: no weights, and no code of the
 model's repository. Blocks are the modules that repeat; their matrices, experts and vectors are
-read from their parameters. What is neither is refused by name.
+read from their parameters. Any other parameter is refused by name.
 """
 
 import re
@@ -18,11 +18,11 @@ from simulation.transformer import Matrix, Transformer
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
-#: Keys of attention that is no scores of queries and keys of all heads.
+#: Keys of attention other than scores between queries and keys of all heads.
 _NOT_MODELLED = ("kv_lora_rank", "q_lora_rank", "ssm_cfg", "mamba_d_state", "state_size")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
-#: Models without weights by their configurations: a search asks for one many times.
+#: Models without weights by configuration: a search asks for the same one many times.
 _BUILT: dict[str, tuple[Any, Any]] = {}
 
 
@@ -104,7 +104,7 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules that has most parameters, all alike, and its path."""
+    """The list of modules with most parameters, which must be alike, after its path."""
     lists = [
         (sum(parameter.numel() for parameter in module.parameters()), path, module)
         for path, module in model.named_modules()
@@ -157,5 +157,5 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> int | None:
-    """The first of these that the configuration says."""
+    """The first of these keys that the configuration has."""
     return next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), None)

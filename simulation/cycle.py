@@ -1,4 +1,4 @@
-"""A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: what each has and keeps."""
+"""A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: sizes, memory, messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_ste
 from simulation.workload import FP32, Workload
 
 _MOMENTS = 8
-#: Messages that a rank has in hand: two that come, two that go.
+#: Messages in a rank's memory: two that are received, two that are sent.
 _MESSAGES = 4
 
 
@@ -28,8 +28,8 @@ class Stages:
     def sizes(self, *, twice: bool) -> Mapping[Kind, Sequence[int]]:
         """Elements of each stage's messages.
 
-        ``twice``: ranks let parameters go between forward and backward, frozen ones too; what is
-        outside of the blocks stays.
+        With ``twice`` ranks free parameters, frozen ones too, between forward and backward; those
+        outside of the blocks stay.
         """
         passed = [whole - out for whole, out in zip(self.parameters, self.outside, strict=True)]
         return {
@@ -41,7 +41,7 @@ class Stages:
 
 
 def stages_of(workload: Workload, ranks: int) -> Stages:
-    """The stages of a cycle: as many as micro-batches go through it, unless fewer are chosen.
+    """The stages of a cycle: as many as the micro-batches in it, unless fewer are chosen.
 
     Raises ``ValueError`` for more stages than blocks or micro-batches, and for several
     micro-batches per rank where each rank is one.
@@ -152,7 +152,7 @@ def sent(workload: Workload, ranks: int) -> list[float] | None:
 
 
 def activations(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
-    """Bytes of activations in each slot, and what all micro-batches of a step at once would keep.
+    """Bytes of activations in each slot, and of all micro-batches of a step at once.
 
     ``nbytes`` are those of a step's fullest moment, which all slots have. ``None`` where
     micro-batches do not take turns.

@@ -1,8 +1,8 @@
 """The emulated clusters that the committed records were measured on: one host of two cores.
 
 All ranks share its cores: for computing, for the kernel's work on what they send, and for Python.
-The constants are fitted to unshaped records, which see no limit but these; links that are shaped
-are then predicted, and predicted steps stand beside measured ones.
+The constants are fitted to records of unshaped links, which have no other limit. Steps over shaped
+links are then predicted, and compared with measured ones.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def agree(
 
 
 def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
-    """Messages per step that a node sends to others over gloo: not fewer than there are.
+    """Messages per step that a node sends to others over gloo: at least as many as there are.
 
-    Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
-    is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
+    They belong to gathers and reductions across nodes, to our engine's agreement on what is stale
+    before each micro-batch and on what a disk holds before each gather, and to a barrier.
     """
     if workload.served:
         whole = traffic(workload, nodes * ranks_per_node, ranks_per_node)
@@ -61,7 +61,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         ranks = nodes * ranks_per_node
         cycle = cycle_of(workload, stages_of(workload, ranks), ranks)
         ends = ((m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages())
-        # Those of a stage, of the node that sends most.
+        # Messages of stages, of the node that sends most.
         return pairwise + max(Counter(source for source, to in ends if source != to).values())
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
     gathers, reductions = _gathers(workload, units), _reductions(workload, units)
@@ -82,9 +82,9 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
 
 
 def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
-    """Least bytes per step that a node sends of what DeepSpeed keeps replicated.
+    """Least bytes per step that a node sends of parameters that DeepSpeed replicates.
 
-    DeepSpeed gathers that after each step, what is frozen too.
+    DeepSpeed gathers them after each step, frozen ones too.
     """
     if workload.served or not workload.schedule.replicates_small:
         return 0.0

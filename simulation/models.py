@@ -25,7 +25,7 @@ from simulation.transformer import Family, ModelSpec, Transformer
 
 #: Tokens per sequence: our choice; questions with their paragraphs in SQuAD mostly fit in it.
 SEQUENCE_LENGTH = 512
-#: GPT-2's.
+#: GPT-2's vocabulary.
 _VOCABULARY = 50_257
 _LAYERS = 48
 _HEAD_WIDTH = 64
@@ -86,7 +86,7 @@ _TIED = ("gpt2", "gemma", "gemma2")
 _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
 #: Seconds that the hub has for an answer.
 _ANSWERS_S = 2
-#: Most tokens per sequence of a configuration that nobody named a length for: ours.
+#: Most tokens per sequence of a configuration where nobody named a length: ours.
 _LONGEST = 8192
 
 
@@ -108,7 +108,6 @@ class PublicModel:
 
 #: Columns of the table that are no part of a configuration.
 _ABOUT = ("name", "hub", "parameters", "training_length")
-
 
 PUBLIC_MODELS = {
     row["name"]: PublicModel(
@@ -141,7 +140,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
         name = Path(source).stem if Path(source).exists() else str(source)
         config = read(source)
     kind: Any = config.get("model_type")
-    if kind not in tuple(_KEYS):  # which a list may be compared with, too
+    if kind not in tuple(_KEYS):  # not a lookup: ``kind`` may be a list
         from simulation.counted import count  # needs torch
 
         return count(name, config, sequence_length)
@@ -211,9 +210,9 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     """The first of these files that a name on the hub has, if it is cached or to be ``fetch``ed.
 
     Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
-    It is asked once: of a folder that does not exist nobody is to wait for an answer.
+    The hub is asked once: a mistyped path must not wait long for an answer.
     """
-    # Takes long, as those that import it do.
+    # Takes long to import.
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if (cached := _in_cache(name, *files)) is not None:
@@ -246,8 +245,8 @@ def shape(model: str, sequence_length: int) -> Transformer:
 def usual_length(model: str) -> int:
     """Tokens per sequence that the model is usually trained on.
 
-    The paper's, or what its makers say; of a configuration what it allows, at most
-    ``_LONGEST``: longer ones were mostly trained on less. Raises as ``shape``.
+    It is the paper's or its makers'; by a configuration the length that it allows, at most
+    ``_LONGEST``: models that allow more were mostly trained on less. Raises as ``shape``.
     """
     if model in PAPER_MODELS:
         return SEQUENCE_LENGTH
@@ -278,7 +277,7 @@ def _path(model: str) -> Path:
 
 def _in_cache(name: str, *files: str) -> Path | None:
     """The first of these files of a name on the hub that is in the local cache."""
-    from huggingface_hub import errors, try_to_load_from_cache  # takes long
+    from huggingface_hub import errors, try_to_load_from_cache  # slow
 
     with suppress(errors.HFValidationError):
         for file in files:

@@ -12,7 +12,7 @@ from simulation.workload import FP32, Workload, block_passes, head_work
 _BUCKET_BYTES = 25 * 2**20
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
-#: Layouts that are remembered: those of one strategy's points.
+#: Layouts in the cache: enough for one strategy's points.
 _REMEMBERED = 32
 
 
@@ -36,13 +36,13 @@ class Segment:
 
     name: str
     forward: Work
-    #: With a second forward, as far as the block's activations are not kept.
+    #: Backward, with the share of forward that is recomputed.
     backward: Work
     units: tuple[Unit, ...]
     #: Whether it is the first of its block.
     block: bool = False
-    #: Whether backward needs the units: the gradient of an input that nothing trained has made is
-    #: not computed.
+    #: Whether backward needs the units: autograd computes no gradient of an input on which no
+    #: trained parameter had an effect.
     in_backward: bool = True
 
 

@@ -1,6 +1,6 @@
 """The recommendation: which strategy, and why in one sentence; or why nothing fits.
 
-Each remedy of what does not fit is tried in the memory model.
+Each remedy for what does not fit is tried in the memory model first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,9 +62,9 @@ class Plan:
 def plan(request: Request) -> Plan | None:
     """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help).
 
-    Where no length was given and nothing of the usual one fits, the plan is for the longest half
-    of it that does; where adapters are trained, for the longest with which a base on the devices
-    does, if there is one.
+    Where no length was given and nothing fits at the usual one, the plan is for half of it, or a
+    quarter, and so on. With adapters it is for the longest at which a strategy with the base on
+    the devices fits, if there is one.
     """
     if request.usual_length is not None:
         request = _at_length(request)

@@ -1,7 +1,7 @@
 """Instances that clouds rent out, or nodes of one's own; and offers of them, cheapest first.
 
-For each kind of instance the fewest nodes that train so many tokens in time. The offers are a
-table, JSON, and rows of a CSV file.
+An offer has the fewest nodes of its kind that train so many tokens in time. Offers are printed as
+a table, or written as JSON or as rows of a CSV file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TABLE = Path(__file__).parents[2] / "results" / "instances" / "instances.csv"
 #: The table of public clouds, in place of a file.
 ALL = "all"
 _GIB = 2**30
-#: Where the source says nothing: too little for what keeps state or a cache in host memory.
+#: Host memory where the source gives none: too little for offloaded states or a cache.
 _HOST_MEMORY_BYTES = 1e9
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
-#: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
+#: Most offers: an instance that cannot be cheaper than the last of them is not simulated.
 MOST = 10
-#: Standard deviations of the end of a range that nine of ten are in.
+#: Standard deviations from the mean to an end of a range that holds nine of ten.
 _NINE_OF_TEN = NormalDist().inv_cdf(0.95)
 #: Reasons for which an instance has no offer, in words.
 WHY = {
@@ -63,7 +63,7 @@ class Instance(Strict):
     host_memory_gib: float | None = Field(default=None, gt=0)
     list_usd_per_hour: float | None = Field(default=None, ge=0)
     spot_usd_per_hour: float | None = Field(default=None, ge=0)
-    #: When the prices were so, and who says it.
+    #: Date of the prices, and where they are published.
     as_of: str = ""
     source: str = ""
     note: str = ""
@@ -99,7 +99,7 @@ class Instance(Strict):
         return 1 if self.nic_gbit_s is None else self.nodes
 
     def cluster(self, nodes: int) -> Hardware:
-        """So many of them, by data sheets, fitted rates and what cards report."""
+        """A cluster of so many, by data sheets, fitted rates and the memory that cards report."""
         memory = self.host_memory_gib
         hardware = cluster(
             self.gpu,
@@ -139,7 +139,7 @@ def read(source: str | Path) -> list[Instance]:
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
-    """The instance of that name, of several providers the first. ``ValueError`` for no such."""
+    """The instance of that name, of the first provider. Raises ``ValueError`` if there is none."""
     instances = read(source)
     for instance in instances:
         if instance.instance == name:
@@ -187,7 +187,7 @@ class Offer:
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
 
     def chance(self, within_hours: float) -> float:
-        """Probability to be done in time, if the range's ends are those of nine of ten runs."""
+        """Probability of being done in time, if the range's ends are those of nine of ten runs."""
         fast = self.hours / within_hours
         slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         end = (slowest if fast < 1 else fastest) / self.plan.option.tokens_per_s
@@ -204,7 +204,7 @@ class Market:
     offers: tuple[Offer, ...]
     #: Names of the instances without an offer, by the reason.
     left_out: Mapping[str, Sequence[str]]
-    #: Offer that would be done first of those that are late.
+    #: The late offer that would be done first.
     soonest: Offer | None
 
 
@@ -274,7 +274,7 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
 def _try(
     request: Request, instance: Instance, within_hours: float | None
 ) -> tuple[list[Offer], list[Offer], str | None]:
-    """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
+    """Offers of the fewest nodes in time, by price; else the soonest, and why there is none."""
 
     @cache
     def planned(nodes: int) -> Plan | None:
@@ -305,7 +305,7 @@ def _try(
 
 
 def _shares_out(request: Request, hardware: Hardware) -> bool:
-    """Whether each rank has as many sequences of a step, in micro-batches that are named."""
+    """Whether ranks get equally many sequences of a step, in micro-batches of a named size."""
     if request.global_batch is None:
         return True
     count, rest = divmod(request.global_batch, hardware.world_size)

@@ -23,11 +23,11 @@ EVIDENCE = "simulated"
 _WAITS_FOR = "waits\nfor"
 #: Most rows of a table; the rest is in its files.
 _MOST = 10
-#: Most strategies of a picture, and the clusters that it is drawn over, by the plan's.
+#: Most strategies of a figure, and its clusters: factors of the plan's nodes and bandwidth.
 _DRAWN = 4
 _NODES_TIMES = (0.25, 0.5, 1, 2, 4, 8)
 _LINK_TIMES = (0.125, 0.25, 0.5, 1, 2, 4, 8)
-#: Words for what a step waits for.
+#: Short names of resources that a step waits for.
 _SHORT = {"inter_node": "link", "intra_node": "node", "host_to_device": "copies"}
 _SHORT |= {"device_to_host": "copies"}
 #: Fewest steps that a training is thought to need: ours.
@@ -48,7 +48,7 @@ _MEASURES = ("step_seconds", "tokens_per_s", "mfu", "hfu", "waits_seconds", "bus
 
 
 def titles(request: Request) -> tuple[str, ...]:
-    """Lines: what is trained, on what, and what the seconds of computation rest on."""
+    """Lines on the training, the cluster, and the basis of the seconds of computation."""
     hardware = request.hardware
     tuning = "full"
     if request.lora_rank is not None:
@@ -145,7 +145,7 @@ def _notes(plan: Plan) -> Iterator[Text]:
 
 
 def _shorter(request: Request, strategy: str) -> str:
-    """The longest half of the usual length that fits a replica of adapters' base, in words."""
+    """A clause on the shorter sequences with which a replica of a frozen base fits, if any."""
     if request.lora_rank is None or not replicates(strategy):
         return ""
     shorter = replace(request, strategies=(strategy,)).shorter()
@@ -214,7 +214,7 @@ def curves(plan: Plan) -> dict[str, Any]:
 
 
 def _place(hardware: Hardware) -> dict[str, float]:
-    """Place of a cluster on a picture's axes."""
+    """Place of a cluster on a figure's axes."""
     return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
 
 
@@ -242,7 +242,7 @@ def _finite(rate: float) -> float | None:
 
 
 def _name(option: Option) -> str:
-    """The strategy, with choices of its own that are not the usual ones."""
+    """The strategy, with its policy where that is not the usual one."""
     of = option.workload
     return of.strategy if of.policy == "host" else f"{of.strategy}, {of.policy}"
 

@@ -1,6 +1,6 @@
 """Other papers' systems beside a plan: LuWu where there is a server, Fuyou on one GPU.
 
-LuWu is simulated by ``simulation.luwu``: a switch that sums and multicasts is taken for granted,
+LuWu is simulated by ``simulation.luwu``: a switch that sums and multicasts is assumed,
 and each GPU is a worker, so that those of one node share its link. Fuyou is modelled, not
 simulated: a pass takes as long as the busiest of the device, its link, the SSDs and the CPU.
 """
@@ -27,7 +27,7 @@ from simulation.workload import (
     loss_bytes,
 )
 
-#: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
+#: Buffers in host memory of ``delayed``: of states, of gradients, of activations that go to SSD.
 _STATES, _GRADIENTS, _PASSING = 3, 2, 3
 _SLOTS = FuyouSettings().blocks_on_device
 #: Sequences of a step that are tried, and how close to the fastest the fewest must come.
@@ -118,13 +118,13 @@ def lack(request: Request) -> str:
 
 
 def _sizes(request: Request) -> tuple[int, ...]:
-    """Micro-batches that the request names: one has all sequences of a step; none: any."""
+    """Micro-batches to try: those named, or all sequences of a rank's step; none: any."""
     whole = request.sequences_per_rank
     return request.micro_batches if whole is None else (whole,)
 
 
 def _fitting(request: Request) -> Iterator[Workload]:
-    """All that is to be tried and fits."""
+    """The points of LuWu that fit."""
     hardware = request.hardware
     points = (replace(one, strategy=LUWU, policy="host") for one in request.workloads())
     for point in dict.fromkeys(points):
@@ -156,7 +156,7 @@ class OutOfCore:
 def out_of_core(request: Request) -> OutOfCore | None:
     """The fewest sequences per step that are nearly as fast as any; ``None`` if it does not fit.
 
-    It is for one device, and computes in what frozen parameters are held in.
+    Fuyou is for one device, and computes in the dtype of frozen parameters.
     """
     hardware = request.hardware
     if hardware.world_size > 1 or request.four_bits:
@@ -231,7 +231,7 @@ def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
 
 
 def _taken(workload: Workload) -> float:
-    """Host memory that is not for activations."""
+    """Host memory of buffers, which is not left for activations."""
     of_root = max(rows * row for rows, row in workload.model.root_rows)
     largest = max(workload.block_parameters, of_root)
     trained = largest if workload.lora is None else workload.block_adapters
@@ -246,7 +246,7 @@ def _taken(workload: Workload) -> float:
 
 
 def _device_bytes(workload: Workload) -> float:
-    """Memory that stays, the blocks that are there at once, and the fullest moment's own."""
+    """Memory of the root, of the blocks that are there at once, and of the fullest moment."""
     model, element = workload.model, workload.element_bytes
     root, block = model.root_parameters, workload.block_parameters
     full = workload.lora is None

@@ -1,15 +1,14 @@
 """Cycles, slot by slot: ranks two slots apart, or a rank's micro-batches that take turns.
 
-Of ranks the messages are those of ``baselines.cyclic.routes``, event by event. Ranks do not do the
-same at the same time. All of them are simulated, as ``baselines.cyclic.ring`` runs them: each goes
-through its slots in order, sends without waiting, waits for what a slot needs, and is ready to
-receive one message ahead. From a start at once they come to be apart; one of the later steps is
-shown, of the last rank of the node that sends most.
+Ranks send the messages of ``baselines.cyclic.routes``, and do not do the same at the same time. All
+of them are simulated event by event, as ``baselines.cyclic.ring`` runs them: each goes through its
+slots in order, sends without waiting, waits for what a slot needs, and is ready to receive one
+message ahead. They start at once and come to be two slots apart; one of the later steps is shown,
+of the last rank of the node that sends most.
 
 Micro-batches take turns as in ``baselines.cyclic.interleaved``: in a slot each that is under way
-goes through one stage, forwards first. Steps overlap, so that a steady step has as many slots as
-there are from its first micro-batch's start to that of the next step's, and all that happens in
-these.
+goes through one stage, forwards first. Steps overlap: a steady step is the slots from the start of
+its first micro-batch to that of the next step's, with all that happens in them.
 """
 
 import heapq
@@ -37,7 +36,7 @@ _PHASES: dict[Kind, str] = {
     "gradient": "reduce",
     "sum": "reduce",
 }
-#: Something that a rank does in a step: in a slot of its own; for a stage; a message of a stage.
+#: Kind, step, rank and slot or stage of an action: computation, a stage's update, a message.
 Key = tuple[Literal["slot", "update", Kind], int, int, int]
 #: A stage's new version is a copy that is stepped: read and written once.
 _COPY_BYTES = 8
@@ -55,6 +54,7 @@ class Slots(Tasks):
         self._seconds = StageSeconds.of(self.workload, stages, self.hardware)
         self._sizes = stages.sizes(twice=self._cycle.twice)
         self._messages = [m for m in self._cycle.messages() if m.source != m.target]
+        #: Messages by kind, stage and source; those that each rank receives, in their order.
         self._sends = {(m.kind, m.stage, m.source): m for m in self._messages}
         self._received = [self._cycle.received_by(rank) for rank in range(self._cycle.ranks)]
         self._last = 2 * self._cycle.stages - 1
@@ -104,7 +104,7 @@ class Slots(Tasks):
     def _own(self, task: Task, *, counted: bool = True) -> Task:
         """A task with what it takes of the rank that is shown, and of its node's link.
 
-        Not ``counted`` is what other ranks do, or another step.
+        Tasks of other ranks, or of another step, are not ``counted``.
         """
         mine = {f"inter_node {self._shown_node}": "inter_node"}
         for name in ("compute", "host_to_device", "device_to_host"):
@@ -214,9 +214,9 @@ class Slots(Tasks):
     # The simulation.
 
     def timeline(self) -> Timeline:
-        """The rank that is shown, for as long as a step takes on average, and what it waits for.
+        """Tasks of the rank that is shown, for the mean time of a step, and what they wait for.
 
-        Cut out of the simulation of all ranks, at the end of the step that is shown.
+        They are cut out of the simulation of all ranks, at the end of the step that is shown.
         """
         tasks, at = self._tasks()
         whole = simulate(tasks)
@@ -231,8 +231,8 @@ class Slots(Tasks):
         waits = {*_path(whole, last, begin), *comes, *indices} - {last}
         # A message from the same node may be of the step before: it is received once per step.
         counted = {*indices} - {at[_key(m, _SHOWN)] for m in coming} | comes
-        # In the order of all: of two that end at once, the same is waited for. What ends last is to
-        # be the rank's own slot.
+        # In the order of all tasks, so that of two that end at once the same is waited for; the
+        # rank's own slot is the last.
         shown = [*sorted(waits), last]
         number = {index: place for place, index in enumerate(shown)}
         return Timeline(
