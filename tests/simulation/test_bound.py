@@ -41,7 +41,7 @@ shares = st.floats(0, 1)
 
 @given(points)
 def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(one: Point) -> None:
-    """E·F_fwd / (T_transfer·S_F), which it was derived from."""
+    """It was derived from E·F_fwd / (T_transfer·S_F)."""
     direct = one.tokens() * one.forward_flops / (one.transfer_seconds * one.peak_flops)
     assert math.isclose(one.hfu_bound, direct, rel_tol=1e-9)
 

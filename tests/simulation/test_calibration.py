@@ -74,12 +74,12 @@ def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEADY)
 def test_step_times_are_within_an_eighth(name: str) -> None:
-    """What one cell takes at different hours: fcdp-lora-gpt2-4x768 0.81 s and 1.09 s."""
+    """One cell differs by more from hour to hour: fcdp-lora-gpt2-4x768 took 0.81 s and 1.09 s."""
     assert median(abs(one.relative_error) for _, one in compared(name)) < 0.125
 
 
 def test_the_constants_are_what_the_records_give_with_intervals() -> None:
-    """Which hold the value, and are wide where few cells tell a constant from the rest."""
+    """Intervals hold the value, and are wide where few cells tell a constant from the rest."""
     candidates = (record for name in FITTED_TO for record in records(name))
     fitted_to = steps(record for record in candidates if not why_not_simulated(record.cell))
     constants = calibrate(fitted_to)

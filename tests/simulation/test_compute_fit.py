@@ -1,4 +1,4 @@
-"""Rates of computation: constants are found again, published runs predicted, all GPUs have some."""
+"""Rates of computation: known constants are recovered, published runs predicted, for all GPUs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None
 
 
 def by_default(run: Run) -> Run:
-    """The run as who names no kernels plans it."""
+    """The run as it is planned where no kernels are named."""
     return replace(run, workload=replace(run.workload, kernels="flash", attention="flash-2"))
 
 
@@ -106,7 +106,7 @@ def test_ranges_hold_nine_of_ten_rows_whose_kernels_nobody_named() -> None:
 
 
 def test_kernels_that_nobody_named_cost_accuracy_in_long_sequences_alone() -> None:
-    """Of llm-foundry, whose rows are of fused kernels around slow attention."""
+    """Rows of llm-foundry are of fused kernels around slow attention."""
     fitted, errors = RECORD.fitted(), dict[bool, list[float]]()
     for run in map(by_default, (run for run in RUNS if run.row.framework.startswith("composer"))):
         errors.setdefault(run.row.length <= 4096, []).append(1 / ratio(run, fitted) - 1)

@@ -1,4 +1,4 @@
-"""Stages as the executor cuts real models; what a rank keeps of them, and sends in each slot."""
+"""Stages as the executor cuts real models; a rank's memory of them, and its bytes per slot."""
 
 from dataclasses import replace
 from itertools import product
@@ -89,7 +89,7 @@ def test_a_ring_keeps_the_optimizer_of_one_stage() -> None:
 
 
 def test_zero_keeps_its_own_stage_and_what_is_outside_of_the_blocks() -> None:
-    """And the stage in use; of many equal stages that is little of the model."""
+    """It keeps the stage in use too; of many equal stages that is little of the model."""
     whole, part = (held(workload(f"cyclic-{form}", stages=6), WORLD) for form in ("ring", "zero"))
     model = workload("ddp").model
     own_stage = model.block_parameters + model.embedded_parameters
@@ -102,7 +102,7 @@ def test_zero_keeps_its_own_stage_and_what_is_outside_of_the_blocks() -> None:
 
 
 def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
-    """By v2 all but the last stage's, on the first rank; by v1 all."""
+    """Those are all but the last stage's on the first rank by v2, and all by v1."""
     for rule, stages in product(("v1", "v2"), (1, 2, 6)):
         of = workload("cyclic", rule=rule, stages=stages)
         *_, last = stages_of(of, WORLD).trained
@@ -113,7 +113,7 @@ def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_micro_batches_that_take_turns_keep_half_of_what_all_at_once_do(count: int) -> None:
-    """The paper's (N + 1) / 2N of N micro-batches, whose stages are equal."""
+    """The paper's share is (N + 1) / 2N of N micro-batches, whose stages are equal."""
     of_one = needed(workload("ddp", accumulation=2), hardware()).forward["activations"]
     turns = workload("cyclic-interleaved", accumulation=count, stages=count)
     activations = needed(turns, hardware()).forward["activations"]

@@ -88,7 +88,7 @@ def ledger(record: Record) -> float:
 
 @pytest.mark.system  # reads all committed records
 def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> None:
-    """On every committed record that has a count of the payload."""
+    """Every committed record is read that has a count of the payload."""
     records = [record for file in files.below(RESULTS, FILE) for record in read(file)]
     used = []
     for record in records:

@@ -119,7 +119,7 @@ def trained_in(case: Case, micro_batch: int = 1) -> Workload:
 
 
 def test_peaks_are_those_of_real_steps() -> None:
-    """At most 1.2 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
+    """Peaks are at most 1.2 % too low and 9 % too high, 4 % where the device is nearly full."""
     # The study's device tells policies nothing of the reserve.
     hardware = replace(HARDWARE, device_reserve_bytes=0.0)
     for record in STUDY:
@@ -137,12 +137,12 @@ def test_peaks_are_those_of_real_steps() -> None:
 
 
 def test_no_batch_is_promised_that_does_not_fit() -> None:
-    """At most two that would fit are not promised; no more are where cards report more memory."""
+    """A plan promises at most two sequences fewer than fit, and none that do not fit."""
     more = reported(HARDWARE)
     for record in STUDY:
         trained, real = trained_in(record.case), record.finding.largest_micro_batch
-        # By a policy that looks at memory one more: the study's device does not count the reserve
-        # as used, as a real one does and a plan, so that entries lie on it that go to the host.
+        # One more by a policy that looks at memory: unlike a real device and a plan, the study's
+        # does not count the reserve as used, and so holds entries that would go to the host.
         most = real + record.case.policy.startswith("threshold")
         assert real - 2 <= largest_micro_batch(trained, HARDWARE) <= most, record.case
         assert largest_micro_batch(trained, more) <= most, record.case

@@ -11,7 +11,7 @@ from tests.simulation.imitated.small import leave_group
 
 
 def life_of_tensors() -> None:
-    """Device bytes after each of some events; and the host's."""
+    """Device bytes after each of several events, and the host's."""
     leave_group()
     with imitated(10**9) as allocations:
         device = torch.device(NAME)

@@ -1,4 +1,4 @@
-"""What the imitation finds agrees with what is known of each strategy's memory."""
+"""Memory by the imitation agrees with what is known of each strategy's memory."""
 
 import pytest
 
@@ -40,14 +40,14 @@ def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
 
 
 def test_the_host_cache_costs_the_device_at_most_two_slices(uses: dict[str, MemoryUse]) -> None:
-    """design.md, invariant 3: those in flight, one that is filled and one that is read."""
+    """Slices in flight (design.md, invariant 3) are one that is filled and one that is read."""
     extra = at_paper(uses["fcdp"]) - at_paper(uses["fsdp2"])
     assert 0 < extra <= 2 * (2 * BLOCK / RANKS_PER_NODE + 512)
     assert uses["fcdp"].largest_micro_batch == uses["fsdp2"].largest_micro_batch
 
 
 def test_a_device_cache_costs_its_slice_of_the_model(uses: dict[str, MemoryUse]) -> None:
-    # Of the blocks: no gather of a step would read the root's.
+    # Slices of the blocks alone: no gather of a step would read the root's.
     cache = 2 * LAYERS * BLOCK / RANKS_PER_NODE * (NODES - 1) / NODES
     extra = uses["hpz"].resting_device_bytes - uses["fsdp2"].resting_device_bytes
     assert 1 <= extra / cache < ROUNDING
@@ -90,7 +90,7 @@ def test_the_threshold_looks_at_the_device_that_is_imitated(apart: Pools) -> Non
 
 
 def test_a_case_without_figures_says_why() -> None:
-    """And a failure is a record, not the end of the others."""
+    """A failure is a record too, and does not end the others."""
     cases = [
         case("ddp", device_bytes=2 * 10**6),
         case("ddp"),

@@ -22,7 +22,7 @@ def planned(**settings: object) -> Plan:
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_fcdp_for_adapters_on_a_slow_link(nodes: int) -> None:
-    """Where a node cannot hold the base once more, or nobody asks for hybrid sharding."""
+    """FCDP wins where a node cannot hold the base, or hybrid sharding is not asked for."""
     made = planned(nodes=nodes, gbit_s=1, lora_rank=8, strategies=("fsdp2", "fcdp", "ddp"))
     assert made.strategy == "fcdp"
     assert "times as many tokens a second as fsdp2: a node sends" in made.reason
@@ -123,7 +123,7 @@ def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> No
 
 
 def test_a_base_on_the_devices_goes_before_length() -> None:
-    """What people do on one such card: a replica of the base, and shorter sequences."""
+    """People train on one such card by a replica of the base, and shorter sequences."""
     asked = {"model": "llama-3-8b", "hardware": rented("a10g", 1, 1), "lora_rank": 8}
     made = planned(**asked, strategies=("ddp", "fsdp2-offload"))
     assert made.request.sequence_lengths == (2048,)

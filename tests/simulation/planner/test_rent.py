@@ -1,4 +1,4 @@
-"""What to rent: the table of instances, cheapest first, in time, and no cheaper offer left out."""
+"""Offers of instances: cheapest first, in time, and none that is cheaper left out."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a simulated step moves, and when: the schedules' rules, for every strategy."""
+"""Bytes of a simulated step and their order: the schedules' rules, for every strategy."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_one_node_sends_nothing_to_others(strategy: str) -> None:
 
 
 def test_a_threshold_divides_between_device_and_host() -> None:
-    """Never on the device at 0; all of it at 1; in between, what comes first in forward."""
+    """The device holds nothing at 0, all at 1, and in between what comes first in forward."""
     on = hardware()
     copied = [
         predict(workload("fcdp", large=True, micro_batch=4, policy=f"threshold({tau})"), on)
@@ -186,7 +186,7 @@ def test_a_late_mean_is_hidden_if_a_round_takes_longer_and_binds_if_not() -> Non
 
 
 def test_fragments_cross_beside_their_share_of_the_steps() -> None:
-    """Those of all steps are late ones; those of none would be waited for."""
+    """Fragments in all steps are late; fragments in none would be waited for."""
     waited, late = (predicted(name, interval=6, on=SLOW) for name in ("diloco", "co2"))
     few, more, all_ = (
         predicted("streaming-diloco", interval=6, overlap=overlap, on=SLOW) for overlap in (1, 2, 3)

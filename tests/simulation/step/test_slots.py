@@ -125,7 +125,7 @@ def test_messages_that_are_slow_to_come_are_passed_on_by_all_ranks_in_a_step(ran
 
 
 def test_a_ring_hides_what_ddp_sends_at_once() -> None:
-    """Spread over the slots: bytes that take as long as half of the computation cost nothing."""
+    """Bytes that take as long as half of the computation cost nothing if spread over slots."""
     workload = of("cyclic-ring")
     computed, update = own_seconds(workload, gpus(8))
     sent = predict(workload, gpus(8)).inter_node_bytes
@@ -137,7 +137,7 @@ def test_a_ring_hides_what_ddp_sends_at_once() -> None:
 
 @given(COUNTS, st.data())
 def test_as_many_stages_are_live_in_every_slot(micro_batches: int, data: st.DataObject) -> None:
-    """The paper's N (N + 1) / 2, forwards before backwards."""
+    """Their number is the paper's N (N + 1) / 2, forwards before backwards."""
     stages = data.draw(st.integers(1, micro_batches))
     for slot in range(2 * micro_batches):
         phases = [phase for _, phase in in_slot(slot, stages, micro_batches)]
