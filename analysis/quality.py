@@ -187,8 +187,8 @@ def markdown(courses: Sequence[Course]) -> str:
             for of in zip(*on_link, strict=True)
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
-        by_link = zip(links, cases(courses, loss), strict=True)
-        parts.append("\n".join(f"- On {link} {case.said(f'{loss:g}')}." for link, case in by_link))
+        clauses = (each.clause(f"{loss:g}") for each in cases(courses, loss))
+        parts.append("\n".join(map("- On {} {}.".format, links, clauses)))
     return "\n\n".join(parts)
 
 

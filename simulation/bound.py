@@ -4,7 +4,7 @@
 to 5.4, whose label is [R]: recalled and made consistent, not read in the paper. Symbols are the
 paper's: φ = 12·L·H² parameters, Q bytes per element, N GPUs, l tokens per sequence, E tokens per
 GPU and step, γ the share of intermediate activations that is kept (0: full checkpointing), α̂ the
-share of the peak that kernels reach. The study's answers are one line of ``bound.jsonl`` per point.
+share of the peak that kernels reach. The answers of a point are one line of ``bound.jsonl``.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ MODELS = (
     (175, 96, 12288, 512),
     (310, 96, 16384, 512),
 )
-#: Those that the committed records answer.
+#: Sizes that the committed records have.
 _RECORDED = (1.3, 7, 13, 66, 175, 310)
 GPU = "a100-40gb"
 _BITS_PER_S = (100e9, 200e9)
 SEQUENCE_LENGTH, _LONGER = 2048, 4
-#: Q: bf16.
+#: Q: bytes of a bf16 element.
 _BYTES = 2
 
 
@@ -52,9 +52,9 @@ class Estimate:
 
 
 class Point(Strict):
-    """A question: a model of L layers of width H, N GPUs alike, a sequence length."""
+    """A model of L layers of width H on N equal GPUs, trained on sequences of one length."""
 
-    #: As the paper names the size, and what that is in parameters.
+    #: The paper's name for the size, and the parameters that it stands for.
     model: str
     named_parameters: float
     layers: int = Field(ge=1)
@@ -81,7 +81,7 @@ class Point(Strict):
         return self.parameters * _BYTES / (self.bandwidth_bits_per_s / 8)
 
     def free_bytes(self, stage: Stage = "zero-3") -> float:
-        """M_free: a GPU's bytes beside parameters, gradients and optimizer; may be negative."""
+        """M_free: bytes that model and optimizer states leave of a GPU; may be negative."""
         parameters = self.parameters * _BYTES
         others = 7 * parameters  # gradients φQ, optimizer 6φQ: fp32 master copy and two moments
         if stage == "zero-3":
@@ -93,8 +93,8 @@ class Point(Strict):
 
         M_act: a block that keeps all has 16·H·Q + 2·H bytes per token, a recomputed one its input.
         """
-        kept = 16 * self.width * _BYTES + 2 * self.width
-        activations = self.layers * ((1 - gamma) * self.width * _BYTES + gamma * kept)
+        intermediate = 16 * self.width * _BYTES + 2 * self.width
+        activations = self.layers * ((1 - gamma) * self.width * _BYTES + gamma * intermediate)
         return self.free_bytes(stage) / activations
 
     @property
@@ -114,7 +114,7 @@ class Point(Strict):
     def required_bandwidth_bytes_per_s(self, target: float) -> float:
         """S_vol: bytes per second and GPU for an HFU of ``target``, the inverse of ``hfu_bound``.
 
-        Raises ``ValueError`` for a target that is no share, and where the model leaves no memory.
+        Raises ``ValueError`` for a target outside of (0, 1], and where the model leaves no memory.
         """
         checks.positive(target=target)
         checks.share(target=target)
@@ -132,7 +132,7 @@ class Point(Strict):
     ) -> Estimate | None:
         """The step that fills the memory; ``None`` if not even one sequence fits.
 
-        Raises ``ValueError`` for what is no share.
+        Raises ``ValueError`` for shares that are not between 0 and 1.
         """
         checks.positive(efficiency=efficiency)
         checks.share(gamma=gamma, efficiency=efficiency)
@@ -157,16 +157,16 @@ class Point(Strict):
 
         A point counts if its HFU is at most its α̂.
         """
-        for stage, kept, reached in product(get_args(Stage), range(steps + 1), range(1, steps + 1)):
-            efficiency = highest_efficiency * reached / steps
-            found = self.estimate(kept / steps, efficiency, stage)
+        for stage, i, j in product(get_args(Stage), range(steps + 1), range(1, steps + 1)):
+            efficiency = highest_efficiency * j / steps
+            estimate = self.estimate(i / steps, efficiency, stage)
             # Equal but for rounding where the step is bound by compute alone.
-            if found is not None and found.hfu <= efficiency * (1 + 1e-9):
-                yield found
+            if estimate is not None and estimate.hfu <= efficiency * (1 + 1e-9):
+                yield estimate
 
 
 class Gains(Strict):
-    """Factors of the bound on utilisation, each by a change of one thing alone."""
+    """Factors by which the bound on utilisation grows, each by one change alone."""
 
     twice_bandwidth: float
     #: Twice what parameters, gradients and optimizer states leave of the GPU's memory.
@@ -177,7 +177,7 @@ class Gains(Strict):
 
 
 class BoundRecord(Strict):
-    """The answers for one point; activations are recomputed but where the best choice is sought."""
+    """The answers for one point; activations are recomputed, except in ``best_mfu``."""
 
     point: Point
     evidence: Literal["simulated"] = "simulated"
@@ -203,7 +203,7 @@ def read(path: Path) -> list[BoundRecord]:
 
 
 def points_on(device: Gpu, bits_per_s: float) -> list[Point]:
-    """All sizes on GPUs of this kind, each with so much bandwidth."""
+    """All sizes on GPUs of this kind, each with a bandwidth of ``bits_per_s``."""
     return [
         Point(
             model=f"{billions:g}B",
@@ -247,7 +247,7 @@ def settle(point: Point, commit: str | None) -> BoundRecord:
         tokens=point.tokens(),
         hfu_bound=point.hfu_bound,
         required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
-        best_mfu=max(found.mfu for found in point.grid()),
+        best_mfu=max(estimate.mfu for estimate in point.grid()),
         gains=Gains(
             twice_bandwidth=faster.hfu_bound / point.hfu_bound,
             twice_free_memory=larger.hfu_bound / point.hfu_bound,

@@ -1,11 +1,11 @@
-"""Constants by least squares, each with its interval: of emulated hosts, of GPUs.
+"""Constants of emulated hosts and of GPUs by least squares, each with its interval.
 
-A step's time is linear in what is fitted: seconds per operation, per message, per byte of a host
-whose cores all ranks share (to records without a limit on their links); inverse shares of GPUs'
-data sheets, and what launches, exchanged bytes and scale cost (to published runs, see
-``simulation.compute``). Relative errors are minimised. Of published runs large ones count less:
-some are slower than their neighbours by a quarter, without a reason that the tables give. What few
-rows tell stays close to what is usual.
+A step's time is linear in the constants. Those of a host whose cores all ranks share (seconds per
+operation, message and byte) are fitted to records without a limit on their links; those of GPUs
+(inverse shares of their data sheets, and costs of launches, exchanged bytes and scale) to published
+runs, see ``simulation.compute``. Relative errors are minimised. Large ones of published runs weigh
+less: some runs are slower than their neighbours by a quarter, for no reason that the tables give. A
+constant on which few rows depend stays close to its usual value.
 """
 
 import math
@@ -26,21 +26,21 @@ from simulation.hardware import scale
 from simulation.prediction import build, predict
 from simulation.workload import block_kernels, dequantised_bytes, token_work
 
-#: Constants that all engines have in common; times of operations are found in place of rates.
+#: Constants that all engines have in common. Times of operations are fitted, not rates.
 _SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
 #: Draws of the bootstrap. Its units err alike: a model's steps under one strategy, a GPU's rows of
 #: one size.
 _DRAWS, _SEED = 200, 7
 _INTERVAL = (0.05, 0.95)
 _NOTHING = Constants(flops=math.inf)
-#: Rounds in which weights are found, and the error below which all count alike.
+#: Rounds of reweighting, and the error below which all rows weigh the same.
 _ROUNDS, _SMALL = 20, 0.02
 #: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
 _EXCHANGES = 3
 #: Micro-batches of a step that are simulated; those of a row's step are alike.
 _SIMULATED = 3
-#: Shares of the known sources' errors between which nine of ten rows of one more are: a test leaves
-#: each out in turn.
+#: Quantiles of the known sources' errors between which nine of ten rows of a further source lie: a
+#: test leaves each source out in turn.
 _ENDS = (0.025, 0.975)
 
 _T = TypeVar("_T")
@@ -53,20 +53,20 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
     free, names, solve = _least_squares(steps)
-    found = dict(zip(names, solve(range(len(free))), strict=True))
+    by_name = dict(zip(names, solve(range(len(free))), strict=True))
     engines = _engines(free)
     return Constants(
-        flops=1 / found["flops"] if found["flops"] else float("inf"),
-        block_seconds={engine: found[f"{engine} block"] for engine in engines},
-        step_seconds={engine: found[f"{engine} step"] for engine in engines},
-        **{name: found[name] for name in _SHARED},
+        flops=1 / by_name["flops"] if by_name["flops"] else float("inf"),
+        block_seconds={engine: by_name[f"{engine} block"] for engine in engines},
+        step_seconds={engine: by_name[f"{engine} step"] for engine in engines},
+        **{name: by_name[name] for name in _SHARED},
     )
 
 
 def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
-    """The constants of ``calibrate``, in seconds, with what a bootstrap makes of each.
+    """The constants of ``calibrate`` with intervals by a bootstrap: in seconds, ``flops`` a rate.
 
-    That of ``flops`` is a rate. A draw that lacks an engine is left out.
+    A draw that lacks an engine is left out.
     """
     free, names, fitted = _least_squares(steps)
 
@@ -79,12 +79,12 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
         return fitted(rows) if complete else None
 
     ends = bootstrap(range(len(free)), group, solve)
-    found = []
+    constants = []
     for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
         if name == "flops":
-            value, least, most = (1 / one if one else math.inf for one in (value, most, least))
-        found.append(Constant(name=name, value=value, low=float(least), high=float(most)))
-    return found
+            value, least, most = (1 / end if end else math.inf for end in (value, most, least))
+        constants.append(Constant(name=name, value=value, low=float(least), high=float(most)))
+    return constants
 
 
 def bootstrap(
@@ -92,9 +92,9 @@ def bootstrap(
     group: Callable[[_T], object],
     solve: Callable[[list[_T]], Sequence[float] | None],
 ) -> NDArray[np.float64]:
-    """Where each number begins and ends in nine of ten draws, whose units are whole groups.
+    """Both ends of each number's interval in nine of ten draws, whose units are whole groups.
 
-    A draw that ``solve`` has no numbers for is left out.
+    A draw for which ``solve`` returns ``None`` is left out.
     """
     groups: dict[object, list[_T]] = {}
     for row in rows:
@@ -103,8 +103,8 @@ def bootstrap(
     drawn = []
     for _ in range(_DRAWS):
         chosen = draw.integers(len(units), size=len(units))
-        if (found := solve([one for index in chosen for one in units[index]])) is not None:
-            drawn.append(found)
+        if (solution := solve([row for index in chosen for row in units[index]])) is not None:
+            drawn.append(solution)
     ends: NDArray[np.float64] = np.quantile(np.array(drawn), _INTERVAL, axis=0)
     return ends
 
@@ -116,9 +116,9 @@ def _engines(steps: Sequence[MeasuredStep]) -> list[str]:
 def _least_squares(
     steps: Sequence[MeasuredStep],
 ) -> tuple[list[MeasuredStep], list[str], Callable[[Sequence[int]], list[float]]]:
-    """Steps that took what cores did, the constants' names, their values by some of the steps."""
-    unlimited = (one for one in steps if math.isinf(one.hardware.inter_bytes_per_s))
-    free = [one for one in unlimited if not one.workload.served]
+    """Steps that only cores limit, the constants' names, and a solver by some of these steps."""
+    unlimited = (step for step in steps if math.isinf(step.hardware.inter_bytes_per_s))
+    free = [step for step in unlimited if not step.workload.served]
     # Hosts on each of which only one thing takes time, by the name of the constant.
     alone: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in ("flops", *_SHARED)}
     for part in ("block", "step"):
@@ -145,33 +145,33 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
 
 
 def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
-    """Fit by least squares; what would be negative is nought, and the rest is fitted again."""
+    """Fit least squares without negative coefficients: those become 0, the rest is refitted."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1
-    kept = np.arange(features.shape[1])
+    active = np.arange(features.shape[1])
     while True:
-        solution, *_ = np.linalg.lstsq(features[:, kept] / scale[kept], target, rcond=None)
+        solution, *_ = np.linalg.lstsq(features[:, active] / scale[active], target, rcond=None)
         if (solution >= 0).all():
             break
-        kept = kept[solution >= 0]
-    found = np.zeros(features.shape[1])
-    found[kept] = solution / scale[kept]
-    return [float(value) for value in found]
+        active = active[solution >= 0]
+    coefficients = np.zeros(features.shape[1])
+    coefficients[active] = solution / scale[active]
+    return [float(value) for value in coefficients]
 
 
 @dataclass(frozen=True)
 class _Usual:
-    """A constant before any row was seen, and what it may be: ours, but for attention's."""
+    """A constant before any row is seen, and its limit: our estimates, but for attention's."""
 
     value: float
-    #: Rows of the fit that it counts as.
+    #: Its weight, in rows of the fit.
     rows: float
-    #: Largest that is possible, of a share or of what is none.
+    #: The largest possible value, and whether the constant is a share.
     most: float
     share: bool = True
 
 
-#: Attention of the second generation, forward and backward: the papers on FlashAttention-2 and 3.
+#: Shares that FlashAttention-2 reaches, forward and backward: the papers on it and on the third.
 _ATTENTION: Mapping[str, float] = {"a100": 0.6, "h100": 0.37}
 _COMMON: Mapping[str, _Usual] = {
     compute.LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
@@ -190,7 +190,7 @@ def _usual(name: str) -> _Usual:
 
 
 def fit(runs: Sequence[Run]) -> Fitted:
-    """Fit the constants, each with its usual value for further rows.
+    """Fit the constants, with the usual value of each as further rows.
 
     Raises ``ValueError`` where there are fewer runs than constants.
     """
@@ -206,22 +206,22 @@ def fit(runs: Sequence[Run]) -> Fitted:
     inverse = np.array([1 / one.value if one.share else one.value for one in usual])
     least = np.array([1 / one.most if one.share else 0.0 for one in usual])
     rows = np.array([one.rows for one in usual]) ** 0.5
-    # Fitted, and not negative, is by how much each is above its least possible value.
+    # The fit is of the excess of each over its least possible value, which is not negative.
     target = np.concatenate([target - features @ least, rows * (1 - least / inverse)])
     features = np.concatenate([features, np.diag(rows / inverse)])
-    found = least + np.array(_robust(features, target, len(runs)))
+    solution = least + np.array(_robust(features, target, len(runs)))
     for at, one in enumerate(usual):
-        if not one.share and found[at] > one.most:  # is what is possible, and the rest is fitted
+        if not one.share and solution[at] > one.most:  # is clamped, and the rest refitted
             rest = np.delete(np.arange(len(names)), at)
             fixed = target - features[:, at] * one.most
-            found[rest] = least[rest] + _robust(features[:, rest], fixed, len(runs))
-            found[at] = one.most
-    values = [1 / value if one.share else value for one, value in zip(usual, found, strict=True)]
+            solution[rest] = least[rest] + _robust(features[:, rest], fixed, len(runs))
+            solution[at] = one.most
+    values = [1 / value if one.share else value for one, value in zip(usual, solution, strict=True)]
     return dict(zip(names, map(float, values), strict=True))
 
 
 def _features(run: Run) -> dict[str, float]:
-    """Each constant's factor in the measured time, relative to it."""
+    """Each constant's coefficient in the time of a token, over the measured time."""
     device, workload, row = run.hardware.device, run.workload, run.row
     work, tokens, layers = token_work(workload), workload.tokens, workload.model.layers
     measured = 1 / row.tokens_per_s_per_gpu
@@ -230,14 +230,14 @@ def _features(run: Run) -> dict[str, float]:
     alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
     exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
     moved = work.nbytes + passes * dequantised_bytes(workload) / tokens
-    found = {
+    factors = {
         products: work.products / device.peak_flops,
         attention: work.attention / device.peak_flops,
         nbytes: moved / device.memory_bytes_per_s,
         compute.LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
         compute.PASSES: exchanged / tokens / device.memory_bytes_per_s,
     }
-    return {name: value / measured for name, value in found.items()} | {
+    return {name: value / measured for name, value in factors.items()} | {
         compute.LOST: scale(run.hardware.nodes)
     }
 
@@ -256,10 +256,10 @@ def _robust(features: NDArray[np.float64], target: NDArray[np.float64], rows: in
     """Fit with weights that fall with the error of the first ``rows``, the measured ones."""
     weights = np.ones(len(target))
     for _ in range(_ROUNDS):
-        found = not_negative(features * weights[:, None], target * weights)
-        errors = np.abs(features @ np.array(found) - target)[:rows]
+        solution = not_negative(features * weights[:, None], target * weights)
+        errors = np.abs(features @ np.array(solution) - target)[:rows]
         weights[:rows] = 1 / np.sqrt(np.maximum(errors, _SMALL))
-    return found
+    return solution
 
 
 def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
@@ -268,9 +268,9 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
     whole = fit(runs)
     held_out = _left_out(runs, lambda run: run.row.source)
     kinds = _left_out(runs, lambda run: compute.architecture(run.row.gpu))
-    own = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
+    fitted = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
     checks = [
-        _check("all rows, fitted", runs, own),
+        _check("all rows, fitted", runs, fitted),
         _check(compute.SOURCES, runs, held_out),
         _check(compute.ARCHITECTURES, runs, kinds),
     ]
@@ -280,7 +280,7 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
         constants=_constants(runs, whole),
         checks=checks,
         predictions=[
-            compute.Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)])
+            compute.Predicted(row=run.row, fitted=fitted[id(run)], held_out=held_out[id(run)])
             for run in runs
         ],
         commit=commit,
@@ -288,30 +288,30 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
     )
 
 
-def errors(rows: Iterable[Row], found: Fitted) -> Check:
-    """How well the constants predict the rows in bf16. Raises ``ValueError`` where none is."""
+def errors(rows: Iterable[Row], fitted: Fitted) -> Check:
+    """How well the constants predict the rows in bf16. Raises ``ValueError`` if there are none."""
     runs = [compute.run_of(row) for row in rows if row.bf16]
     if not runs:
         raise ValueError("rows: hold none in bf16")
-    return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, found) for run in runs})
+    return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, fitted) for run in runs})
 
 
-def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
+def tokens_per_gpu_s(run: Run, fitted: Fitted) -> float:
     """Tokens per second and GPU as the simulator predicts them."""
-    hardware = replace(run.hardware, rates=compute.rates_by(found, run.hardware.device))
+    hardware = replace(run.hardware, rates=compute.rates_by(fitted, run.hardware.device))
     some = replace(run.workload, accumulation=min(_SIMULATED, run.workload.accumulation))
     return predict(some, hardware).tokens_per_s / hardware.world_size
 
 
 def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, float]:
     """Each run's prediction by the fit to the runs of all other groups."""
-    found = {}
+    predictions = {}
     for name in dict.fromkeys(group(run) for run in runs):
         others = fit([run for run in runs if group(run) != name])
         for run in runs:
             if group(run) == name:
-                found[id(run)] = tokens_per_gpu_s(run, others)
-    return found
+                predictions[id(run)] = tokens_per_gpu_s(run, others)
+    return predictions
 
 
 def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Check:
@@ -330,7 +330,7 @@ def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Ch
 
 
 def spread(ratios: Sequence[tuple[str, float]]) -> tuple[float, float]:
-    """Where nine of ten ratios of a further source lie, by ratios with their sources, all alike."""
+    """The range of nine of ten ratios of a further source, where known sources weigh the same."""
     count = Counter(source for source, _ in ratios)
     ordered = sorted((ratio, 1 / count[source]) for source, ratio in ratios)
     reached = np.cumsum([weight for _, weight in ordered]) / len(count)
@@ -350,8 +350,8 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
         return [numbers[name] for name in names] if {*numbers} == {*names} else None
 
     ends = bootstrap(runs, lambda run: (run.row.gpu, run.row.model), solve)
-    found = []
+    constants = []
     for name, *numbers in zip(names, whole.values(), *ends, strict=True):
         value, low, high = (float(f"{number:.4g}") for number in numbers)
-        found.append(Constant(name=name, value=value, low=low, high=high))
-    return found
+        constants.append(Constant(name=name, value=value, low=low, high=high))
+    return constants

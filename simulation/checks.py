@@ -45,7 +45,7 @@ Share = Annotated[float, share]
 class Checked:
     """Base of dataclasses that raise ``ValueError`` for what a field's type does not allow.
 
-    Besides the types above these are literals, and either of them or ``None``.
+    Checked are the types above, literals, and unions of either with ``None``.
     """
 
     def __post_init__(self) -> None:

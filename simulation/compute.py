@@ -5,8 +5,8 @@ model, strategy, batch, kernels and tokens per second and GPU; ``run_of`` is a r
 sees it.
 
 A card has a share of its peak in matrix products; an architecture has one of the peak in attention
-and one of the memory's rate; and all have in common what launches of kernels, exchanged bytes and
-scale cost. The time of a token is linear in the inverse shares and in these three, which
+and one of the memory's rate; costs of kernel launches, of exchanged bytes and of scale are common
+to all. The time of a token is linear in the inverse shares and in these three, which
 ``simulation.calibration`` fits.
 
 Whole sources are left out and predicted by the fit to the others: their errors are the range that
@@ -46,7 +46,7 @@ PASSES, LOST = "exchange passes", "lost with scale"
 _LEAST_OF_CARDS = 0.55
 #: Names of the checks that ranges are from.
 SOURCES, ARCHITECTURES = "each source", "each architecture"
-#: Words of the tokenizer that llm-foundry's models are made for.
+#: Vocabulary of the tokenizer that llm-foundry's models are made for.
 _VOCABULARY = 50_368
 
 
@@ -120,7 +120,7 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def run_of(row: Row) -> Run:
-    """The row's workload and cluster. Raises ``ValueError`` for a GPU or a model unknown."""
+    """The row's workload and cluster. Raises ``ValueError`` for an unknown GPU or model."""
     model = row.shape()
     workload = Workload(
         strategy=row.strategy,
@@ -257,8 +257,8 @@ def rates_of(device: Gpu) -> Rates:
 def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
     """The GPU's rates where one transformer block, of this work, was measured.
 
-    All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
-    that the fit had not seen do.
+    All parts are faster or slower than fitted by one factor. The range that is left is that of
+    sources that the fit had not seen.
     """
     check, rates = read().check(SOURCES), rates_of(device)
     times = rates.seconds(work) / seconds
@@ -267,5 +267,5 @@ def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
 
 
 def with_rates(hardware: Hardware) -> Hardware:
-    """The cluster whose GPUs compute at fitted rates."""
+    """The same cluster, whose GPUs compute at fitted rates."""
     return replace(hardware, rates=rates_of(hardware.device))

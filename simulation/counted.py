@@ -2,11 +2,12 @@
 
 The model is built from its configuration on the meta device: no weights, and no code of the
 model's repository. Blocks are the modules that repeat; their matrices, experts and vectors are
-read from their parameters. What is neither is refused by name.
+read from their parameters. Any other parameter is refused by name.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from simulation.transformer import Matrix, Transformer
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
-#: Keys of attention that is no scores of queries and keys of all heads.
+#: Keys of attention other than scores between queries and keys of all heads.
 _NOT_MODELLED = ("kv_lora_rank", "q_lora_rank", "ssm_cfg", "mamba_d_state", "state_size")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
-#: Models without weights by their configurations: a search asks for one many times.
+#: Models without weights by configuration: a search asks for the same one many times.
 _BUILT: dict[str, tuple[Any, Any]] = {}
 
 
@@ -40,7 +41,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
     matrices, vectors = _parts(name, blocks[0], made)
     width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
-    outside = [one for path, one in model.named_parameters() if not path.startswith(f"{prefix}.")]
+    outside = [p for path, p in model.named_parameters() if not path.startswith(f"{prefix}.")]
     attention = tuple(m.name for m in matrices if _ATTENTION.search(m.name))
     inside = [matrix for matrix in matrices if matrix.name not in attention]
     most = max((m.experts for m in inside if m.outputs == width), default=None)
@@ -68,15 +69,15 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         active_experts=down.active,
         counted_matrices=tuple(matrices),
         counted_attention=attention,
-        counted_root=tuple((one.shape[0], one[0].numel()) for one in outside),
+        counted_root=tuple((p.shape[0], p[0].numel()) for p in outside),
     )
 
 
 def _number(name: str, made: Any, key: str) -> int:
-    found = getattr(made, key, None)
-    if not isinstance(found, int):
-        raise ValueError(f"{key} of {name} = {found!r}: must be a whole number")
-    return found
+    number = getattr(made, key, None)
+    if not isinstance(number, int):
+        raise ValueError(f"{key} of {name} = {number!r}: must be a whole number")
+    return number
 
 
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -87,10 +88,10 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    said = dict(config)
-    kind: Any = said.pop("model_type", None)
+    fields = dict(config)
+    kind: Any = fields.pop("model_type", None)
     try:
-        made = AutoConfig.for_model(kind, **said)
+        made = AutoConfig.for_model(kind, **fields)
         with torch.device("meta"):
             _BUILT[key] = auto.from_config(made), made
     except Exception as error:  # each family refuses what it cannot build in its own way
@@ -103,7 +104,7 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules that has most parameters, all alike, and its path."""
+    """The list of modules with most parameters, which must be alike, after its path."""
     lists = [
         (sum(parameter.numel() for parameter in module.parameters()), path, module)
         for path, module in model.named_modules()
@@ -111,7 +112,7 @@ def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
     ]
     if not lists:
         raise ValueError(f"model = {name!r}: has no blocks: no list of modules")
-    _, path, blocks = max(lists, key=lambda found: found[0])
+    _, path, blocks = max(lists, key=lambda candidate: candidate[0])
     shapes = [{key: value.shape for key, value in block.named_parameters()} for block in blocks]
     unlike = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
     if unlike is not None:
@@ -151,11 +152,10 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
                 f"{tuple(parameter.shape)} is not modelled"
             )
     for title, copies in alone.items():
-        one = matrices[title]
-        matrices[title] = Matrix(title, one.inputs, one.outputs, False, copies, active or copies)
+        matrices[title] = replace(matrices[title], experts=copies, active=active or copies)
     return list(matrices.values()), vectors
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> int | None:
-    """The first of these that the configuration says."""
+    """The first of these keys that the configuration has."""
     return next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), None)

@@ -1,4 +1,4 @@
-"""A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: what each has and keeps."""
+"""A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: sizes, memory, messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_ste
 from simulation.workload import FP32, Workload
 
 _MOMENTS = 8
-#: Messages that a rank has in hand: two that come, two that go.
+#: Messages in a rank's memory: two that are received, two that are sent.
 _MESSAGES = 4
 
 
@@ -28,8 +28,8 @@ class Stages:
     def sizes(self, *, twice: bool) -> Mapping[Kind, Sequence[int]]:
         """Elements of each stage's messages.
 
-        ``twice``: ranks let parameters go between forward and backward, frozen ones too; what is
-        outside of the blocks stays.
+        With ``twice`` ranks free parameters, frozen ones too, between forward and backward; those
+        outside of the blocks stay.
         """
         passed = [whole - out for whole, out in zip(self.parameters, self.outside, strict=True)]
         return {
@@ -41,7 +41,7 @@ class Stages:
 
 
 def stages_of(workload: Workload, ranks: int) -> Stages:
-    """The stages of a cycle: as many as micro-batches go through it, unless fewer are chosen.
+    """The stages of a cycle: as many as the micro-batches in it, unless fewer are chosen.
 
     Raises ``ValueError`` for more stages than blocks or micro-batches, and for several
     micro-batches per rank where each rank is one.
@@ -60,9 +60,9 @@ def stages_of(workload: Workload, ranks: int) -> Stages:
     outside = [0] * len(runs)
     outside[0] += model.embedded_parameters
     outside[-1] += model.root_parameters - model.embedded_parameters
-    every = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
+    numels = tuple(count * size + out for count, out in zip(blocks, outside, strict=True))
     adapters = tuple(count * workload.block_adapters for count in blocks)
-    return Stages(blocks, every, every if workload.lora is None else adapters, tuple(outside))
+    return Stages(blocks, numels, numels if workload.lora is None else adapters, tuple(outside))
 
 
 def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:
@@ -95,33 +95,33 @@ def held(workload: Workload, ranks: int) -> Held:
     stages = stages_of(workload, ranks)
     frozen = 0.0 if workload.lora is None else min(FP32, workload.frozen_bytes)
     trained, largest = workload.trained, max(stages.trained)
-    every = FP32 * trained + frozen * workload.frozen
+    parameter_bytes = FP32 * trained + frozen * workload.frozen
     cycle = workload.schedule.cycle
     if cycle == "together":
         # Gradients of the stages that are a step old; the first rank's are most.
         old = [not is_fresh(workload.rule, 0, at, len(stages)) for at in range(len(stages))]
         late = FP32 * sum(compress(stages.trained, old))
         step = FP32 * trained + late
-        return Held(every, FP32 * trained, _MOMENTS * trained, step, versions=late)
+        return Held(parameter_bytes, FP32 * trained, _MOMENTS * trained, step, versions=late)
     if cycle == "turns":
         # Sums of a step's gradients begin when three stages of the last one's are left, or fewer.
         two_steps = 1 + max(0, len(stages) - 3) / len(stages)
         gradients = FP32 * (two_steps * trained + largest)
         return Held(
-            every,
+            parameter_bytes,
             gradients,
             _MOMENTS * trained,
             FP32 * largest,
             versions=FP32 * trained,
             in_flight=(len(stages) + 1) / 2,
         )
-    own = max(stages.parameters if cycle == "zero" else stages.trained)
+    own_stage = max(stages.parameters if cycle == "zero" else stages.trained)
     sent = max(max(numels) for numels in stages.sizes(twice=cycle == "zero").values())
-    parameters, versions = every, float(FP32 * own)
+    parameters, versions = parameter_bytes, float(FP32 * own_stage)
     if cycle == "zero":  # its own stage, what is outside of the blocks, and the stage in use
-        share = every / workload.parameters
-        parameters = share * (own + sum(stages.outside))
-        versions += share * own
+        share = parameter_bytes / workload.parameters
+        parameters = share * (own_stage + sum(stages.outside))
+        versions += share * own_stage
     return Held(
         parameters,
         2 * FP32 * largest,  # and the same end to end
@@ -151,14 +151,14 @@ def sent(workload: Workload, ranks: int) -> list[float] | None:
     return [max(of_slot) for of_slot in zip(*by_rank, strict=True)]
 
 
-def kept(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
-    """Bytes of activations in each slot, and what all micro-batches of a step at once would keep.
+def activations(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
+    """Bytes of activations in each slot, and of all micro-batches of a step at once.
 
     ``nbytes`` are those of a step's fullest moment, which all slots have. ``None`` where
     micro-batches do not take turns.
     """
     if workload.served or workload.schedule.cycle != "turns":
         return None
-    one = nbytes / held(workload, ranks).in_flight
+    of_micro_batch = nbytes / held(workload, ranks).in_flight
     count = workload.accumulation
-    return [nbytes] * slots_per_step(count), count * one
+    return [nbytes] * slots_per_step(count), count * of_micro_batch

@@ -1,8 +1,8 @@
 """The emulated clusters that the committed records were measured on: one host of two cores.
 
 All ranks share its cores: for computing, for the kernel's work on what they send, and for Python.
-The constants are fitted to unshaped records, which see no limit but these; links that are shaped
-are then predicted, and predicted steps stand beside measured ones.
+The constants are fitted to records of unshaped links, which have no other limit. Steps over shaped
+links are then predicted, and compared with measured ones.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Comparison:
     inter_node_bytes: float
 
     @classmethod
-    def of(cls, step: MeasuredStep, found: Prediction) -> Comparison:
+    def of(cls, step: MeasuredStep, prediction: Prediction) -> Comparison:
         """The step beside its simulation on the cluster that it ran on."""
-        return cls(step, found.step_seconds, found.inter_node_bytes)
+        return cls(step, prediction.step_seconds, prediction.inter_node_bytes)
 
     @property
     def relative_error(self) -> float:
@@ -135,15 +135,15 @@ class Comparison:
 
 def median_error(compared: Iterable[Comparison]) -> float:
     """Median of the absolute errors of the steps' times, as a share; there must be a step."""
-    return median(abs(one.relative_error) for one in compared)
+    return median(abs(comparison.relative_error) for comparison in compared)
 
 
 def largest_error(compared: Iterable[Comparison]) -> str:
     """The error that is farthest from none, such as ``-7 %``."""
-    return f"{100 * max((one.relative_error for one in compared), key=abs):+.0f} %"
+    return f"{100 * max((comparison.relative_error for comparison in compared), key=abs):+.0f} %"
 
 
 def shares(compared: Iterable[Comparison]) -> tuple[float, float]:
     """Counted over predicted bytes: the median, and that of the step that is farthest from 1."""
-    found = [one.counted_share for one in compared]
-    return median(found), max(found, key=lambda share: abs(share - 1))
+    ratios = [comparison.counted_share for comparison in compared]
+    return median(ratios), max(ratios, key=lambda share: abs(share - 1))

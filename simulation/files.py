@@ -1,8 +1,8 @@
-"""Types that are kept in files and allow nothing unknown; JSON Lines and CSV files of them.
+"""Types of what files hold, which refuse unknown keys; JSON Lines and CSV files of them.
 
     python -m simulation.files FOLDER ...
 
-compresses what is long of the records below: a file is either ``NAME.jsonl`` or ``NAME.jsonl.gz``,
+compresses long files of records below these: a file is either ``NAME.jsonl`` or ``NAME.jsonl.gz``,
 and whoever names the first reads the second as well.
 """
 
@@ -26,18 +26,18 @@ from fcdp.durable import replace
 #: A part of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
-#: Characters that terminals obey, but for tabs and ends of lines; and those that turn text around.
+#: Control characters except tab and newline; and those that change the direction of text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 #: Levels of lists and objects in a line; records have half as many.
 _DEEPEST = 20
 
-#: Bytes of the longest file that is kept as it is; what is shorter can be read where it lies.
+#: Bytes of the longest file that is not compressed, so that it can be read as it is.
 LONGEST = 200_000
 _COMPRESSED = ".gz"
 
 
 class Strict(BaseModel):
-    """Base of every file-backed type: an unknown key is an error, and nothing changes later."""
+    """Base of every file-backed type: an unknown key is an error, and instances are frozen."""
 
     # A diverged loss is NaN. As pydantic's default, null, it could not be read back as a number;
     # as the string "NaN" it can, and the line stays standard JSON.
@@ -91,13 +91,13 @@ def write(records: Iterable[Strict], path: Path) -> None:
 
 
 def compress(path: Path) -> Path:
-    """Leave a file in one form, compressed where it is long; return where it is."""
+    """Leave a file in one form, compressed where it is long; return its path."""
     path, compressed = _forms(path)
     if stored(path) == compressed:
         return compressed
     content = path.read_bytes()
     if len(content) <= LONGEST:
-        compressed.unlink(missing_ok=True)  # of other records, in whose place these are
+        compressed.unlink(missing_ok=True)  # of older records, which these replace
         return path
     packed = io.BytesIO()
     # Without a name and a time, so that the same records are the same bytes.
@@ -109,15 +109,15 @@ def compress(path: Path) -> Path:
 
 
 def stored(path: Path) -> Path:
-    """Where a file is: compressed if it is there in that form alone, else as it is."""
+    """The path of a file: the compressed one if only that exists, else the plain one."""
     path, compressed = _forms(path)
     return compressed if compressed.is_file() and not path.exists() else path
 
 
 def below(folder: Path, name: str) -> list[Path]:
-    """Where all files of a name below a folder are, compressed or not; in order."""
-    found = {path.with_name(name) for end in ("", ".gz") for path in folder.rglob(f"{name}{end}")}
-    return [stored(path) for path in sorted(found)]
+    """Paths of all files of a name below a folder, compressed or not; in order."""
+    paths = {path.with_name(name) for end in ("", ".gz") for path in folder.rglob(f"{name}{end}")}
+    return [stored(path) for path in sorted(paths)]
 
 
 def lines(path: Path) -> list[bytes]:
@@ -139,8 +139,7 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
     records = []
     for number, line in enumerate(lines(path), start=1):
         try:
-            found = _checked(json.loads(line), _DEEPEST)
-            records.append(kind.model_validate(found))
+            records.append(kind.model_validate(_checked(json.loads(line), _DEEPEST)))
         except RecursionError as error:  # json's own
             raise ValueError(f"{stored(path)}:{number}: not a record: nested too deeply") from error
         except ValueError as error:
@@ -151,7 +150,7 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of a CSV file, without what is empty, each after where it is: ``FILE:LINE``."""
+    """Rows of a CSV file without empty fields, each after its place: ``FILE:LINE``."""
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
             yield f"{path}:{number}", {key: value for key, value in row.items() if value}
@@ -166,7 +165,7 @@ def validated(kind: type[AnyStrict], values: Any, where: str) -> AnyStrict:
 
 
 def _forms(path: Path) -> tuple[Path, Path]:
-    """A file's path and, compressed, the one beside it; either names it."""
+    """A file's plain path and its compressed one, by either of them."""
     path = path.with_suffix("") if path.suffix == _COMPRESSED else path
     return path, path.with_name(f"{path.name}{_COMPRESSED}")
 
@@ -181,7 +180,7 @@ def _content(path: Path) -> bytes:
 
 
 def _checked(value: Any, left: int) -> Any:
-    """The value, whose texts a terminal takes for no commands: a file may be anybody's.
+    """The value without control characters in its texts: a file may come from anybody.
 
     Raises ``ValueError`` for what is nested deeper than any record.
     """
@@ -205,11 +204,11 @@ def problem(error: ValueError) -> str:
 
 
 def main(folders: Sequence[str]) -> None:
-    """Compress what is long below these folders, and say what."""
+    """Compress long files below these folders, and print their paths."""
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.jsonl")):
-            if (kept := compress(path)) != path:
-                print(kept)
+            if (compressed := compress(path)) != path:
+                print(compressed)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def agree(
 
 
 def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
-    """Messages per step that a node sends to others over gloo: not fewer than there are.
+    """Messages per step that a node sends to others over gloo: at least as many as there are.
 
-    Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
-    is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
+    They belong to gathers and reductions across nodes, to our engine's agreement on what is stale
+    before each micro-batch and on what a disk holds before each gather, and to a barrier.
     """
     if workload.served:
         whole = traffic(workload, nodes * ranks_per_node, ranks_per_node)
@@ -61,7 +61,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         ranks = nodes * ranks_per_node
         cycle = cycle_of(workload, stages_of(workload, ranks), ranks)
         ends = ((m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages())
-        # Those of a stage, of the node that sends most.
+        # Messages of stages, of the node that sends most.
         return pairwise + max(Counter(source for source, to in ends if source != to).values())
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
     gathers, reductions = _gathers(workload, units), _reductions(workload, units)
@@ -70,8 +70,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.pairwise:
         asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
-        each = pairwise if schedule.hierarchical else ring
-        return (1 + agreements) * pairwise + (gathers + reductions) * each
+        per_exchange = pairwise if schedule.hierarchical else ring
+        return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0
     if schedule.replicates_small:  # vectors and adapters, which DeepSpeed gathers one by one
         model, lora = workload.model, workload.lora
@@ -82,9 +82,9 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
 
 
 def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
-    """Least bytes per step that a node sends of what DeepSpeed keeps replicated.
+    """Least bytes per step that a node sends of parameters that DeepSpeed replicates.
 
-    DeepSpeed gathers that after each step, what is frozen too.
+    DeepSpeed gathers them after each step, frozen ones too.
     """
     if workload.served or not workload.schedule.replicates_small:
         return 0.0
@@ -98,15 +98,15 @@ def _gathers(workload: Workload, units: Layout) -> int:
     if schedule.shards != "world":
         return 0
     place = schedule.keeps_in(workload.policy)
-    found = 0
+    gathers = 0
     for unit in units.units:
         if place not in _KEEPS_ALL:  # kept nowhere, or not certainly
-            found += workload.accumulation * (1 if unit.kept else 2)
+            gathers += workload.accumulation * (1 if unit.stays_gathered else 2)
         elif schedule.cached_for == "micro-batch":
-            found += workload.accumulation
+            gathers += workload.accumulation
         else:
-            found += schedule.cached_for == "step" or unit.trained > 0
-    return found
+            gathers += schedule.cached_for == "step" or unit.trained > 0
+    return gathers
 
 
 def _reductions(workload: Workload, units: Layout) -> int:

@@ -16,7 +16,7 @@ GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 SPOT_HOURS = 12.0
 #: Seconds until a job runs again on new nodes: ours.
 RESTART_SECONDS = 300.0
-#: Mean times between failures after which, by then, nothing is ever completed.
+#: An interval longer than so many mean times between failures is never completed.
 _NEVER = 100
 
 

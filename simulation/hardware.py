@@ -46,7 +46,7 @@ _FRAGMENTED = 0.05
 #: programs and of transformers of this size; replace them by what ``preflight`` measures.
 LINK_EFFICIENCY = 0.8
 MATMUL_EFFICIENCY = 0.5
-#: Nodes beyond the first at which half of what can be lost with scale is.
+#: Nodes beyond the first at which half of the greatest loss with scale is reached.
 _MANY_NODES = 64
 
 
@@ -58,7 +58,7 @@ class Fabric:
     latency_seconds: float
     #: Share of the nominal rate that long messages reach.
     reached: float
-    #: Most of a node: sockets are served by few threads, and published runs over TCP at 40, 50 and
+    #: A node's limit: sockets are served by few threads, and published runs over TCP at 40, 50 and
     #: 80 Gbit/s were all as fast as 25 Gbit/s allow.
     most_bits_per_s: float = inf
 
@@ -90,7 +90,7 @@ class Gpu(Checked):
 
 
 class Card(Strict):
-    """All that is known of a GPU: a row of the one table that there is of them."""
+    """A GPU's row of ``gpus.csv``, with all that is known of it."""
 
     name: str = Field(min_length=1)
     tflops: float = Field(gt=0)
@@ -101,11 +101,11 @@ class Card(Strict):
     nvlink_gb_s: float | None = Field(default=None, gt=0)
     #: Total memory as ``nvidia-smi`` reports it; data sheets round it.
     reported_mib: int
-    #: The pattern of what the driver calls it.
+    #: A pattern that matches the driver's name of it.
     driver: str
-    #: The GPU with published runs whose architecture is nearest: by it the rates of computation.
+    #: The GPU with published runs of the nearest architecture, whose rates of computation it has.
     like: str
-    #: Whether it has matrix products in fp8, of which all have twice as many a second.
+    #: Whether it has matrix products in fp8, at twice the rate of bf16 on all that do.
     fp8: bool = False
     #: The data sheet.
     source: str = ""
@@ -131,7 +131,7 @@ CARDS = {row["name"]: validated(Card, row, where) for where, row in rows_of(_TAB
 
 def gpu_of(model: str) -> Gpu | None:
     """The GPU that the driver calls ``model`` (``NVIDIA H200``); ``None`` for an unknown one."""
-    return next((one.gpu for one in CARDS.values() if re.search(one.driver, model)), None)
+    return next((row.gpu for row in CARDS.values() if re.search(row.driver, model)), None)
 
 
 def card(name: str) -> Card:
@@ -146,14 +146,14 @@ def described(text: str) -> str:
     ``pcie_gb_s`` (31.5) and ``nvlink_gb_s`` are of one direction, ``like`` is the GPU by whose
     shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
     """
-    name, _, said = text.partition(":")
-    row: dict[str, Any] = dict(one.partition("=")[::2] for one in said.split(","))
+    name, _, pairs = text.partition(":")
+    row: dict[str, Any] = dict(pair.partition("=")[::2] for pair in pairs.split(","))
     like = row.setdefault("like", "a100-80gb")
     try:
         gigabytes = float(row.pop("gb"))
-        own = {"memory_gb": gigabytes, "memory_gb_s": row.pop("gb_s"), "driver": "(?!)"}
-        own |= {"reported_mib": int(gigabytes * GB / _MIB), "fp8": CARDS[like].fp8}
-        CARDS[name] = Card(name=name, **row, **own)
+        derived = {"memory_gb": gigabytes, "memory_gb_s": row.pop("gb_s"), "driver": "(?!)"}
+        derived |= {"reported_mib": int(gigabytes * GB / _MIB), "fp8": CARDS[like].fp8}
+        CARDS[name] = Card(name=name, **row, **derived)
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
@@ -169,7 +169,7 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Work:
-    """Computation, of a token or of many."""
+    """An amount of computation, of a token or of many."""
 
     #: Operations as trainers count them: every token attends to all of the sequence.
     flops: float
@@ -188,7 +188,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates(Checked):
-    """How fast a GPU computes, and how sure that is; what is infinite takes no time."""
+    """How fast a GPU computes, and how sure that is; an infinite rate takes no time."""
 
     #: Operations per second: as trainers count them, of matrix products, of a causal attention.
     flops_per_s: Positive = inf
@@ -257,7 +257,7 @@ def share_of_peak(device: Gpu, share: float, sharing: int = 1) -> Rates:
 
 
 def scale(nodes: int) -> float:
-    """Share of what can be lost with scale that so many nodes lose: linear first, then it ends."""
+    """Share of the greatest loss with scale at so many nodes: linear first, then saturating."""
     return (nodes - 1) / (nodes - 1 + _MANY_NODES)
 
 

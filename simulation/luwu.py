@@ -1,6 +1,6 @@
 """LuWu's step: its bytes by link and direction, its server, its memory, its seconds.
 
-As ``baselines.luwu.plan`` has it: unit 0 is what is outside of the blocks. A worker is a rank;
+As in ``baselines.luwu.plan``, unit 0 is what is outside of the blocks. A worker is a rank;
 those of one node share its link, so that the node receives as often as it has ranks. The server's
 bytes do not depend on the number of workers. No state of the model stays on a device.
 
@@ -69,13 +69,13 @@ def units(workload: Workload) -> list[Unit]:
     sizes = [("root", model.root_parameters, 0)]
     block = model.block_parameters, workload.block_adapters
     sizes += [(f"block {index}", *block) for index in range(model.layers)]
-    found = []
+    layers = []
     for name, base, adapters in sizes:
         trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
         pulled = element * (trained + (0 if workload.cached else frozen))
         held = element * (trained + frozen)
-        found.append(Unit(name, trained, frozen, pulled, element * trained, held))
-    return found
+        layers.append(Unit(name, trained, frozen, pulled, element * trained, held))
+    return layers
 
 
 def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
@@ -85,7 +85,7 @@ def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
 
 
 def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
-    """A steady step's."""
+    """The traffic of a steady step."""
     layers = units(workload)
     forward, backward = passes(layers)
     pulled = [*forward, *backward]
@@ -161,15 +161,15 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
         raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
     layers, element, tokens = units(workload), workload.element_bytes, workload.tokens
     sizes = sorted((unit.held for unit in layers), reverse=True)
-    # Those of the layer are put together while they are there; the root's wait for backward's end.
+    # A layer's gradients are put together while they are there; the root's wait for backward's end.
     gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
-    _, kept, again, output = activations(workload)
+    _, saved, recomputed, output = activations(workload)
     # With a block that is computed again there are gradients inside its MLP.
-    in_block = again + 3 * tokens * element * workload.model.inner
+    in_block = recomputed + 3 * tokens * element * workload.model.inner
     device = {
         "gathered": sum(sizes[:LAYERS]),
         "gradients": gradients,
-        "activations": kept + max(in_block, output),
+        "activations": saved + max(in_block, output),
     }
     host = {}
     if workload.cached and workload.frozen:
@@ -179,7 +179,7 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
 
 
 def steps(workload: Workload, hardware: Hardware, server: Server) -> tuple[Tasks, int]:
-    """Tasks of some steps, and the first of those of the last, which is a steady one."""
+    """Tasks of some steps, and the first task of the last step, which is a steady one."""
     made = _Steps(workload, hardware, server)
     for _ in range(_BEFORE):
         made.step()
@@ -199,13 +199,14 @@ class _Steps:
         self._server = server
         self._units = units(workload)
         fastest = max(server.link_bytes_per_s, hardware.inter_bytes_per_s)
-        #: Seconds by which a chunk is later as the switch passes it on when it is whole: those on
-        #: the faster link, as the slower one is what all chunks wait for.
+        #: Seconds that a chunk loses in the switch, which passes it on when it is whole: those
+        #: on the faster link, as all chunks wait for the slower one anyway.
         self._hop = workload.chunk_bytes / fastest
         window = WINDOW * workload.chunk_bytes
         largest = max(unit.held for unit in self._units)
-        #: Layers that come ahead of the one that computes, by memory and as chunks on their way.
+        #: Layers that are pulled ahead of the one that computes: in memory, as chunks in flight.
         self._ahead = LAYERS + int(window // largest)
+        #: Bytes of gradients that may be on their way while computation goes on.
         self._window = float(window)
         #: Computation by the layers that are pulled one after another.
         self._computed: list[int] = []
@@ -248,7 +249,7 @@ class _Steps:
         self._computed.append(self.tasks.compute(name, seconds, after))
 
     def _pull(self, unit: Unit, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Have a layer sent: when it is asked for, applied, and two layers' memory has room."""
+        """Have a layer sent once it is asked for, its update is applied, and memory has room."""
         nbytes = unit.pulled
         room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
         applied = [self._applied[unit]] if unit in self._applied else []

@@ -1,6 +1,6 @@
 """Peak memory of a rank's device, a node's host and its disks, for each strategy, in bytes.
 
-What each part takes follows the code: FSDP2 and DeepSpeed shard what they shard, the cache holds
+Parts are counted as the code has them: sharded as FSDP2 and DeepSpeed shard them, the cache with
 what docs/memory.md says, in the tiers that the library's own policies decide. A test compares whole
 peaks with those of real steps, in results/memory.
 """
@@ -14,12 +14,12 @@ from simulation import cycle
 from simulation.cycle import Held
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import FP32, States, Workload, block_bytes, kept_bytes, loss_bytes
+from simulation.workload import FP32, States, Workload, block_bytes, checkpointed_bytes, loss_bytes
 
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
-#: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
+#: While foreach AdamW steps: square roots of the second moments of all its parameters.
 _STEP_BYTES = 4
 #: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
 #: that it copies to fp32 for this.
@@ -38,7 +38,7 @@ Tiers = Mapping[Unit, Place]
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Memory that a workload lacks; none: it fits."""
+    """Memory that a workload lacks; both are 0 where it fits."""
 
     #: Bytes on each device.
     device_bytes: float
@@ -97,7 +97,7 @@ class Footprint:
 def footprint(
     workload: Workload, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
-    """The peak memory of a steady step where the cache's bytes are given."""
+    """The peak memory of a steady step with a cache of these bytes."""
     nodes, ranks = hardware.shape
     schedule, element = workload.schedule, workload.element_bytes
     held = _held(workload, hardware)
@@ -122,7 +122,7 @@ def footprint(
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
     moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
-    if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are held
+    if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are stored
         for moment in moments:
             moment.pop("gathered", None)
     _, forward, *_ = moments
@@ -133,18 +133,18 @@ def footprint(
 
 
 def activations(workload: Workload) -> tuple[float, float, float, float]:
-    """Bytes of one block's activations, of those that all keep, of one that backward has again.
+    """Bytes of activations: of one block, saved by all, recomputed for one, after the blocks.
 
-    And of what comes after the blocks, when the loss is differentiated.
+    Those after the blocks are there when the loss is differentiated.
     """
     model, tokens = workload.model, workload.tokens
     block = tokens * block_bytes(workload)
-    left_by = tokens * kept_bytes(workload)
-    kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
-    # The last norm's input and, for the gradient of the output matrix, what it gives.
+    checkpoint = tokens * checkpointed_bytes(workload)
+    saved = model.layers * (workload.recomputed * checkpoint + (1 - workload.recomputed) * block)
+    # The last norm's input and, for the gradient of the output matrix, its output.
     entries = (2 if workload.lora is None else 1) * tokens * workload.element_bytes * model.width
     output = entries + tokens * loss_bytes(workload) * model.vocabulary
-    return block, kept, block if workload.recomputed else 0.0, output
+    return block, saved, block if workload.recomputed else 0.0, output
 
 
 def _held(workload: Workload, hardware: Hardware) -> Held:
@@ -161,7 +161,7 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
     stepped, whole = workload.trained / sharers, workload.parameters / sharers
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
     element = workload.element_bytes
-    if not fp32:  # by a fused step, which keeps no roots; gradients are as the parameters are
+    if not fp32:  # a fused step keeps no square roots; gradients have the parameters' dtype
         gradients, step = stored * stepped, 0.0
     elif schedule.shards_fp32:
         gradients, step = FP32 * stepped, _STEP_BYTES * stepped
@@ -184,7 +184,7 @@ def _slices(
 ) -> tuple[float, float, float]:
     """Bytes of the slices of our gathers on a device: in forward, at the loss and in backward.
 
-    ``largest`` are those of the largest slice that the cache keeps, the other nodes' parts. Across
+    ``largest`` are those of the largest slice in the cache: a unit's parts of other nodes. Across
     nodes one whole slice is filled while the one before it is read. From the cache one is read, and
     what the host keeps is fetched ahead, the first as forward ends. Those of forward are let go
     when the loss is differentiated, and all before the optimizer steps.
@@ -218,7 +218,7 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     schedule, full = workload.schedule, workload.lora is None
-    block, kept, again, output = activations(workload)
+    block, saved, recomputed, output = activations(workload)
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.inner
 
@@ -234,11 +234,11 @@ def _moments(
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
     if schedule.shards == "rank" or schedule.cycle is not None:
-        # Autocast's bf16 copies of fp32 weights, of each graph, and DDP's buckets: the gradients.
+        # Autocast's bf16 copies of fp32 weights, one per graph. DDP's buckets are the gradients.
         root = in_flight * (element * _cast(workload) if element < FP32 else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
-    # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
+    # FSDP2 copies parameters out of a gather's buffer, which stays until the next gather.
     copies = schedule.copies_out
 
     stay = schedule.keeps_gradients or workload.accumulation > 1
@@ -251,21 +251,21 @@ def _moments(
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     moments = (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
-        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
-        left | {"gathered": root, "slices": at_loss, "activations": kept + output},
-        in_block | {"activations": kept + again + inner},
+        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": saved},
+        left | {"gathered": root, "slices": at_loss, "activations": saved + output},
+        in_block | {"activations": saved + recomputed + inner},
         in_block
         | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
     )
-    others = (in_flight - 1) * kept
+    others = (in_flight - 1) * saved
     return [m | {"activations": m.get("activations", 0.0) + others} for m in moments]
 
 
 def _cast(workload: Workload) -> int:
     """Parameters of which a replica has copies while it computes.
 
-    What is frozen in bf16 is computed with as it is, and four bits a matrix at a time.
+    Frozen parameters in bf16 have none, and those in four bits are dequantised matrix by matrix.
     """
     trained = workload.trained if workload.states == "fp32" else 0
     if workload.lora is None or workload.frozen_dtype == "fp32":
@@ -281,7 +281,7 @@ def _positive(parts: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class _PolicyUnit:
-    """A unit as ``fcdp.cache.policy`` looks at it."""
+    """A unit as ``fcdp.cache.policy`` sees it."""
 
     name: str
     shard_bytes: int
@@ -321,9 +321,9 @@ def _by_policy(
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
         frozen = unit.trained == 0
-        seen[unit] = _PolicyUnit(
-            unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
-        )
+        reuses = (not unit.stays_gathered) + frozen
+        nbytes = workload.element_bytes * numel
+        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, not frozen, reuses)
     tiers: dict[Unit, Place] = {}
     guarded = False
     if text in _ONE_TIER:
@@ -356,26 +356,26 @@ def _by_usage(
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:
-    """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
+    """Ask the policy as each unit is stored in forward, with the activations up to there."""
     from fcdp.cache.memory import Usage  # needs torch
 
-    # The reserve is used by others than tensors.
+    # The reserve is in use too, but not by tensors.
     reserve, total = hardware.device_reserve_bytes, round(hardware.device.memory_bytes)
     most = footprint(workload, units, hardware, {})
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
-    found: dict[Unit, Place] = {}
+    places: dict[Unit, Place] = {}
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
         for index, (unit, policy_unit) in enumerate(seen.items()):
             now = rest + activations * index / len(seen) + sum(held.values())
             peak = most.device_bytes + sum(held.values())
-            used, fullest = (min(round(one + reserve), total) for one in (now, peak))
+            used, fullest = (min(round(nbytes + reserve), total) for nbytes in (now, peak))
             on_device = decided.admits(policy_unit, Usage(used, fullest, total))
-            found[unit] = "device" if on_device else "host"
+            places[unit] = "device" if on_device else "host"
             held.pop(unit, None)
             if on_device:
                 held[unit] = (hardware.nodes - 1) * policy_unit.shard_bytes
         if not decided.moves:
             break
-    return found
+    return places

@@ -25,7 +25,7 @@ from simulation.transformer import Family, ModelSpec, Transformer
 
 #: Tokens per sequence: our choice; questions with their paragraphs in SQuAD mostly fit in it.
 SEQUENCE_LENGTH = 512
-#: GPT-2's.
+#: GPT-2's vocabulary.
 _VOCABULARY = 50_257
 _LAYERS = 48
 _HEAD_WIDTH = 64
@@ -86,7 +86,7 @@ _TIED = ("gpt2", "gemma", "gemma2")
 _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
 #: Seconds that the hub has for an answer.
 _ANSWERS_S = 2
-#: Most tokens per sequence of a configuration that nobody named a length for: ours.
+#: Most tokens per sequence of a configuration where nobody named a length: ours.
 _LONGEST = 8192
 
 
@@ -108,7 +108,6 @@ class PublicModel:
 
 #: Columns of the table that are no part of a configuration.
 _ABOUT = ("name", "hub", "parameters", "training_length")
-
 
 PUBLIC_MODELS = {
     row["name"]: PublicModel(
@@ -141,7 +140,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
         name = Path(source).stem if Path(source).exists() else str(source)
         config = read(source)
     kind: Any = config.get("model_type")
-    if kind not in tuple(_KEYS):  # which a list may be compared with, too
+    if kind not in tuple(_KEYS):  # not a lookup: ``kind`` may be a list
         from simulation.counted import count  # needs torch
 
         return count(name, config, sequence_length)
@@ -150,21 +149,21 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
     limit = keys.get("positions", "max_position_embeddings")
-    given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
-    checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
+    sizes = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
+    checks.counts(**{f"{key} of {name}": value for key, value in sizes.items()})
     if kind == "gpt2" and (crossed := config.get("add_cross_attention")):
         raise ValueError(
             f"add_cross_attention = {crossed!r} of {name}: is not modelled; allowed is false"
         )
-    shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
+    shape: dict[str, Any] = {field: sizes.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
     else:
         shape |= _of_llama_s_kind(kind, config, shape)
     shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
     tied = bool(config.get("tie_word_embeddings", kind in _TIED))
-    if sequence_length > given.get(limit, sequence_length):
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {given[limit]}")
+    if sequence_length > sizes.get(limit, sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {sizes[limit]}")
     family: Family = "gpt2" if kind == "gpt2" else "llama"
     return Transformer(name=name, family=family, tied=tied, **shape)
 
@@ -193,11 +192,11 @@ def read(source: str | Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         try:
-            found = from_hub(str(source), "config.json", fetch=True)
+            downloaded = from_hub(str(source), "config.json", fetch=True)
         except ValueError as error:
             raise ValueError(f"model = {error}") from error
-        assert found is not None
-        file = found
+        assert downloaded is not None
+        file = downloaded
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -211,13 +210,13 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     """The first of these files that a name on the hub has, if it is cached or to be ``fetch``ed.
 
     Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
-    It is asked once: of a folder that does not exist nobody is to wait for an answer.
+    The hub is asked once: a mistyped path must not wait long for an answer.
     """
-    # Takes long, as those that import it do.
+    # Takes long to import.
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    if (found := _in_cache(name, *files)) is not None:
-        return found
+    if (cached := _in_cache(name, *files)) is not None:
+        return cached
     try:
         for file in files:
             with suppress(errors.EntryNotFoundError):
@@ -246,8 +245,8 @@ def shape(model: str, sequence_length: int) -> Transformer:
 def usual_length(model: str) -> int:
     """Tokens per sequence that the model is usually trained on.
 
-    The paper's, or what its makers say; of a configuration what it allows, at most
-    ``_LONGEST``: longer ones were mostly trained on less. Raises as ``shape``.
+    It is the paper's or its makers'; by a configuration the length that it allows, at most
+    ``_LONGEST``: models that allow more were mostly trained on less. Raises as ``shape``.
     """
     if model in PAPER_MODELS:
         return SEQUENCE_LENGTH
@@ -265,23 +264,23 @@ def _path(model: str) -> Path:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model = {model!r}: the folder has no config.json")
-    found = path if path.exists() else _in_cache(model, "config.json")
-    if found is None:
+    source = path if path.exists() else _in_cache(model, "config.json")
+    if source is None:
         known = ", ".join((*PAPER_MODELS, *PUBLIC_MODELS))
         raise ValueError(
             f"model = {model!r}: allowed are {known}, the path "
             "of a Hugging Face config.json or of its folder, or a name on the hub whose "
             f"configuration is in the local cache (hf download {model} config.json)"
         )
-    return found
+    return source
 
 
 def _in_cache(name: str, *files: str) -> Path | None:
     """The first of these files of a name on the hub that is in the local cache."""
-    from huggingface_hub import errors, try_to_load_from_cache  # takes long
+    from huggingface_hub import errors, try_to_load_from_cache  # slow
 
     with suppress(errors.HFValidationError):
         for file in files:
-            if isinstance(found := try_to_load_from_cache(name, file), str):
-                return Path(found)
+            if isinstance(cached := try_to_load_from_cache(name, file), str):
+                return Path(cached)
     return None

@@ -22,7 +22,7 @@ _MICROSECONDS = 1e6
 class Prediction:
     """One steady step, simulated: all caches hold what the step before has left in them."""
 
-    #: ``oom`` if device or host memory is too small; the rest is then as if it were not.
+    #: ``oom`` if device or host memory is too small; the rest is then as if it were enough.
     state: Literal["ok", "oom"]
     error: str | None
     step_seconds: float
@@ -92,8 +92,8 @@ def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    alone, every = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
-    return (alone * tokens_per_gpu_s / gpu.peak_flops, every * tokens_per_gpu_s / gpu.peak_flops)
+    useful, total = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
+    return (useful * tokens_per_gpu_s / gpu.peak_flops, total * tokens_per_gpu_s / gpu.peak_flops)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Built:
     hardware: Hardware
     needs: Footprint
     tasks: Tasks
-    #: The first task of the step that counts; those before are of the steps before it.
+    #: The first task of the steady step; those before it are of earlier steps.
     begin: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them; each error names what was given and what is allowed."""
+"""Quantities as people write and read them; each error names the value and what is allowed."""
 
 import math
 import re
@@ -132,14 +132,14 @@ def items(text: str) -> list[str]:
 
 
 def name(option: str, text: str) -> str:
-    """A name in a list; whether it exists is somebody else's to say."""
+    """A name in a list; the caller checks whether it exists."""
     if not text.strip():
         raise _mistake(option, text, "names with commas between them")
     return text.strip()
 
 
 def choice(item: object, allowed: Iterable[str], others: str = "") -> str:
-    """The item that is none of these, in words: whether one is much like it, and all of them."""
+    """Words for an item that is none of these: the closest of them, if any, and all."""
     names = list(allowed)
     close = get_close_matches(str(item), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ";"

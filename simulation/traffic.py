@@ -1,6 +1,6 @@
-"""Latency and bandwidth of exchanges, and those that a unit's gathers and reductions are.
+"""Latency and bandwidth of exchanges, and the exchanges of a unit's gathers and reductions.
 
-``nbytes`` is always the whole buffer: what an all-gather yields, what a reduce-scatter takes. A
+``nbytes`` is always the whole buffer: an all-gather's output, a reduce-scatter's input. A
 flat ring over all ranks has one edge out of each node, over which all but one rank's part passes;
 a hierarchy sends across nodes only what a node does not have. Each all-gather has its mirror image
 in a reduce-scatter of the same bytes.
@@ -32,8 +32,8 @@ MEASURED: Sequence[tuple[float, float]] = (
 )
 #: Bits of a bf16 gradient that is coded by its exponent, of a small model that has begun to learn.
 _BY_EXPONENT = 11.0
-#: Bits of a bf16 parameter; of wider ones all others are sent as they are.
-_TOLD = 16
+#: Bits of a bf16 parameter; the further bits of wider ones are sent as they are.
+_BF16_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,18 @@ def all_reduce(half: Traffic) -> Traffic:
 def difference_bits(learning_rate: float, element_bytes: int) -> float:
     """Bits per parameter that a gather sends after a step of this learning rate.
 
-    On the logarithms' line between what was measured, and never more than the parameter itself.
+    Interpolated between measurements by their logarithms; never more than the parameter itself.
     Raises ``ValueError`` for a learning rate that is not positive.
     """
     if not learning_rate > 0:
         raise ValueError(f"learning_rate = {learning_rate!r}: must be more than 0")
-    points = [(math.log(rate), math.log(told)) for rate, told in MEASURED]
+    points = [(math.log(rate), math.log(bits)) for rate, bits in MEASURED]
     at = math.log(learning_rate)
-    # Beyond the ends the line of the last two goes on.
+    # Beyond the ends the line through the last two points is extended.
     index = sum(at >= place for place, _ in points[1:-1])
     (x0, y0), (x1, y1) = points[index : index + 2]
-    told = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
-    return min(told, _TOLD) + 8 * element_bytes - _TOLD
+    bits = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
+    return min(bits, _BF16_BITS) + 8 * element_bytes - _BF16_BITS
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Exchanges:
         return all_reduce(half) / self.workload.interval
 
     def shard_bytes(self, unit: Unit) -> float:
-        """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
+        """Bytes of a rank's shard on the host or the disk; FSDP2 copies it in fp32, then casts."""
         element = FP32 if self.schedule.shards_fp32 else self.workload.element_bytes
         frozen = 0 if self.workload.lora is None else max(0, unit.parameters - unit.trained)
         less = frozen * max(0.0, element - self.workload.frozen_bytes)
@@ -228,13 +228,13 @@ class Exchanges:
         bits = 8.0 * self.workload.reduced_bytes
         waits = not math.isinf(self.hardware.inter_bytes_per_s)  # as the rule judges it
         if codec == EXPONENTS[1] or (codec == EXPONENTS[0] and waits):
-            bits += _BY_EXPONENT - _TOLD
+            bits += _BY_EXPONENT - _BF16_BITS
         return inter_node(trained * bits / 8, self.hardware.nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "delta" and math.isinf(self.hardware.inter_bytes_per_s):
-            codec = "none"  # nothing is waited for, so that its rule tells no differences
+            codec = "none"  # nothing is waited for, so that its rule sends no differences
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
         if codec in DIFFERENCES:

@@ -23,8 +23,7 @@ ATTENTION: Mapping[Family, tuple[str, ...]] = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 
-
-#: The matrix that says which experts a token passes; nobody adapts it.
+#: The matrix that chooses a token's experts; it has no adapters.
 ROUTER = "router"
 
 
@@ -36,7 +35,7 @@ class Matrix:
     inputs: int
     outputs: int
     bias: bool = False
-    #: Experts that have one each, and those of them that a token passes.
+    #: Number of experts with such a matrix each, and of those that a token passes.
     experts: int = 1
     active: int = 1
 
@@ -132,7 +131,7 @@ class Transformer(Checked):
     head_width: int | None = None
     #: Matrices that have a bias, of Llama's kind.
     biased: tuple[str, ...] = ()
-    #: Whether Q, K and V, and both of what is gated, are one matrix each (Phi-3).
+    #: Whether Q, K and V are one matrix, and gate and up projection another (Phi-3).
     joined: bool = False
     #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
     norms: Count = 2
@@ -190,7 +189,7 @@ class Transformer(Checked):
         return self.attention_width * self.key_value_heads // self.heads
 
     def attended(self, length: int) -> float:
-        """Tokens that one attends to by trainers' count, which is twice the mean of causal ones."""
+        """Tokens that a token attends to as trainers count: twice the mean of causal attention."""
         window = min(self.window or length, length)
         return window * (2 - window / length)
 

@@ -12,7 +12,7 @@ from simulation.workload import FP32, Workload, block_passes, head_work
 _BUCKET_BYTES = 25 * 2**20
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
-#: Layouts that are remembered: those of one strategy's points.
+#: Layouts in the cache: enough for one strategy's points.
 _REMEMBERED = 32
 
 
@@ -27,7 +27,7 @@ class Unit:
     #: Trained ones of these, which a reduction moves.
     trained: int
     #: Whether it stays gathered from forward to backward.
-    kept: bool = False
+    stays_gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Segment:
 
     name: str
     forward: Work
-    #: With a second forward, as far as the block's activations are not kept.
+    #: Backward, with the share of forward that is recomputed.
     backward: Work
     units: tuple[Unit, ...]
     #: Whether it is the first of its block.
     block: bool = False
-    #: Whether backward needs the units: the gradient of an input that nothing trained has made is
-    #: not computed.
+    #: Whether backward needs the units: autograd computes no gradient of an input on which no
+    #: trained parameter had an effect.
     in_backward: bool = True
 
 
@@ -69,7 +69,7 @@ class Layout:
     @cached_property
     def largest(self) -> int:
         """Parameters of the largest unit that is not kept."""
-        return max((unit.parameters for unit in self.units if not unit.kept), default=0)
+        return max((unit.parameters for unit in self.units if not unit.stays_gathered), default=0)
 
 
 def shard_numel(parameters: int, world_size: int) -> int:
@@ -94,7 +94,7 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
         return 0 if whole else padded_numel(rows, sharers, cut_rows=schedule.cuts_low_rank)
 
     moved = gathered(model.root_rows)
-    root = Unit("root", model.root_parameters, moved, moved if full else 0, kept=True)
+    root = Unit("root", model.root_parameters, moved, moved if full else 0, stays_gathered=True)
     head = Segment("head", *head_work(workload), (root,))
     if schedule.unit == "matrix":
         # DeepSpeed's: vectors and adapters are below its threshold, and their changes reach all
@@ -116,8 +116,8 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     segments = []
     for block in range(model.layers):
         name = f"block {block}"
-        own = Unit(name, size, base + more, base + more if full else more)
-        segments.append(Segment(name, *passes, (own, *units.get(block, ())), block=True))
+        unit = Unit(name, size, base + more, base + more if full else more)
+        segments.append(Segment(name, *passes, (unit, *units.get(block, ())), block=True))
     replicated = (workload.parameters, workload.trained) if whole else (0, 0)
     return Layout(root, tuple(segments), head, *replicated)
 
@@ -128,13 +128,13 @@ def _adapters(workload: Workload, gathered: int, ranks_per_node: int) -> dict[in
     Those of a block have so many ``gathered`` elements.
     """
     layers, adapters = workload.model.layers, workload.block_adapters
-    kept = layers * adapters <= workload.block_parameters / ranks_per_node
-    count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if kept else 1
+    stay_gathered = layers * adapters <= workload.block_parameters / ranks_per_node
+    count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if stay_gathered else 1
     units: dict[int, list[Unit]] = {}
     for first in range(0, layers, count):
         held = min(count, layers - first)
         moved = held * gathered
-        units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
+        units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, stay_gathered)]
     return units
 
 

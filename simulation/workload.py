@@ -99,10 +99,10 @@ class Workload(Checked):
     gather_codec: str = "none"
     reduce_codec: str = "none"
     exchanges: Exchanges = "hierarchical"
-    #: Workers that step apart: steps per round, what a worker is, where the outer state lies.
+    #: Local SGD and its kin: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12
     worker: str = "rank"
-    #: Fragments that arrive in turn: how many, and the steps that one crosses in.
+    #: Number of fragments that arrive in turn, and of steps in which one crosses.
     fragments: Count = 2
     overlap: Count = 1
     outer_on: OuterPlace = "device"
@@ -136,7 +136,7 @@ class Workload(Checked):
 
     @property
     def engine(self) -> str:
-        """Whose hooks and calls a step has: as few as DDP's without FSDP2's or DeepSpeed's."""
+        """Engine of a step's hooks and calls: ``ddp`` where FSDP2 and DeepSpeed have none."""
         if self.served:  # nothing was fitted to LuWu
             return "fsdp2"
         schedule = self.schedule
@@ -147,7 +147,7 @@ class Workload(Checked):
 
     @property
     def served(self) -> bool:
-        """Whether a server beside the ranks has the model, as LuWu's."""
+        """Whether a server beside the ranks holds the model, as in LuWu."""
         return bool(find(self.strategy).extra)
 
     @property
@@ -157,7 +157,7 @@ class Workload(Checked):
 
     @property
     def frozen(self) -> int:
-        """Parameters that nothing steps."""
+        """Parameters that the optimizer does not step."""
         return self.parameters - self.trained
 
     @property
@@ -243,7 +243,7 @@ def head_work(workload: Workload) -> tuple[Work, Work]:
 
 
 def checkpointed(recomputed: Recomputed) -> dict[str, Any]:
-    """Fields of a workload that recomputes so much."""
+    """Fields of a workload that recomputes this share of its blocks."""
     if recomputed == "selective":
         return {"recomputed": 1.0, "checkpointing": "selective"}
     return {"recomputed": recomputed}
@@ -355,22 +355,22 @@ def block_bytes(workload: Workload) -> float:
     return inputs + norms + attention + element * (2 if fused else 3) * inner
 
 
-def kept_bytes(workload: Workload) -> float:
+def checkpointed_bytes(workload: Workload) -> float:
     """Bytes that a block keeps of one token where its activations are recomputed.
 
-    Its input; and, if checkpointing is selective, what attention and half the matrices have given.
+    That is its input; with selective checkpointing also outputs of attention and half the matrices.
     """
     model = workload.model
     width = model.width
     if workload.checkpointing == "full":
         return workload.element_bytes * width
-    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
-    return workload.element_bytes * (width + given) + _scores(workload)
+    outputs = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
+    return workload.element_bytes * (width + outputs) + _scores(workload)
 
 
 def loss_bytes(workload: Workload) -> int:
     """Bytes per token and word of the vocabulary when the loss is differentiated."""
-    # A fused one keeps the logits and their gradient.
+    # A fused loss keeps the logits and their gradient.
     return 2 * workload.element_bytes if workload.kernels == "fused" else _LOSS_BYTES
 
 

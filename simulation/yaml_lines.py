@@ -38,7 +38,7 @@ class Document:
     file: str
     values: Any
     lines: dict[KeyPath, int]
-    #: Who gave what the file does not say, as errors name it.
+    #: Sources of values that are not from the file, as errors name them.
     given_by: Mapping[KeyPath, str] = field(default_factory=dict)
 
     def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
@@ -49,8 +49,8 @@ class Document:
     def place(self, path: Sequence[str | int]) -> str:
         """The file, the line and the key.
 
-        A key that is missing has no line; the line is then that of the nearest key around it. Of
-        what the file does not say it is who gave it.
+        A key that is missing has no line; the line is then that of the nearest key around it. A
+        value that is not from the file has its source as its place.
         """
         known = tuple(path)
         for end in range(len(known) + 1):
@@ -70,7 +70,7 @@ def load(path: Path) -> Document:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{path.name}:{line}: not UTF-8 text: {error.reason}") from error
     try:
-        with contextlib.suppress(yaml.YAMLError):  # which the other loader says in plainer words
+        with contextlib.suppress(yaml.YAMLError):  # the other loader has plainer words for it
             return _parsed(path.name, text, _QUICK)
         return _parsed(path.name, text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -110,9 +110,11 @@ class _Reader:
     """Turns YAML nodes into values and notes the line of each path."""
 
     def __init__(self, file: str, loader: yaml.SafeLoader | yaml.CSafeLoader) -> None:
+        #: Line of each key and list item, by its path.
         self.lines: dict[KeyPath, int] = {}
         self._file = file
         self._loader = loader
+        #: Number of values so far, those that aliases repeat included.
         self._values = 0
         #: Nodes around the current one: an alias to one of them has no finite value.
         self._around: list[yaml.Node] = []

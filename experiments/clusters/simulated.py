@@ -81,7 +81,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.has_policy or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"
-    kept = cycle.kept(workload, hardware.world_size, needs.forward.get("activations", 0.0))
+    kept = cycle.activations(workload, hardware.world_size, needs.forward.get("activations", 0.0))
     return Measurement(
         engine=entry.engine,
         engine_version=entry.engine_version() or "not installed",

@@ -2,8 +2,8 @@
 
 PyTorch takes it for a device of its own (``imitated:0``), apart from the CPU: engines choose the
 paths that they take on CUDA, with streams, staging buffers and copies to and from the host. Tensors
-are fake ones. What is counted is what the program keeps alive, in the allocator's blocks of 512
-bytes; fragmentation, and the time a stream still holds what the program has let go, are not.
+are fake ones. Counted are the storages that the program keeps alive, in the allocator's blocks of
+512 bytes; fragmentation, and memory that a stream still holds after it was freed, are not.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        #: Bytes alive now, and at most since ``reset_peak``, by device type.
         self.current: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
-        #: Device type, bytes and what tells of its end, of each storage by its address.
+        #: Device type, bytes and a weak reference of each live storage, by its address.
         self._alive: dict[int, tuple[str, int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def reset_peak(self) -> None:
@@ -52,7 +53,7 @@ class Allocations(TorchDispatchMode):
                 device, _, end = self._alive[storage._cdata]
                 self._set(storage._cdata, device, _blocks(storage), end)
 
-        # FSDP2 frees gathered parameters by it, which no dispatched operation tells of.
+        # FSDP2 frees gathered parameters by it, and it is no dispatched operation.
         self._resize = mock.patch.object(torch.UntypedStorage, "resize_", counted_resize)
         self._resize.start()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -101,7 +102,7 @@ def _blocks(storage: torch.UntypedStorage) -> int:
 
 
 def _always(answer: Any = None) -> Callable[..., Any]:
-    """A method that has nothing to do or to wait for: everything runs at once and in order."""
+    """A method that only returns ``answer``: everything runs at once and in order."""
     return lambda *_, **__: answer
 
 
@@ -123,7 +124,7 @@ class _Stream:
 
 
 class DeviceModule(ModuleType):
-    """The module of a device that Python makes, as ``torch.cuda`` is CUDA's: one, always there."""
+    """The module of a device type in Python, as ``torch.cuda`` is CUDA's; it has one device."""
 
     manual_seed_all = set_device = _always()
     is_initialized = is_available = _always(True)
@@ -144,6 +145,7 @@ class _Device(DeviceModule):
     def __init__(self) -> None:
         super().__init__(NAME)
         self.allocations = Allocations()
+        #: Bytes of the device's memory.
         self.total = 0
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
@@ -177,11 +179,11 @@ def imitated(total_bytes: int) -> Iterator[Allocations]:
         FakeTensorMode(allow_non_fake_inputs=True),
         _device.allocations as allocations,
         mock.patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
-        # Calls that fake tensors have no answer to. Modules are already where they are to go.
+        # Calls that fake tensors do not support. Modules are already on their device.
         mock.patch("torch.Tensor.record_stream"),
         mock.patch("torch.Tensor.pin_memory", _itself),
         mock.patch("torch.nn.Module.to", _itself),
-        # Looks at positions, which are not there, for sequences that would need a mask.
+        # Reads positions, which fake tensors do not have, to see whether a mask is needed.
         mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
     ):
         yield allocations

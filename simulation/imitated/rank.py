@@ -34,7 +34,6 @@ _POST_FORWARD = "_get_post_forward_mesh_info"
 #: Makes a case's model, and says which of its modules are the transformer blocks.
 Build = Callable[[Case], tuple[nn.Module, Sequence[nn.Module]]]
 
-
 _c10d = torch.library.Library("c10d", "IMPL")
 for _name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
     # As ``fake_collectives`` has it for the other collectives.
@@ -80,7 +79,7 @@ class Rank:
 
 @contextlib.contextmanager
 def world(size: int, device_type: str) -> Iterator[None]:
-    """A process group of ``size`` ranks of which this is the first, and alone."""
+    """A process group of ``size`` ranks, of which only the first exists: this process."""
     backends = f"cpu:fake,{device_type}:fake"
     dist.init_process_group(backends, store=FakeStore(), rank=0, world_size=size)
     try:
@@ -89,11 +88,11 @@ def world(size: int, device_type: str) -> Iterator[None]:
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
             for module in ("agreement", "staleness", "cache.cache"):
-                # Other ranks say what this one says.
+                # Other ranks agree with this one.
                 patches.enter_context(
                     mock.patch(f"fcdp.{module}.any_rank", lambda flags, topology: list(flags))
                 )
-            # Checksums of no contents, a few words per unit, whose flags nobody could read.
+            # Its checksums, a few words per unit, would be of tensors without contents.
             patches.enter_context(mock.patch("fcdp.engine.Guard", return_value=None))
             yield
     finally:
@@ -124,7 +123,7 @@ def imitated_host() -> Iterator[None]:
 
 
 class _FakeArena(Arena):
-    """A fake tensor has no address to align and to register."""
+    """An arena of a fake tensor, which has no address to align and to register."""
 
     def __init__(self, nbytes: int, device: torch.device, *, poison: bool = False) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)

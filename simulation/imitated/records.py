@@ -1,4 +1,4 @@
-"""The study's cases and what was found of memory: one line of ``memory.jsonl`` per case."""
+"""The study's cases and the memory that they take: one line of ``memory.jsonl`` per case."""
 
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ class Case(Strict):
     ranks_per_node: int = Field(ge=1)
     sequence_length: int = Field(ge=2)
     lora_rank: int = Field(ge=1)
-    #: Memory of one device, and what of it is left to the driver, NCCL and fragmentation.
+    #: Memory of one device, and its part for the driver, NCCL and fragmentation.
     device_bytes: int = Field(gt=0)
     reserve_bytes: int = Field(ge=0)
 
@@ -54,7 +54,7 @@ class Peak(Strict):
 
 
 class MemoryUse(Strict):
-    """Memory that the steps of one case took, on one rank where nothing else is said."""
+    """Memory that the steps of one case took, on one rank unless stated otherwise."""
 
     parameters: int
     trainable_parameters: int
@@ -70,7 +70,7 @@ class MemoryUse(Strict):
 
 
 class MemoryRecord(Strict):
-    """A case with what was found, or why nothing was."""
+    """A case with the memory that it takes, or the reason why that is not known."""
 
     case: Case
     state: State

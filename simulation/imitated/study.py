@@ -1,4 +1,4 @@
-"""The study of memory: its cases, how one is settled, and the records as tables."""
+"""The study of memory: its cases, how each is measured, and the records as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The micro-batch of the paper's first protocol: always run.
 PAPER_MICRO_BATCH = 8
-#: Points up to which lines are tried: where they bend often, halving is sooner there.
+#: Points up to which lines are tried; then bisection, which is faster where lines bend often.
 _LINES = 7
 #: The paper's cluster: 4 nodes of 8 A40 with 48 GB.
 NODES, RANKS_PER_NODE, DEVICE_BYTES = 4, 8, 48 * 10**9
@@ -57,7 +57,7 @@ _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))
 def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> int:
     """The largest micro-batch m with ``peak(m) <= usable`` bytes; 0 if there is none.
 
-    ``peak`` must not fall. It is called for m, m + 1 and few others: it grows piece by piece on
+    ``peak`` must not decrease. It is called for m, m + 1 and few others: it grows piece by piece on
     straight lines, so the next guess is where the line through two points meets the limit.
     ``about_one`` is roughly ``peak(1)``: it decides where to look first, and nothing else.
     """
@@ -75,7 +75,7 @@ def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> 
 
 
 def _guess(known: Mapping[int, int], usable: int, fits: int, exceeds: int | None) -> int:
-    """Between what fits and what does not; with no end known, up to sixteen times what fits."""
+    """A guess between what fits and what exceeds; at most 16 times what fits, if nothing does."""
     if exceeds is not None and len(known) > _LINES:
         return (fits + exceeds) // 2
     most = 16 * fits if exceeds is None else exceeds - 1
@@ -182,7 +182,7 @@ def _least_bytes(case: Case, build: Build) -> int:
 
 def find(case: Case, build: Build) -> MemoryUse:
     """Count the memory of the case's steps, run in this process on the imitated accelerator."""
-    # These import torch, for which commands that only ask must not wait.
+    # These import torch, for which commands that measure nothing must not wait.
     from simulation.imitated.accelerator import NAME, imitated
     from simulation.imitated.rank import Rank, imitated_host, world
 
@@ -194,7 +194,7 @@ def find(case: Case, build: Build) -> MemoryUse:
         rank = Rank(case, NAME, build)
         before = allocations.current[NAME]
         allocations.reset_peak()
-        rank.step(1)  # makes the optimizer's states, which are at its peak not yet there
+        rank.step(1)  # makes the optimizer's states, which do not exist yet at its peak
         resting = allocations.current[NAME]
         about_one = allocations.peak[NAME] + resting - before
         peaks: list[Peak] = []
@@ -256,7 +256,7 @@ def _figure(record: MemoryRecord | None) -> str:
 
 
 def _host(records: Iterable[MemoryRecord]) -> str:
-    """Host memory of a node in GB, the most over what is tuned and how; a dash without."""
+    """Host memory of a node in GB, the most over tunings and checkpointing; a dash without."""
     sizes = [
         record.case.ranks_per_node * peak.host_bytes
         for record in records

@@ -1,6 +1,6 @@
 """The recommendation: which strategy, and why in one sentence; or why nothing fits.
 
-Each remedy of what does not fit is tried in the memory model.
+Each remedy for what does not fit is tried in the memory model first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class Plan:
     @property
     def fitting(self) -> list[Option]:
         """The best option of each strategy that fits, fastest first."""
-        return [one.best for one in self.verdicts if one.best is not None]
+        return [verdict.best for verdict in self.verdicts if verdict.best is not None]
 
     def hours(self, option: Option) -> float:
         """GPU-hours for the request's tokens."""
@@ -62,9 +62,9 @@ class Plan:
 def plan(request: Request) -> Plan | None:
     """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help).
 
-    Where no length was given and nothing of the usual one fits, the plan is for the longest half
-    of it that does; where adapters are trained, for the longest with which a base on the devices
-    does, if there is one.
+    Where no length was given and nothing fits at the usual one, the plan is for half of it, or a
+    quarter, and so on. With adapters it is for the longest at which a strategy with the base on
+    the devices fits, if there is one.
     """
     if request.usual_length is not None:
         request = _at_length(request)
@@ -73,30 +73,30 @@ def plan(request: Request) -> Plan | None:
         search(request),
         key=lambda one: (-one.best.tokens_per_s if one.best else 0.0, one.shortfall.of_node(ranks)),
     )
-    found = {one.strategy: one.best for one in verdicts if one.best is not None}
-    if not found:
+    fitting = {verdict.strategy: verdict.best for verdict in verdicts if verdict.best is not None}
+    if not fitting:
         return None
     # A strategy that does not train the same is taken only where nothing else fits.
-    exact = {name: option for name, option in found.items() if not differs(name)} or found
+    exact = {name: option for name, option in fitting.items() if not differs(name)} or fitting
     # The fastest, and those as fast: closer than the simulator's own error.
     least = (1 - tie()) * max(option.tokens_per_s for option in exact.values())
     ties = {name: option for name, option in exact.items() if option.tokens_per_s >= least}
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
-    reason = _reason(request, strategy, ties, found, by_name)
+    reason = _reason(request, strategy, ties, fitting, by_name)
     luwu = in_network(request)
-    return Plan(request, tuple(verdicts), strategy, found[strategy], reason, tuple(ties), luwu)
+    return Plan(request, tuple(verdicts), strategy, fitting[strategy], reason, tuple(ties), luwu)
 
 
 def _at_length(request: Request) -> Request:
     """The request at the length that a plan is for, where nobody named one."""
     lengths = (request, *request.shorter())
     schedules = ((name, schedule_of(name)) for name in request.strategies)
-    kept = tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
-    found = None
-    if request.lora_rank is not None and kept:
-        found = next((one for one in lengths if fits(replace(one, strategies=kept))), None)
-    return found or next(filter(fits, lengths), request)
+    on_device = tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
+    longest = None
+    if request.lora_rank is not None and on_device:
+        longest = next((one for one in lengths if fits(replace(one, strategies=on_device))), None)
+    return longest or next(filter(fits, lengths), request)
 
 
 def differs(strategy: str) -> bool:
@@ -131,11 +131,11 @@ def _reason(
     request: Request,
     strategy: str,
     ties: dict[str, Option],
-    found: dict[str, Option],
+    fitting: dict[str, Option],
     verdicts: dict[str, Verdict],
 ) -> str:
-    chosen = found[strategy]
-    parts = [_against(strategy, chosen, found)]
+    chosen = fitting[strategy]
+    parts = [_against(strategy, chosen, fitting)]
     if strategy != "fcdp" and "fcdp" in verdicts:
         tied = "fcdp" in ties
         clause = _about_fcdp(request, strategy, chosen, tied, verdicts["fcdp"])
@@ -149,9 +149,9 @@ def _reason(
     return "; ".join(parts)
 
 
-def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
+def _against(strategy: str, chosen: Option, fitting: dict[str, Option]) -> str:
     """A clause about the chosen strategy next to plain ZeRO-3."""
-    base = found.get("fsdp2")
+    base = fitting.get("fsdp2")
     if strategy == "fsdp2" or base is None:
         share = chosen.waits_seconds[chosen.bottleneck] / chosen.step_seconds
         return f"{strategy} waits for {_WAITS[chosen.bottleneck]} in {share:.0%} of its step"
@@ -227,9 +227,9 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         needed = hardware.host_memory_bytes + min(hosts)
         yield f"{needed / 1e9:.1f} GB of host memory a node"
     lengths = (min(request.sequence_lengths) // times for times in _TIMES)
-    shorter = (replace(request, sequence_lengths=(length,)) for length in lengths if length)
-    if (found := next(filter(fits, shorter), None)) is not None:
-        yield f"sequences of {found.sequence_lengths[0]} tokens"
+    fewer = (replace(request, sequence_lengths=(length,)) for length in lengths if length)
+    if (shorter := next(filter(fits, fewer), None)) is not None:
+        yield f"sequences of {shorter.sequence_lengths[0]} tokens"
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)

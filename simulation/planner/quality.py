@@ -1,4 +1,4 @@
-"""Time to quality as it was measured, said of a plan by how long its link takes."""
+"""Measured time to quality, applied to a plan by how long its link takes."""
 
 import math
 from pathlib import Path
@@ -10,9 +10,7 @@ from simulation.planner.search import Option
 
 #: Written by ``python -m analysis time-to-quality``; there may be none.
 RECORD = Path(__file__).parents[2] / "results" / "time-to-quality" / "quality.json"
-
-
-#: Shares of a link's time that are further apart say nothing of each other.
+#: Factor between two links' shares of time beyond which one says nothing of the other.
 _ALIKE = 3
 
 
@@ -29,8 +27,8 @@ class Case(Strict):
     #: Share by which its loss at the end is above the exact one's.
     above: float
 
-    def said(self, loss: str) -> str:
-        """Say who comes first to the loss, as what follows "On this link"."""
+    def clause(self, loss: str) -> str:
+        """The clause on who comes first to the loss, which follows "On this link"."""
         if self.first == self.exact:
             return f"{self.exact} is the first to come to {loss}, and exact"
         if self.alike:
@@ -49,7 +47,7 @@ class Quality(Strict):
     cases: tuple[Case, ...]
 
     def of(self, option: Option) -> str | None:
-        """Sentence of the case whose link takes about as long, against the computation, if any."""
+        """Sentence on the case whose link takes about as long beside computation, if any."""
         busy = option.busy_seconds
         share = busy["inter_node"] / busy["compute"]
         case = min(self.cases, key=lambda one: abs(math.log(one.share / share)))
@@ -58,7 +56,7 @@ class Quality(Strict):
         return (
             f"time to quality, emulated on CPUs with {self.parameters / 1e6:.1f} M parameters, "
             f"where the link takes {case.share:.2g} times the computation (here {share:.2g}): "
-            + case.said(f"{case.exact}'s loss at half of its steps")
+            + case.clause(f"{case.exact}'s loss at half of its steps")
         )
 
 

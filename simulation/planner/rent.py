@@ -1,7 +1,7 @@
 """Instances that clouds rent out, or nodes of one's own; and offers of them, cheapest first.
 
-For each kind of instance the fewest nodes that train so many tokens in time. The offers are a
-table, JSON, and rows of a CSV file.
+An offer has the fewest nodes of its kind that train so many tokens in time. Offers are printed as
+a table, or written as JSON or as rows of a CSV file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TABLE = Path(__file__).parents[2] / "results" / "instances" / "instances.csv"
 #: The table of public clouds, in place of a file.
 ALL = "all"
 _GIB = 2**30
-#: Where the source says nothing: too little for what keeps state or a cache in host memory.
+#: Host memory where the source gives none: too little for offloaded states or a cache.
 _HOST_MEMORY_BYTES = 1e9
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
-#: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
+#: Most offers: an instance that cannot be cheaper than the last of them is not simulated.
 MOST = 10
-#: Standard deviations of the end of a range that nine of ten are in.
+#: Standard deviations from the mean to an end of a range that holds nine of ten.
 _NINE_OF_TEN = NormalDist().inv_cdf(0.95)
 #: Reasons for which an instance has no offer, in words.
 WHY = {
@@ -63,7 +63,7 @@ class Instance(Strict):
     host_memory_gib: float | None = Field(default=None, gt=0)
     list_usd_per_hour: float | None = Field(default=None, ge=0)
     spot_usd_per_hour: float | None = Field(default=None, ge=0)
-    #: When the prices were so, and who says it.
+    #: Date of the prices, and where they are published.
     as_of: str = ""
     source: str = ""
     note: str = ""
@@ -99,16 +99,16 @@ class Instance(Strict):
         return 1 if self.nic_gbit_s is None else self.nodes
 
     def cluster(self, nodes: int) -> Hardware:
-        """So many of them, by data sheets, fitted rates and what cards report."""
+        """A cluster of so many, by data sheets, fitted rates and the memory that cards report."""
         memory = self.host_memory_gib
-        found = cluster(
+        hardware = cluster(
             self.gpu,
             nodes=nodes,
             ranks_per_node=self.gpus,
             inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
             host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
         )
-        return with_rates(reported(found))
+        return with_rates(reported(hardware))
 
 
 def read(source: str | Path) -> list[Instance]:
@@ -127,24 +127,24 @@ def read(source: str | Path) -> list[Instance]:
         if not isinstance(document.values, list):
             document.fail((), "must be a list of instances")
         lines = ((document.place((at,)), values) for at, values in enumerate(document.values))
-    found: list[Instance] = []
+    instances: list[Instance] = []
     for where, values in lines:
-        one = validated(Instance, values, where)
+        instance = validated(Instance, values, where)
         try:
-            gpu(one.gpu)
+            gpu(instance.gpu)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        found += one.sized()
-    return found
+        instances += instance.sized()
+    return instances
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
-    """The instance of that name, of several providers the first. ``ValueError`` for no such."""
-    found = read(source)
-    for one in found:
-        if one.instance == name:
-            return one
-    names = ", ".join(sorted({one.instance for one in found}))
+    """The instance of that name, of the first provider. Raises ``ValueError`` if there is none."""
+    instances = read(source)
+    for instance in instances:
+        if instance.instance == name:
+            return instance
+    names = ", ".join(sorted({instance.instance for instance in instances}))
     raise ValueError(f"instance = {name!r}: allowed are {names}")
 
 
@@ -187,7 +187,7 @@ class Offer:
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
 
     def chance(self, within_hours: float) -> float:
-        """Probability to be done in time, if the range's ends are those of nine of ten runs."""
+        """Probability of being done in time, if the range's ends are those of nine of ten runs."""
         fast = self.hours / within_hours
         slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         end = (slowest if fast < 1 else fastest) / self.plan.option.tokens_per_s
@@ -204,7 +204,7 @@ class Market:
     offers: tuple[Offer, ...]
     #: Names of the instances without an offer, by the reason.
     left_out: Mapping[str, Sequence[str]]
-    #: Offer that would be done first of those that are late.
+    #: The late offer that would be done first.
     soonest: Offer | None
 
 
@@ -221,21 +221,21 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
         for one in instances
         if one.prices
     ]
-    found: list[Offer] = []
+    cheapest: list[Offer] = []
     left_out: dict[str, list[str]] = {why: [] for why in WHY}
     left_out["unpriced"] = [one.name for one in instances if not one.prices]
     soonest: list[Offer] = []
     for least, instance in sorted(priced, key=lambda pair: pair[0]):
-        if len(found) >= MOST and least > found[MOST - 1].cost:
+        if len(cheapest) >= MOST and least > cheapest[MOST - 1].cost:
             left_out["dearer"].append(instance.name)
             continue
         offers, late, why = _try(request, instance, within_hours)
         if why is not None:
             left_out[why].append(instance.name)
         soonest += late
-        found = sorted([*found, *offers], key=lambda offer: offer.cost)
+        cheapest = sorted([*cheapest, *offers], key=lambda offer: offer.cost)
     first = min(soonest, key=lambda offer: offer.hours, default=None)
-    return Market(tuple(found[:MOST]), left_out, first)
+    return Market(tuple(cheapest[:MOST]), left_out, first)
 
 
 def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
@@ -274,7 +274,7 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
 def _try(
     request: Request, instance: Instance, within_hours: float | None
 ) -> tuple[list[Offer], list[Offer], str | None]:
-    """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
+    """Offers of the fewest nodes in time, by price; else the soonest, and why there is none."""
 
     @cache
     def planned(nodes: int) -> Plan | None:
@@ -305,11 +305,11 @@ def _try(
 
 
 def _shares_out(request: Request, hardware: Hardware) -> bool:
-    """Whether each rank has as many sequences of a step, in micro-batches that are named."""
+    """Whether ranks get equally many sequences of a step, in micro-batches of a named size."""
     if request.global_batch is None:
         return True
-    each, rest = divmod(request.global_batch, hardware.world_size)
-    return each > 0 and rest == 0 and not any(each % size for size in request.micro_batches)
+    count, rest = divmod(request.global_batch, hardware.world_size)
+    return count > 0 and rest == 0 and not any(count % size for size in request.micro_batches)
 
 
 def _least_hours(request: Request, instance: Instance) -> float:

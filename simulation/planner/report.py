@@ -23,11 +23,11 @@ EVIDENCE = "simulated"
 _WAITS_FOR = "waits\nfor"
 #: Most rows of a table; the rest is in its files.
 _MOST = 10
-#: Most strategies of a picture, and the clusters that it is drawn over, by the plan's.
+#: Most strategies of a figure, and its clusters: factors of the plan's nodes and bandwidth.
 _DRAWN = 4
 _NODES_TIMES = (0.25, 0.5, 1, 2, 4, 8)
 _LINK_TIMES = (0.125, 0.25, 0.5, 1, 2, 4, 8)
-#: Words for what a step waits for.
+#: Short names of resources that a step waits for.
 _SHORT = {"inter_node": "link", "intra_node": "node", "host_to_device": "copies"}
 _SHORT |= {"device_to_host": "copies"}
 #: Fewest steps that a training is thought to need: ours.
@@ -48,7 +48,7 @@ _MEASURES = ("step_seconds", "tokens_per_s", "mfu", "hfu", "waits_seconds", "bus
 
 
 def titles(request: Request) -> tuple[str, ...]:
-    """Lines: what is trained, on what, and what the seconds of computation rest on."""
+    """Lines on the training, the cluster, and the basis of the seconds of computation."""
     hardware = request.hardware
     tuning = "full"
     if request.lora_rank is not None:
@@ -140,12 +140,12 @@ def _notes(plan: Plan) -> Iterator[Text]:
     exact = next((one.best for one in plan.verdicts if one.strategy == "fcdp"), None)
     full = request.lora_rank is None and request.hardware.nodes > 1
     measured = quality.committed()
-    if exact is not None and full and measured is not None and (said := measured.of(exact)):
-        yield Text(said)
+    if exact is not None and full and measured is not None and (sentence := measured.of(exact)):
+        yield Text(sentence)
 
 
 def _shorter(request: Request, strategy: str) -> str:
-    """The longest half of the usual length that fits a replica of adapters' base, in words."""
+    """A clause on the shorter sequences with which a replica of a frozen base fits, if any."""
     if request.lora_rank is None or not replicates(strategy):
         return ""
     shorter = replace(request, strategies=(strategy,)).shorter()
@@ -157,7 +157,7 @@ def _shorter(request: Request, strategy: str) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "evidence": EVIDENCE,
         **_of(request, "model", "lora_rank"),
         "lora_targets": None if request.lora_rank is None else request.lora_targets,
@@ -177,10 +177,10 @@ def document(plan: Plan) -> dict[str, Any]:
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
     if request.server is not None:
-        found["luwu"] = plan.in_network and plan.in_network.document()
+        fields["luwu"] = plan.in_network and plan.in_network.document()
         if plan.in_network is None:
-            found["luwu_lacks"] = lack(request)
-    return found
+            fields["luwu_lacks"] = lack(request)
+    return fields
 
 
 def curves(plan: Plan) -> dict[str, Any]:
@@ -192,44 +192,44 @@ def curves(plan: Plan) -> dict[str, Any]:
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--figure: needs the bandwidth of a node's link (--inter-node)")
     fitting = [option.workload.strategy for option in plan.fitting]
-    known = [name for name in ("fcdp", "fsdp2") if name in fitting]
-    strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
+    rivals = [name for name in ("fcdp", "fsdp2") if name in fitting]
+    strategies = tuple(dict.fromkeys([plan.strategy, *rivals, *fitting]))[:_DRAWN]
     nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
     counts = [int(nodes * times) for times in _NODES_TIMES if nodes * times >= 1]
     clusters = [("nodes", replace(hardware, nodes=count)) for count in counts]
     links = (replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES)
-    clusters += [("gbit_s", one) for one in links]
+    clusters += [("gbit_s", cluster) for cluster in links]
     batch = request.global_batch
-    found: dict[str, list[dict[str, Any]]] = {}
-    for axis, one in clusters:
-        if batch is not None and batch % one.world_size:
+    points: dict[str, list[dict[str, Any]]] = {}
+    for axis, cluster in clusters:
+        if batch is not None and batch % cluster.world_size:
             continue
-        asked = replace(request, hardware=one, strategies=strategies)
+        asked = replace(request, hardware=cluster, strategies=strategies)
         for best in filter(None, (verdict.best for verdict in search(asked))):
             low, high = tokens_range(best, asked)
-            at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
+            at = {"strategy": best.workload.strategy, **_place(cluster), "gpus": cluster.world_size}
             speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
-            found.setdefault(axis, []).append(at | speeds)
-    return document(plan) | {"at": _place(hardware), "curves": found}
+            points.setdefault(axis, []).append(at | speeds)
+    return document(plan) | {"at": _place(hardware), "curves": points}
 
 
 def _place(hardware: Hardware) -> dict[str, float]:
-    """Place of a cluster on a picture's axes."""
+    """Place of a cluster on a figure's axes."""
     return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
 
 
 def rows(plan: Plan) -> list[dict[str, Any]]:
     """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
-    kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
-    found = []
+    nested = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
+    records = []
     for best in plan.fitting:
         option = _option(plan, best)
         low, high = option.pop("tokens_per_s_range")
-        sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
-        flat = {key: value for key, value in option.items() if key not in kept}
+        sums = {key: sum(option.pop(key).values()) for key in nested[:3]}
+        flat = {key: value for key, value in option.items() if key not in nested}
         more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
-        found.append({"strategy": best.workload.strategy, **flat, **sums, **more})
-    return found
+        records.append({"strategy": best.workload.strategy, **flat, **sums, **more})
+    return records
 
 
 def _of(thing: object, *names: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _finite(rate: float) -> float | None:
 
 
 def _name(option: Option) -> str:
-    """The strategy, with choices of its own that are not the usual ones."""
+    """The strategy, with its policy where that is not the usual one."""
     of = option.workload
     return of.strategy if of.policy == "host" else f"{of.strategy}, {of.policy}"
 

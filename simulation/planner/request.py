@@ -26,25 +26,25 @@ from simulation.workload import (
     checkpointed,
 )
 
-#: Fewest that are tried where nothing longer fits: ours.
+#: Fewest tokens per sequence that are tried where nothing longer fits: ours.
 _SHORTEST = 512
-#: All that a grid needs to be close.
+#: Shares of recomputed blocks with which a grid comes close to the best.
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Engines that are known to replicate or gather 4-bit weights.
 GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 
 
 def planned() -> tuple[str, ...]:
-    """Names of the strategies that a plan has if none are named: all that are simulated, but two.
+    """Names of the strategies of a plan that names none: all simulated ones, with two exceptions.
 
-    Cyclic Data Parallelism sends no fewer bytes per step, one micro-batch at a time needs less
-    memory still, and what is trained is another thing: a matrix compares it. The FCDP paper's own
-    system is ours with exchanges that send more.
+    Cyclic Data Parallelism sends no fewer bytes per step, needs more memory than micro-batches one
+    at a time, and trains with old parameters: a matrix compares it. The FCDP paper's own system is
+    ours with exchanges that send more.
     """
-    own = {name: schedule_of(name) for name in simulated()}
+    schedules = {name: schedule_of(name) for name in simulated()}
     return tuple(
         name
-        for name, of in own.items()
+        for name, of in schedules.items()
         if of.cycle is None and (of.hierarchical or not of.pairwise)
     )
 
@@ -66,18 +66,18 @@ class Request(Checked):
     lora_targets: Targets = "attention"
     #: None: the model's usual training length, or the longest half of it that fits.
     sequence_lengths: tuple[int, ...] = ()
-    #: The usual length, where none was given: found here, and kept by what is made of a request.
+    #: The usual length, where none was given: set here, and kept when a request is replaced.
     usual_length: int | None = None
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[Recomputed, ...] = RECOMPUTED
-    #: None: those of PyTorch, and ranges that have fused ones in them.
+    #: None: those of PyTorch, with ranges that include fused ones.
     kernels: Kernels | None = None
     #: Type in which frozen parameters are held, where adapters are trained.
     frozen_dtype: FrozenDtype = "bf16"
     reduce_dtype: ReduceDtype = "same"
     product_dtype: ProductDtype = "bf16"
-    #: Generation of the fused attention; none: the second, and ranges that have the first in them.
+    #: Generation of the fused attention; none: the second, with ranges that include the first.
     attention: Attention | None = None
     #: Dtypes of what the optimizer keeps.
     states: States = "fp32"
@@ -141,7 +141,7 @@ class Request(Checked):
 
     @property
     def answered(self) -> tuple[str, ...]:
-        """The strategies that can hold the frozen parameters so."""
+        """The strategies that can hold frozen parameters in this dtype."""
         if not self.four_bits:
             return self.strategies
         return tuple(name for name in self.strategies if find(name).engine in GATHERS_FOUR_BITS)
@@ -157,7 +157,7 @@ class Request(Checked):
         return None if self.global_batch is None else self.global_batch // self.hardware.world_size
 
     def workloads(self) -> list[Workload]:
-        """The grid but for the micro-batch, which is 1 here. What is simplest comes first."""
+        """The grid, but with a micro-batch of 1. The simplest points come first."""
         shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
         rank = self.lora_rank
         return [
@@ -179,6 +179,6 @@ class Request(Checked):
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
             for policy in (self.policies if find(strategy).has_policy else ("host",))
-            # Points that compute least again come first.
+            # Points that recompute least come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]

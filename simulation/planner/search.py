@@ -25,7 +25,7 @@ from simulation.prediction import (
 from simulation.step.tasks import busy_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
-#: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
+#: Micro-batches of a step that are simulated; mostly each further one is like the last of them.
 _SIMULATED = 3
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
@@ -81,9 +81,9 @@ def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
 def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
     """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
 
-    From the third micro-batch on each is like the one before, so that a step of many takes what
-    three do and the difference between three and two for each one more. Not where a mean arrives
-    beside all of them: the step waits for it until they take longer.
+    From the third micro-batch on each is like the one before: a step of many takes as long as one
+    of three, plus the difference between three and two for each further one. Where a workers' mean
+    arrives meanwhile all are simulated, as the step waits for it until they take longer.
     """
     count = workload.accumulation
     late = workload.schedule.averages in ("late", "streamed")
@@ -130,9 +130,9 @@ def _waits(prediction: Prediction) -> dict[str, float]:
 def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     """Tokens per second between which nine of ten such steps are expected.
 
-    What the step waits for becomes slower or faster, each resource by its own range: at most so
-    much, as what waited behind it may come before. Kernels that nobody named are one more reason
-    to err, independent of the others.
+    Each resource that the step waits for becomes slower or faster by its own range. That is the
+    most: the step may come to wait for another one. Kernels that nobody named are a further source
+    of error, independent of the others.
     """
     hardware, rates = request.hardware, request.hardware.rates
     measured = rates.basis.startswith("preflight")
@@ -152,28 +152,28 @@ def tokens_range(option: Option, request: Request) -> tuple[float, float]:
 def computed_range(
     workload: Workload, hardware: Hardware, kernels: Kernels | None, attention: Attention | None
 ) -> tuple[float, float]:
-    """Factors of computation's speed; of kernels that nobody named, by the slowest and fastest."""
+    """Factors of computation's speed; kernels that nobody named may be the slowest or fastest."""
     rates = hardware.rates
     slow = replace(workload, attention=attention or "flash-1")
     fast = replace(workload, kernels=kernels or "fused")
-    own, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
+    seconds, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
     return (
-        math.exp(-math.hypot(math.log(rates.lowest), math.log(own / longest))),
-        math.exp(math.hypot(math.log(rates.highest), math.log(own / shortest))),
+        math.exp(-math.hypot(math.log(rates.lowest), math.log(seconds / longest))),
+        math.exp(math.hypot(math.log(rates.highest), math.log(seconds / shortest))),
     )
 
 
 def tie() -> float:
     """Relative difference of two predictions below which the simulator cannot order them.
 
-    Two that err independently by the median error of sources left out differ by √2 times that: so
-    whichever source is left out, it is the same that are tied or ahead (a test has examples).
+    Two that err independently by the median error of sources left out differ by √2 times that.
+    Whichever source is left out, the same strategies are tied or ahead (a test has examples).
     """
     return math.sqrt(2) * compute.read().check(compute.SOURCES).median
 
 
 def rests_on(hardware: Hardware) -> str:
-    """The base of the seconds of computation, in words, with their range."""
+    """The basis of the seconds of computation, in words, with their range."""
     rates = hardware.rates
     if rates.basis == "share of the peak":
         return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"
@@ -228,7 +228,7 @@ def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
 
 
 def fits(request: Request) -> bool:
-    """Whether any point of the grid does; nothing is simulated."""
+    """Whether any point of the grid fits; nothing is simulated."""
     return any(lack.fits for _, lack in shortfalls(request))
 
 
@@ -248,35 +248,35 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
-    """Simulate, the most promising first, until no other can be faster; in the order given.
+    """Simulate the most promising first, until no other can be faster; in the order given.
 
-    Bounds by computation alone are cheap; one by all resources is found of those alone that come
-    next by these.
+    Bounds by computation alone are cheap. One by all resources is computed only for the point that
+    comes next by these.
     """
-    found: dict[int, Option] = {}
+    by_index: dict[int, Option] = {}
     built: dict[int, Built] = {}
     waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
-        # A simpler one, which comes earlier, is taken even if it is a little slower.
-        margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
-        options = zip(found.values(), margins, strict=True)
+        # A simpler point, which comes earlier, is taken even if it is a little slower.
+        margins = ((1 - SAME, 1.0) if at < index else (1.0, 1 - SAME) for index in by_index)
+        options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if fitting[at].accumulation > 1 or at in built:  # of several, computation alone is counted
-            found[at] = simulated(fitting[at], hardware, built.pop(at, None))
+        if fitting[at].accumulation > 1 or at in built:  # several have no tighter bound
+            by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
             heappush(waiting, (-most_tokens_per_s(built[at]), at))
-    return tuple(found[at] for at in sorted(found))
+    return tuple(by_index[at] for at in sorted(by_index))
 
 
 def _fitting(point: Workload, request: Request) -> list[Workload]:
     """The point with the micro-batches that fit, largest first.
 
-    Unless the request names them this is one: a larger micro-batch spreads what a step costs
-    anyway over more tokens, so that none is faster than the largest.
+    Unless the request names them there is one: a larger micro-batch spreads a step's fixed costs
+    over more tokens, so that none is faster than the largest.
     """
     hardware = request.hardware
     if not request.micro_batches and request.sequences_per_rank is None:

@@ -1,6 +1,6 @@
 """Other papers' systems beside a plan: LuWu where there is a server, Fuyou on one GPU.
 
-LuWu is simulated by ``simulation.luwu``: a switch that sums and multicasts is taken for granted,
+LuWu is simulated by ``simulation.luwu``: a switch that sums and multicasts is assumed,
 and each GPU is a worker, so that those of one node share its link. Fuyou is modelled, not
 simulated: a pass takes as long as the busiest of the device, its link, the SSDs and the CPU.
 """
@@ -22,12 +22,12 @@ from simulation.workload import (
     Workload,
     block_bytes,
     block_work,
+    checkpointed_bytes,
     head_work,
-    kept_bytes,
     loss_bytes,
 )
 
-#: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
+#: Buffers in host memory of ``delayed``: of states, of gradients, of activations that go to SSD.
 _STATES, _GRADIENTS, _PASSING = 3, 2, 3
 _SLOTS = FuyouSettings().blocks_on_device
 #: Sequences of a step that are tried, and how close to the fastest the fewest must come.
@@ -44,39 +44,39 @@ class InNetwork:
     server: Server
 
     def __str__(self) -> str:
-        told = self.document()
+        step = self.document()
         waits = WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
-        host = told["host_bytes"] / 1e9
-        kept = f", {host:,.1f} GB of host memory a node" if host else ""
+        host = step["host_bytes"] / 1e9
+        cache = f", {host:,.1f} GB of host memory a node" if host else ""
         return (
-            f"{LUWU}, whose model lies on {told['server']}: {told['seconds']:.3g} s per step of "
-            f"{told['sequences']} × {told['length']} tokens a GPU "
-            f"({told['tokens_per_s']:,.0f} tokens/s, waits for {waits}); a node receives "
-            f"{told['node_received'] / 1e9:,.3g} GB and sends {told['node_sent'] / 1e9:,.3g}, the "
-            f"server receives {told['server_received'] / 1e9:,.3g} and sends "
-            f"{told['server_sent'] / 1e9:,.3g}; needs {told['device_bytes'] / 1e9:.1f} GB on each "
-            f"device{kept}, {told['files_bytes'] / 1e9:,.0f} GB of files on the server, and a "
+            f"{LUWU}, whose model lies on {step['server']}: {step['seconds']:.3g} s per step of "
+            f"{step['sequences']} × {step['length']} tokens a GPU "
+            f"({step['tokens_per_s']:,.0f} tokens/s, waits for {waits}); a node receives "
+            f"{step['node_received'] / 1e9:,.3g} GB and sends {step['node_sent'] / 1e9:,.3g}, the "
+            f"server receives {step['server_received'] / 1e9:,.3g} and sends "
+            f"{step['server_sent'] / 1e9:,.3g}; needs {step['device_bytes'] / 1e9:.1f} GB on each "
+            f"device{cache}, {step['files_bytes'] / 1e9:,.0f} GB of files on the server, and a "
             "switch that sums and multicasts"
         )
 
     def document(self) -> dict[str, Any]:
         """Form for JSON: sizes in bytes, of links per step and by direction, times in seconds."""
-        workload, found = self.workload, self.prediction
-        links = found.link_bytes or {}
+        workload, prediction = self.workload, self.prediction
+        links = prediction.link_bytes or {}
         return {
             "sequences": workload.micro_batch,
             "length": workload.sequence_length,
             "recomputed": workload.recomputed,
             "cached": workload.cached,
-            "seconds": found.step_seconds,
-            "tokens_per_s": found.tokens_per_s,
-            "bottleneck": found.bottleneck,
+            "seconds": prediction.step_seconds,
+            "tokens_per_s": prediction.tokens_per_s,
+            "bottleneck": prediction.bottleneck,
             "node_received": links["node received"],
             "node_sent": links["node sent"],
             "server_received": links["server received"],
             "server_sent": links["server sent"],
-            "device_bytes": found.footprint.device_bytes,
-            "host_bytes": found.footprint.host_bytes,
+            "device_bytes": prediction.footprint.device_bytes,
+            "host_bytes": prediction.footprint.host_bytes,
             "files_bytes": files_bytes(workload),
             "server": self.server.description,
         }
@@ -104,8 +104,8 @@ def in_network(request: Request) -> InNetwork | None:
     server, hardware = request.server, request.hardware
     if server is None or request.four_bits:
         return None
-    found = [InNetwork(p, predict(p, hardware, server), server) for p in _fitting(request)]
-    return max(found, key=lambda made: made.prediction.tokens_per_s, default=None)
+    steps = [InNetwork(p, predict(p, hardware, server), server) for p in _fitting(request)]
+    return max(steps, key=lambda made: made.prediction.tokens_per_s, default=None)
 
 
 def lack(request: Request) -> str:
@@ -118,13 +118,13 @@ def lack(request: Request) -> str:
 
 
 def _sizes(request: Request) -> tuple[int, ...]:
-    """Micro-batches that the request names: one has all sequences of a step; none: any."""
+    """Micro-batches to try: those named, or all sequences of a rank's step; none: any."""
     whole = request.sequences_per_rank
     return request.micro_batches if whole is None else (whole,)
 
 
 def _fitting(request: Request) -> Iterator[Workload]:
-    """All that is to be tried and fits."""
+    """The points of LuWu that fit."""
     hardware = request.hardware
     points = (replace(one, strategy=LUWU, policy="host") for one in request.workloads())
     for point in dict.fromkeys(points):
@@ -156,7 +156,7 @@ class OutOfCore:
 def out_of_core(request: Request) -> OutOfCore | None:
     """The fewest sequences per step that are nearly as fast as any; ``None`` if it does not fit.
 
-    It is for one device, and computes in what frozen parameters are held in.
+    Fuyou is for one device, and computes in the dtype of frozen parameters.
     """
     hardware = request.hardware
     if hardware.world_size > 1 or request.four_bits:
@@ -171,9 +171,9 @@ def _best(request: Request) -> OutOfCore | None:
         for one in request.workloads()
     )
     points = [replace(one, micro_batch=n) for one in dict.fromkeys(alike) for n in sizes]
-    found = [made for one in points if (made := _fuyou(one, request.hardware)) is not None]
-    fastest = max((made.tokens_per_s for made in found), default=0.0)
-    return next((made for made in found if made.tokens_per_s >= _CLOSE * fastest), None)
+    steps = [made for one in points if (made := _fuyou(one, request.hardware)) is not None]
+    fastest = max((made.tokens_per_s for made in steps), default=0.0)
+    return next((made for made in steps if made.tokens_per_s >= _CLOSE * fastest), None)
 
 
 def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
@@ -183,14 +183,14 @@ def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
     work = _work(workload)
     curve = cost.curve(work, _rates(workload, hardware, dram))
     moved, seconds = min(curve, key=lambda point: point[1])
-    kept = max(0.0, work.between + moved - dram)
+    swapped = max(0.0, work.between + moved - dram)
     state = (STATE_BYTES + workload.element_bytes) * workload.trained * GENERATIONS
     return OutOfCore(
         workload.micro_batch,
         workload.sequence_length,
         seconds,
         workload.tokens / seconds,
-        state + workload.element_bytes * workload.frozen + kept,
+        state + workload.element_bytes * workload.frozen + swapped,
     )
 
 
@@ -212,7 +212,7 @@ def _work(workload: Workload) -> Work:
         gradients=workload.element_bytes * workload.trained,
         state_read=STATE_BYTES * workload.trained,
         state_written=(STATE_BYTES + workload.element_bytes) * workload.trained,
-        between=model.layers * kept_bytes(workload) * tokens,
+        between=model.layers * checkpointed_bytes(workload) * tokens,
         items=tuple(items) * model.layers,
     )
 
@@ -231,7 +231,7 @@ def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
 
 
 def _taken(workload: Workload) -> float:
-    """Host memory that is not for activations."""
+    """Host memory of buffers, which is not left for activations."""
     of_root = max(rows * row for rows, row in workload.model.root_rows)
     largest = max(workload.block_parameters, of_root)
     trained = largest if workload.lora is None else workload.block_adapters
@@ -246,7 +246,7 @@ def _taken(workload: Workload) -> float:
 
 
 def _device_bytes(workload: Workload) -> float:
-    """Memory that stays, the blocks that are there at once, and the fullest moment's own."""
+    """Memory of the root, of the blocks that are there at once, and of the fullest moment."""
     model, element = workload.model, workload.element_bytes
     root, block = model.root_parameters, workload.block_parameters
     full = workload.lora is None

@@ -29,9 +29,9 @@ from simulation.workload import (
     head_work,
 )
 
-#: Per element of a worker at the end of a round, in fp32: the displacement takes what is trained
-#: and what the round began with (three passes), the momentum takes the mean (three), what the round
-#: began with takes the momentum (three), and what is trained takes that (two).
+#: Bytes per element of a worker's update at the end of a round, in fp32: the displacement from
+#: parameters and the round's start (three passes), momentum from the mean (three), the next round's
+#: start from momentum (three), and parameters from that (two).
 _ROUND_BYTES = 11 * FP32
 
 
@@ -39,9 +39,9 @@ def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
     """Seconds beside work and its bytes, in one forward or one backward of a block."""
     launches = hardware.rates.kernel_seconds * block_kernels(workload)
     overheads = hardware.overheads
-    kept = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
-    each = overheads.block_seconds.get(workload.engine, 0.0)
-    return launches + (each + overheads.activation_byte_seconds * kept) / 2
+    saved = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
+    calls = overheads.block_seconds.get(workload.engine, 0.0)
+    return launches + (calls + overheads.activation_byte_seconds * saved) / 2
 
 
 def block_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def call_seconds(workload: Workload, hardware: Hardware) -> float:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds that a rank computes for each stage of a cycle, in one micro-batch; its update."""
+    """Seconds that a rank computes for each stage of a cycle: in one micro-batch, in its update."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -71,11 +71,11 @@ class StageSeconds:
         """Seconds of a workload's stages on ranks of this hardware; the last has the head."""
         tokens = workload.tokens
         head = [hardware.seconds(work * tokens) for work in head_work(workload)]
-        one, back = block_seconds(workload, hardware)
+        forward, backward = block_seconds(workload, hardware)
         last = len(stages) - 1
         return cls(
-            tuple(n * one + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
-            tuple(n * back + head[1] * (at == last) for at, n in enumerate(stages.blocks)),
+            tuple(n * forward + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
+            tuple(n * backward + head[1] * (at == last) for at, n in enumerate(stages.blocks)),
             tuple(
                 adam_seconds(workload, numel, hardware) + n * call_seconds(workload, hardware)
                 for numel, n in zip(stages.trained, stages.blocks, strict=True)
@@ -109,7 +109,7 @@ class Step:
         self._computed: list[int] = []
         self._reduced: list[int] = []
         self._stored: dict[Unit, int] = {}
-        #: Tasks that the gather before has waited for: prefetched copies may begin after them.
+        #: Tasks that the previous gather waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
         #: Whether this micro-batch is the step's first; units that are gathered, and by
         #: which task; tasks that its gathers wait for.
@@ -120,11 +120,11 @@ class Step:
         lead = min(schedule.lead_per_block * layers, schedule.most_lead)
         last = [unit for segment in reversed(units.segments) for unit in segment.units]
         sums = accumulate(unit.parameters for unit in last)
-        #: The last units of forward, up to so many parameters.
+        #: The last units of forward, which stay gathered into backward: up to so many parameters.
         self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         self._overhead_seconds = layers * overhead_seconds(workload, hardware)
-        #: In each pass through a block, whatever its tokens: four bits become bf16.
+        #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
         self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
 
     def build(self) -> Tasks:
@@ -180,7 +180,7 @@ class Step:
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
-            if not unit.kept and unit not in self._over_turn:
+            if not unit.stays_gathered and unit not in self._over_turn:
                 del self._gathered[unit]
 
     def _gather(self, unit: Unit, phase: str) -> int | None:
@@ -226,7 +226,7 @@ class Step:
         return self._first and phase == "forward" and not outlived
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
-        """Put what a gather has brought into the unit's tier, while other things go on."""
+        """Copy what a gather has brought into the unit's tier, mostly beside other tasks."""
         tier = self._tiers[unit]
         if tier == "device":
             return
@@ -295,7 +295,7 @@ class Step:
         """Append a step's share of a round's mean: all wait for it, or it arrives meanwhile."""
         tasks, workload, average = self.tasks, self._workload, self._exchanges.average()
         hardware, schedule, stepped = self._hardware, self._schedule, len(tasks.tasks) - 1
-        # In this share of a round's steps some fragment crosses, which begins when so much is left.
+        # Fragments cross in this share of a round's steps, and begin when so much of one is left.
         share = min(1.0, workload.fragments * workload.overlap / workload.interval)
         begins: tuple[int, ...] = (stepped,) if schedule.averages == "waited" else ()
         if schedule.averages == "streamed" and share < 1:

@@ -1,15 +1,14 @@
 """Cycles, slot by slot: ranks two slots apart, or a rank's micro-batches that take turns.
 
-Of ranks the messages are those of ``baselines.cyclic.routes``, event by event. Ranks do not do the
-same at the same time. All of them are simulated, as ``baselines.cyclic.ring`` runs them: each goes
-through its slots in order, sends without waiting, waits for what a slot needs, and is ready to
-receive one message ahead. From a start at once they come to be apart; one of the later steps is
-shown, of the last rank of the node that sends most.
+Ranks send the messages of ``baselines.cyclic.routes``, and do not do the same at the same time. All
+of them are simulated event by event, as ``baselines.cyclic.ring`` runs them: each goes through its
+slots in order, sends without waiting, waits for what a slot needs, and is ready to receive one
+message ahead. They start at once and come to be two slots apart; one of the later steps is shown,
+of the last rank of the node that sends most.
 
 Micro-batches take turns as in ``baselines.cyclic.interleaved``: in a slot each that is under way
-goes through one stage, forwards first. Steps overlap, so that a steady step has as many slots as
-there are from its first micro-batch's start to that of the next step's, and all that happens in
-these.
+goes through one stage, forwards first. Steps overlap: a steady step is the slots from the start of
+its first micro-batch to that of the next step's, with all that happens in them.
 """
 
 import heapq
@@ -37,7 +36,7 @@ _PHASES: dict[Kind, str] = {
     "gradient": "reduce",
     "sum": "reduce",
 }
-#: Something that a rank does in a step: in a slot of its own; for a stage; a message of a stage.
+#: Kind, step, rank and slot or stage of an action: computation, a stage's update, a message.
 Key = tuple[Literal["slot", "update", Kind], int, int, int]
 #: A stage's new version is a copy that is stepped: read and written once.
 _COPY_BYTES = 8
@@ -55,6 +54,7 @@ class Slots(Tasks):
         self._seconds = StageSeconds.of(self.workload, stages, self.hardware)
         self._sizes = stages.sizes(twice=self._cycle.twice)
         self._messages = [m for m in self._cycle.messages() if m.source != m.target]
+        #: Messages by kind, stage and source; those that each rank receives, in their order.
         self._sends = {(m.kind, m.stage, m.source): m for m in self._messages}
         self._received = [self._cycle.received_by(rank) for rank in range(self._cycle.ranks)]
         self._last = 2 * self._cycle.stages - 1
@@ -104,7 +104,7 @@ class Slots(Tasks):
     def _own(self, task: Task, *, counted: bool = True) -> Task:
         """A task with what it takes of the rank that is shown, and of its node's link.
 
-        Not ``counted`` is what other ranks do, or another step.
+        Tasks of other ranks, or of another step, are not ``counted``.
         """
         mine = {f"inter_node {self._shown_node}": "inter_node"}
         for name in ("compute", "host_to_device", "device_to_host"):
@@ -120,10 +120,10 @@ class Slots(Tasks):
         """Tasks that have ended when a rank has done with a slot; −1: with the step before."""
         if slot < 0:
             step, slot = step - 1, self._last
-        found: list[Key] = [("slot", step, rank, slot)]
+        keys: list[Key] = [("slot", step, rank, slot)]
         if slot >= self._cycle.stages:  # it waits for the gradients that it adds to
-            found += self._arrived(step, "gradient", self._last - slot, rank)
-        return found
+            keys += self._arrived(step, "gradient", self._last - slot, rank)
+        return keys
 
     def _arrived(self, step: int, kind: Kind, stage: int, rank: int) -> list[Key]:
         """Tasks that end before a rank has a message in its step; nothing if it gets none."""
@@ -214,32 +214,32 @@ class Slots(Tasks):
     # The simulation.
 
     def timeline(self) -> Timeline:
-        """The rank that is shown, for as long as a step takes on average, and what it waits for.
+        """Tasks of the rank that is shown, for the mean time of a step, and what they wait for.
 
-        Cut out of the simulation of all ranks, at the end of the step that is shown.
+        They are cut out of the simulation of all ranks, at the end of the step that is shown.
         """
         tasks, at = self._tasks()
-        every = simulate(tasks)
+        whole = simulate(tasks)
         last = at["slot", _SHOWN, self._shown_rank, self._last]
-        end = every.spans[last].end
+        end = whole.spans[last].end
         # The mean: where ranks wait for messages, a long step and a short one can alternate.
-        steady = every.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
+        steady = whole.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
         begin = end - (end - steady) / (_SHOWN - _STEADY)
-        own = [at[key] for key in self._keys_shown()]
+        indices = [at[key] for key in self._keys_shown()]
         coming = [m for m in self._messages if m.target == self._shown_rank]
         comes = {at[_key(m, _SHOWN - m.later)] for m in coming}
-        waits = {*_path(every, last, begin), *comes, *own} - {last}
+        waits = {*_path(whole, last, begin), *comes, *indices} - {last}
         # A message from the same node may be of the step before: it is received once per step.
-        counted = {*own} - {at[_key(m, _SHOWN)] for m in coming} | comes
-        # In the order of all: of two that end at once, the same is waited for. What ends last is to
-        # be the rank's own slot.
+        counted = {*indices} - {at[_key(m, _SHOWN)] for m in coming} | comes
+        # In the order of all tasks, so that of two that end at once the same is waited for; the
+        # rank's own slot is the last.
         shown = [*sorted(waits), last]
         number = {index: place for place, index in enumerate(shown)}
         return Timeline(
             tuple(self._own(tasks[index], counted=index in counted) for index in shown),
-            tuple(_within(every.spans[index], begin, end) for index in shown),
+            tuple(_within(whole.spans[index], begin, end) for index in shown),
             tuple(
-                frozenset(number[i] for i in every.before[index] if i in number) for index in shown
+                frozenset(number[i] for i in whole.before[index] if i in number) for index in shown
             ),
         )
 
@@ -264,18 +264,18 @@ class Slots(Tasks):
 
     def _ordered(self) -> list[Key]:
         """All keys, each behind those that it waits for, else by the schedule's clock."""
-        every = {key: self._clock(key) for step in range(_STEPS) for key in self._keys(step)}
-        sorter = TopologicalSorter({k: set(self._after(k)) & every.keys() for k in every})
+        clocks = {key: self._clock(key) for step in range(_STEPS) for key in self._keys(step)}
+        sorter = TopologicalSorter({k: set(self._after(k)) & clocks.keys() for k in clocks})
         sorter.prepare()
         ready: list[tuple[int, Key]] = []
-        found: list[Key] = []
+        ordered: list[Key] = []
         while sorter.is_active():
             for key in sorter.get_ready():
-                heapq.heappush(ready, (every[key], key))
+                heapq.heappush(ready, (clocks[key], key))
             _, key = heapq.heappop(ready)
-            found.append(key)
+            ordered.append(key)
             sorter.done(key)
-        return found
+        return ordered
 
     def _keys(self, step: int) -> Iterable[Key]:
         for rank in range(self._cycle.ranks):
@@ -294,11 +294,11 @@ class Slots(Tasks):
 
 def _path(timeline: Timeline, last: int, begin: float) -> list[int]:
     """Tasks that a task waits for, back to the moment ``begin``, on whatever rank."""
-    found = [last]
-    while timeline.spans[found[-1]].start > begin:
-        before = timeline.before[found[-1]]
-        found.append(max(before, key=lambda index: (timeline.spans[index].end, index)))
-    return found
+    path = [last]
+    while timeline.spans[path[-1]].start > begin:
+        before = timeline.before[path[-1]]
+        path.append(max(before, key=lambda index: (timeline.spans[index].end, index)))
+    return path
 
 
 def _key(message: Message, step: int) -> Key:
@@ -317,8 +317,8 @@ def in_slot(slot: int, stages: int, micro_batches: int) -> list[tuple[int, int]]
     backward.
     """
     period = slots_per_step(micro_batches)
-    phases = [(one, (slot - 2 * one) % period) for one in range(micro_batches)]
-    return [(one, phase) for one, phase in phases if phase < 2 * stages]
+    phases = [(index, (slot - 2 * index) % period) for index in range(micro_batches)]
+    return [(index, phase) for index, phase in phases if phase < 2 * stages]
 
 
 def turns(workload: Workload, hardware: Hardware) -> Tasks:
@@ -330,13 +330,13 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
         there = in_slot(slot, count, micro_batches)
         forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
         tasks.compute(f"forward slot {slot}", forward, ())
-        for one, phase in there:
+        for index, phase in there:
             if phase < count:
                 continue
             stage = 2 * count - 1 - phase
-            title = f"backward slot {slot} micro-batch {one}"
+            title = f"backward slot {slot} micro-batch {index}"
             tasks.compute(title, seconds.backward[stage], ())
-            if one == micro_batches - 1:
+            if index == micro_batches - 1:
                 _update(tasks, stage, stages.trained[stage], seconds.update[stage])
     return tasks
 

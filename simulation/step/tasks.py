@@ -19,10 +19,10 @@ from simulation.traffic import Traffic
 
 #: Share of a task below which what is left of it is rounding.
 _DONE = 1e-9
-#: Sets of tasks that ran together whose speeds are remembered: a step's repeat.
+#: Sets of concurrent tasks whose speeds are cached: those of a step repeat.
 _REMEMBERED = 4096
 _Uses = tuple[tuple[str, float], ...]
-#: Stream of what stops the host's one thread, or the device.
+#: Stream of tasks that block the host's one thread, or the device.
 COMPUTE = "compute"
 
 
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     #: Seconds that each resource needs for it alone; it uses them at the same time.
     demands: Mapping[str, float]
     after: tuple[int, ...] = ()
-    #: Seconds before, which no resource notices.
+    #: Seconds before it uses its resources.
     latency_seconds: float = 0.0
 
 
@@ -169,23 +169,23 @@ def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
 def _speeds(running: tuple[_Uses, ...]) -> tuple[float, ...]:
     """Speed of each task (1: as if alone), max-min fair.
 
-    All speeds rise together until a resource is full; what uses it stays there, the rest go on.
+    All speeds rise together until a resource is full; tasks that use it stay there, the rest go on.
     """
     speeds = [0.0] * len(running)
     rising = list(range(len(running)))
     free = {name: 1.0 for uses in running for name, _ in uses}
     level = 0.0
     while rising:
-        wanted: dict[str, float] = {}
+        demand: dict[str, float] = {}
         for at in rising:
             for name, use in running[at]:
-                wanted[name] = wanted.get(name, 0.0) + use
-        step = min((free[name] / use for name, use in wanted.items()), default=1.0)
+                demand[name] = demand.get(name, 0.0) + use
+        step = min((free[name] / use for name, use in demand.items()), default=1.0)
         step = min(step, 1.0 - level)
         level += step
-        for name, use in wanted.items():
+        for name, use in demand.items():
             free[name] -= step * use
-        full = {name for name in wanted if free[name] <= _DONE}
+        full = {name for name in demand if free[name] <= _DONE}
         for at in rising:
             speeds[at] = level
         if level >= 1.0 - _DONE:
@@ -243,8 +243,8 @@ class Tasks:
     ) -> int:
         """Append an exchange among ranks, with what it takes of PCIe and of computation.
 
-        ``gathered_bytes`` are those that each rank has at its end and had not before,
-        ``reduced_bytes`` those that it had and gives.
+        ``gathered_bytes`` are those of a gather's output on each rank, ``reduced_bytes`` those of a
+        reduction's input.
         """
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)

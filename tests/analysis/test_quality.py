@@ -117,7 +117,7 @@ def test_steps_to_a_loss_are_between_measurements(loss: float, steps: float | No
 
 
 def sentences(timed: list[Record], loss: float) -> list[str]:
-    return [case.said(f"{loss:g}") for case in cases(joined(search(), timed), loss)]
+    return [case.clause(f"{loss:g}") for case in cases(joined(search(), timed), loss)]
 
 
 def test_who_is_first_depends_on_the_link() -> None:
@@ -153,7 +153,7 @@ def test_plans_say_of_each_link_what_the_table_says(monkeypatch: pytest.MonkeyPa
             verdict = replace(made.verdicts[0], options=(option,))
             text = printed(replace(made, verdicts=(verdict,)))
             assert f"takes {case.share:.2g} times the computation" in text
-            assert case.said(loss) in text
+            assert case.clause(loss) in text
     adapted = replace(made, request=request(gbit_s=1, strategies=("fcdp",), lora_rank=8))
     assert "time to quality" not in printed(adapted)
 

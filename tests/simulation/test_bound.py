@@ -41,7 +41,7 @@ shares = st.floats(0, 1)
 
 @given(points)
 def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(one: Point) -> None:
-    """E·F_fwd / (T_transfer·S_F), which it was derived from."""
+    """It was derived from E·F_fwd / (T_transfer·S_F)."""
     direct = one.tokens() * one.forward_flops / (one.transfer_seconds * one.peak_flops)
     assert math.isclose(one.hfu_bound, direct, rel_tol=1e-9)
 
@@ -57,12 +57,12 @@ def test_the_required_bandwidth_gives_the_target(one: Point, target: float) -> N
 
 @given(points, shares, st.floats(1, 10))
 def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: float) -> None:
-    found = one.estimate(gamma)
-    assume(found is not None)
+    estimate = one.estimate(gamma)
+    assume(estimate is not None)
     for name in ("memory_bytes", "bandwidth_bits_per_s"):
         better = one.model_copy(update={name: factor * getattr(one, name)})
         other = better.estimate(gamma)
-        assert other.hfu >= found.hfu * (1 - 1e-9)
+        assert other.hfu >= estimate.hfu * (1 - 1e-9)
         assert better.hfu_bound >= one.hfu_bound * (1 - 1e-9)
 
 
@@ -70,13 +70,13 @@ def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: 
 def test_a_steps_utilisation_stays_below_efficiency_and_bound(
     one: Point, efficiency: float
 ) -> None:
-    found = one.estimate(efficiency=efficiency)
-    assume(found is not None)
-    assert found.hfu <= efficiency * (1 + 1e-9)
+    estimate = one.estimate(efficiency=efficiency)
+    assume(estimate is not None)
+    assert estimate.hfu <= efficiency * (1 + 1e-9)
     # Backward computes three times as much for the same gather, so the step's bound is twice that
     # of the forward: (1 + 3) / (1 + 1).
-    assert found.hfu <= 2 * one.hfu_bound * (1 + 1e-9)
-    assert math.isclose(found.hfu / found.mfu, 4 / 3, rel_tol=1e-9)
+    assert estimate.hfu <= 2 * one.hfu_bound * (1 + 1e-9)
+    assert math.isclose(estimate.hfu / estimate.mfu, 4 / 3, rel_tol=1e-9)
 
 
 def test_what_does_not_fit_has_no_estimate_and_a_target_is_a_share() -> None:
@@ -92,7 +92,7 @@ def test_what_does_not_fit_has_no_estimate_and_a_target_is_a_share() -> None:
 
 def test_the_grid_search_finds_the_best_feasible_point() -> None:
     one = point()
-    best = max(one.grid(steps=20, highest_efficiency=0.75), key=lambda found: found.mfu)
+    best = max(one.grid(steps=20, highest_efficiency=0.75), key=lambda estimate: estimate.mfu)
     # Bandwidth is no limit here: keeping all activations wastes nothing on recomputation.
     assert best.efficiency == 0.75
     assert best.mfu == pytest.approx(0.75, rel=0.01)

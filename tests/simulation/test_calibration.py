@@ -29,8 +29,8 @@ RUNS = [
 STEADY = [name for name in RUNS if name not in ("parity", "paper-emulated")]
 
 
-def steps(found: Iterable[Record]) -> list[MeasuredStep]:
-    return [step for step in map(step_of, found) if step is not None]
+def steps(measured: Iterable[Record]) -> list[MeasuredStep]:
+    return [step for step in map(step_of, measured) if step is not None]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -50,8 +50,8 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         step = comparison.measured
         moved = predict(step.workload, step.hardware).moved_bytes
         unseen = moved.keys() - ledger.keys()
-        kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
-        assert unseen <= kept or record.cell.strategy == "offload"
+        stored_once = {"device_to_host"} if record.cell.tuning == "lora" else set()
+        assert unseen <= stored_once or record.cell.strategy == "offload"
         predicted = {link: dict(phases) for link, phases in moved.items() if link not in unseen}
         stored = predicted.get("device_to_host", {}).get("forward", 0.0)
         # The part that other nodes hold of the unit outside of the blocks.
@@ -74,24 +74,24 @@ def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEADY)
 def test_step_times_are_within_an_eighth(name: str) -> None:
-    """What one cell takes at different hours: fcdp-lora-gpt2-4x768 0.81 s and 1.09 s."""
+    """One cell differs by more from hour to hour: fcdp-lora-gpt2-4x768 took 0.81 s and 1.09 s."""
     assert median(abs(one.relative_error) for _, one in compared(name)) < 0.125
 
 
 def test_the_constants_are_what_the_records_give_with_intervals() -> None:
-    """Which hold the value, and are wide where few cells tell a constant from the rest."""
-    every = (record for name in FITTED_TO for record in records(name))
-    fitted_to = steps(record for record in every if not why_not_simulated(record.cell))
+    """Intervals hold the value, and are wide where few cells tell a constant from the rest."""
+    candidates = (record for name in FITTED_TO for record in records(name))
+    fitted_to = steps(record for record in candidates if not why_not_simulated(record.cell))
     constants = calibrate(fitted_to)
-    for name, told in vars(TWO_CORES).items():
-        near = 5e-3 if isinstance(told, dict) else 1e-3
-        assert getattr(constants, name) == pytest.approx(told, rel=near), name
-    found = {constant.name: constant for constant in intervals(fitted_to)}
-    assert found["flops"].value == pytest.approx(TWO_CORES.flops, rel=1e-3)
-    assert {name.removesuffix(" block") for name in found if name.endswith(" block")} == {
+    for name, expected in vars(TWO_CORES).items():
+        near = 5e-3 if isinstance(expected, dict) else 1e-3
+        assert getattr(constants, name) == pytest.approx(expected, rel=near), name
+    by_name = {constant.name: constant for constant in intervals(fitted_to)}
+    assert by_name["flops"].value == pytest.approx(TWO_CORES.flops, rel=1e-3)
+    assert {name.removesuffix(" block") for name in by_name if name.endswith(" block")} == {
         *TWO_CORES.block_seconds
     }
-    for constant in found.values():
+    for constant in by_name.values():
         assert constant.low <= constant.value <= constant.high, constant
         assert constant.low < constant.high, constant
 

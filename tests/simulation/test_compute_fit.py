@@ -1,4 +1,4 @@
-"""Rates of computation: constants are found again, published runs predicted, all GPUs have some."""
+"""Rates of computation: known constants are recovered, published runs predicted, for all GPUs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +40,12 @@ def ratio(run: Run, by: Fitted) -> float:
     return run.row.tokens_per_s_per_gpu / calibration.tokens_per_gpu_s(run, by)
 
 
-def test_constants_are_found_again() -> None:
-    found = fit([made(run) for run in RUNS])
+def test_constants_are_recovered() -> None:
+    fitted = fit([made(run) for run in RUNS])
     for name, value in TRUE.items():
         tolerance = {"exchange passes": 0.4, "lost with scale": 0.25}.get(name, 0.1)
         if name.split()[0] not in ("rtx4090", "kernel"):  # few rows tell them from what is usual
-            assert found[name] == pytest.approx(value, rel=tolerance), name
+            assert fitted[name] == pytest.approx(value, rel=tolerance), name
 
 
 def test_the_record_is_of_the_committed_rows_and_of_this_code_and_its_constants_possible() -> None:
@@ -56,9 +56,9 @@ def test_the_record_is_of_the_committed_rows_and_of_this_code_and_its_constants_
         assert constant.value == pytest.approx(again[constant.name], rel=1e-3)
         most = {"microseconds": 12.0, "passes": 8.0}.get(constant.name.split()[-1], 0.951)
         assert 0 < constant.low <= constant.value <= constant.high <= most, constant.name
-    for one, run in list(zip(RECORD.predictions, RUNS, strict=True))[::9]:
+    for prediction, run in list(zip(RECORD.predictions, RUNS, strict=True))[::9]:
         speed = calibration.tokens_per_gpu_s(run, RECORD.fitted())
-        assert speed == pytest.approx(one.fitted, rel=1e-3)
+        assert speed == pytest.approx(prediction.fitted, rel=1e-3)
 
 
 def test_sources_that_the_fit_has_not_seen_are_predicted() -> None:
@@ -88,7 +88,7 @@ def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None
 
 
 def by_default(run: Run) -> Run:
-    """The run as who names no kernels plans it."""
+    """The run as it is planned where no kernels are named."""
     return replace(run, workload=replace(run.workload, kernels="flash", attention="flash-2"))
 
 
@@ -96,20 +96,20 @@ def test_ranges_hold_nine_of_ten_rows_whose_kernels_nobody_named() -> None:
     """Each source by the fit to all others; llm-foundry's attention took twice as long."""
     check, inside = RECORD.check(SOURCES), []
     for source in dict.fromkeys(run.row.source for run in RUNS):
-        found = fit([run for run in RUNS if run.row.source != source])
+        fitted = fit([run for run in RUNS if run.row.source != source])
         for run in map(by_default, (run for run in RUNS if run.row.source == source)):
-            rates = rates_by(found, run.hardware.device)
+            rates = rates_by(fitted, run.hardware.device)
             rates = replace(rates, lowest=check.lowest, highest=check.highest)
             low, high = computed_range(run.workload, replace(run.hardware, rates=rates), None, None)
-            inside.append(low <= ratio(run, found) <= high)
+            inside.append(low <= ratio(run, fitted) <= high)
     assert 0.85 <= sum(inside) / len(inside) <= 0.955
 
 
 def test_kernels_that_nobody_named_cost_accuracy_in_long_sequences_alone() -> None:
-    """Of llm-foundry, whose rows are of fused kernels around slow attention."""
-    found, errors = RECORD.fitted(), dict[bool, list[float]]()
+    """Rows of llm-foundry are of fused kernels around slow attention."""
+    fitted, errors = RECORD.fitted(), dict[bool, list[float]]()
     for run in map(by_default, (run for run in RUNS if run.row.framework.startswith("composer"))):
-        errors.setdefault(run.row.length <= 4096, []).append(1 / ratio(run, found) - 1)
+        errors.setdefault(run.row.length <= 4096, []).append(1 / ratio(run, fitted) - 1)
     short = sorted(map(abs, errors[True]))
     assert median(short) == pytest.approx(0.04, abs=0.002)
     assert short[int(0.9 * len(short))] <= 0.12
@@ -120,18 +120,18 @@ def test_products_in_fp8_are_predicted() -> None:
     """Two sources on H100s, and one on H200s, of which no run in bf16 is known."""
     rows = [row for row in read_rows() if not row.bf16]
     assert {row.gpu for row in rows} == {"h100-sxm", "h100-96gb", "h200"}
-    found = RECORD.fitted()
+    fitted = RECORD.fitted()
     runs = [*map(run_of, rows)]
-    ratios = [ratio(run, found) for run in runs]
+    ratios = [ratio(run, fitted) for run in runs]
     assert 0.93 < min(ratios) <= max(ratios) < 1.08
     assert 0.97 < sum(ratios) / len(ratios) < 1.03
     in_bf16 = [replace(run, workload=replace(run.workload, product_dtype="bf16")) for run in runs]
-    assert max(ratio(run, found) for run in in_bf16) > 1.3
+    assert max(ratio(run, fitted) for run in in_bf16) > 1.3
 
 
 def test_given_rows_are_checked_by_committed_constants_and_too_few_are_refused() -> None:
-    found = calibration.errors(read_rows(), RECORD.fitted())
-    assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
+    check = calibration.errors(read_rows(), RECORD.fitted())
+    assert check.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
     with pytest.raises(ValueError, match="rows: hold none in bf16"):
         calibration.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
     with pytest.raises(ValueError, match="rows: 3 were given, 6 constants need as many"):
@@ -195,7 +195,7 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
     assert wide[0] < low < high < wide[1] or gbit_s == 1
     assert low < option.tokens_per_s < high
     for times in (rates.lowest, rates.highest):
-        other = replace(
+        scaled = replace(
             rates,
             products_per_s=times * rates.products_per_s,
             attention_per_s=times * rates.attention_per_s,
@@ -203,8 +203,8 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
             exchanged_bytes_per_s=times * rates.exchanged_bytes_per_s,
             kernel_seconds=rates.kernel_seconds / times,
         )
-        found = simulated(workload("fsdp2"), replace(hardware, rates=other))
-        assert low <= found.tokens_per_s <= high
+        option = simulated(workload("fsdp2"), replace(hardware, rates=scaled))
+        assert low <= option.tokens_per_s <= high
 
 
 def test_kernels_cost_what_they_write() -> None:

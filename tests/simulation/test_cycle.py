@@ -1,4 +1,4 @@
-"""Stages as the executor cuts real models; what a rank keeps of them, and sends in each slot."""
+"""Stages as the executor cuts real models; a rank's memory of them, and its bytes per slot."""
 
 from dataclasses import replace
 from itertools import product
@@ -37,18 +37,18 @@ def test_messages_have_the_parameters_of_real_stages(
     )
     model, blocks = models.build(of)
     runs = chosen_runs(stages, blocks, RANKS, "ranks")
-    every = parameters(model, blocks, runs, frozen=True)
+    whole = parameters(model, blocks, runs, frozen=True)
     trained = [numel(params) for params in parameters(model, blocks, runs)]
-    passed = [numel(split(params, blocks)[1]) for params in every]
-    found = stages_of(workload_of(of), RANKS)
-    assert found.blocks == tuple(map(len, runs))
-    assert found.sizes(twice=True) == {
-        "forward": tuple(map(numel, every)),
+    passed = [numel(split(params, blocks)[1]) for params in whole]
+    cut = stages_of(workload_of(of), RANKS)
+    assert cut.blocks == tuple(map(len, runs))
+    assert cut.sizes(twice=True) == {
+        "forward": tuple(map(numel, whole)),
         "backward": passed,
         "gradient": tuple(trained),
         "sum": tuple(trained),
     }
-    assert found.sizes(twice=False)["forward"] == tuple(trained)
+    assert cut.sizes(twice=False)["forward"] == tuple(trained)
 
 
 def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
@@ -58,7 +58,7 @@ def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "settings", "said"),
+    ("strategy", "settings", "message"),
     [
         ("cyclic", {"rule": "dp"}, "rule = 'dp': allowed are v1, v2"),
         ("cyclic", {"stages": 0}, "stages = 0: must be"),
@@ -72,37 +72,37 @@ def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
     ],
 )
 def test_what_the_executor_refuses_is_refused(
-    strategy: str, settings: dict[str, Any], said: str
+    strategy: str, settings: dict[str, Any], message: str
 ) -> None:
     known = workload(strategy)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         stages_of(replace(known, **settings), RANKS)
 
 
 def test_a_ring_keeps_the_optimizer_of_one_stage() -> None:
     of = workload("cyclic-ring", stages=6)
-    found, ddp = held(of, WORLD), workload("ddp")
-    assert found.parameters == 4 * ddp.parameters
+    memory, ddp = held(of, WORLD), workload("ddp")
+    assert memory.parameters == 4 * ddp.parameters
     largest = ddp.parameters - 5 * ddp.model.block_parameters - ddp.model.width * 2
-    assert found.states == 8 * largest
+    assert memory.states == 8 * largest
     assert needed(of, hardware()).device_bytes < needed(ddp, hardware()).device_bytes
 
 
 def test_zero_keeps_its_own_stage_and_what_is_outside_of_the_blocks() -> None:
-    """And the stage in use; of many equal stages that is little of the model."""
+    """It keeps the stage in use too; of many equal stages that is little of the model."""
     whole, part = (held(workload(f"cyclic-{form}", stages=6), WORLD) for form in ("ring", "zero"))
     model = workload("ddp").model
-    own = model.block_parameters + model.embedded_parameters
-    assert part.parameters == pytest.approx(4 * (own + model.root_parameters))
-    assert part.versions == pytest.approx(8 * own)
+    own_stage = model.block_parameters + model.embedded_parameters
+    assert part.parameters == pytest.approx(4 * (own_stage + model.root_parameters))
+    assert part.versions == pytest.approx(8 * own_stage)
     assert part.parameters < 0.5 * whole.parameters
     of_large = (needed(workload(name, large=True, stages=32), paper_cluster()) for name in FORMS)
-    ring, zero = (found.device["parameters"] for found in of_large)
+    ring, zero = (footprint.device["parameters"] for footprint in of_large)
     assert zero < ring / 10
 
 
 def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
-    """By v2 all but the last stage's, on the first rank; by v1 all."""
+    """Those are all but the last stage's on the first rank by v2, and all by v1."""
     for rule, stages in product(("v1", "v2"), (1, 2, 6)):
         of = workload("cyclic", rule=rule, stages=stages)
         *_, last = stages_of(of, WORLD).trained
@@ -113,11 +113,11 @@ def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_micro_batches_that_take_turns_keep_half_of_what_all_at_once_do(count: int) -> None:
-    """The paper's (N + 1) / 2N of N micro-batches, whose stages are equal."""
-    one = needed(workload("ddp", accumulation=2), hardware()).forward["activations"]
+    """The paper's share is (N + 1) / 2N of N micro-batches, whose stages are equal."""
+    of_one = needed(workload("ddp", accumulation=2), hardware()).forward["activations"]
     turns = workload("cyclic-interleaved", accumulation=count, stages=count)
-    found = needed(turns, hardware()).forward["activations"]
-    assert found / (count * one) == pytest.approx((count + 1) / (2 * count))
+    activations = needed(turns, hardware()).forward["activations"]
+    assert activations / (count * of_one) == pytest.approx((count + 1) / (2 * count))
 
 
 def counted() -> list[Record]:
@@ -133,14 +133,14 @@ def counted() -> list[Record]:
 def test_slots_are_those_of_the_records(record: Record) -> None:
     """Bytes exactly; activations, which are counted by hand, within 4 %."""
     workload, hardware = workload_of(record.cell), cluster_of(record.cell)
-    found = measured(workload, hardware, predict(workload, hardware))
-    assert found.bytes_by_slot == record.measurement.bytes_by_slot
+    measurement = measured(workload, hardware, predict(workload, hardware))
+    assert measurement.bytes_by_slot == record.measurement.bytes_by_slot
     if record.measurement.activation_bytes_by_slot is None:
-        assert found.activation_bytes_by_slot is None
+        assert measurement.activation_bytes_by_slot is None
         return
-    assert found.activation_bytes_by_slot == pytest.approx(
+    assert measurement.activation_bytes_by_slot == pytest.approx(
         record.measurement.activation_bytes_by_slot, rel=0.04
     )
-    assert found.activation_bytes_together == pytest.approx(
+    assert measurement.activation_bytes_together == pytest.approx(
         record.measurement.activation_bytes_together, rel=0.04
     )

@@ -48,14 +48,14 @@ def test_messages_are_those_of_the_exchanges(
     strategy: str, tuning: str, accumulation: int, messages: int
 ) -> None:
     settings = {"stages": 2} if strategy.startswith("cyclic") else {}
-    given = cell(strategy, tuning=tuning, accumulation=accumulation, **settings)
-    assert framing.messages(*framed(given)) == messages
+    trained = cell(strategy, tuning=tuning, accumulation=accumulation, **settings)
+    assert framing.messages(*framed(trained)) == messages
 
 
 def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None:
     cells = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)", "host"))
-    none, some, every = (framing.messages(*framed(each)) for each in cells)
-    assert some == none > every
+    none, some, whole = (framing.messages(*framed(each)) for each in cells)
+    assert some == none > whole
     # A disk is asked before each gather.
     host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
     # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
@@ -82,16 +82,16 @@ def ledger(record: Record) -> float:
     """Payload between nodes by our engine's own count, if it has run on emulated nodes."""
     if not record.measurement or record.evidence != "emulated" or record.cell.matrix == SENT_TWICE:
         return 0.0
-    found = record.measurement.ledger_bytes_per_step or {}
-    return sum(found.get("inter_node", {}).values())
+    by_link = record.measurement.ledger_bytes_per_step or {}
+    return sum(by_link.get("inter_node", {}).values())
 
 
 @pytest.mark.system  # reads all committed records
 def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> None:
-    """On every committed record that has a count of the payload."""
-    every = [record for file in files.below(RESULTS, FILE) for record in read(file)]
+    """Every committed record is read that has a count of the payload."""
+    records = [record for file in files.below(RESULTS, FILE) for record in read(file)]
     used = []
-    for record in every:
+    for record in records:
         payload = ledger(record)
         if not payload or why_not_simulated(record.cell) is not None:
             continue

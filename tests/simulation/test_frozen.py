@@ -28,11 +28,11 @@ def test_a_bf16_base_takes_two_bytes_and_adapters_four(strategy: str, sharers: i
 
 
 def test_four_bits_are_half_a_byte_and_scales_but_for_embeddings() -> None:
-    one = lora("ddp", frozen_dtype="nf4")
-    matrices = one.model.layers * sum(matrix.weights for matrix in one.model.matrices)
-    rest = one.model.parameters - matrices
+    point = lora("ddp", frozen_dtype="nf4")
+    matrices = point.model.layers * sum(matrix.weights for matrix in point.model.matrices)
+    rest = point.model.parameters - matrices
     expected = (0.5 + 0.127 / 8) * matrices + 2 * rest
-    assert one.frozen_bytes * one.model.parameters == pytest.approx(expected)
+    assert point.frozen_bytes * point.model.parameters == pytest.approx(expected)
 
 
 def test_four_bits_are_gathered_as_they_are_and_cost_a_pass() -> None:
@@ -46,6 +46,6 @@ def test_four_bits_are_gathered_as_they_are_and_cost_a_pass() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
 def test_what_is_all_trained_has_no_base(strategy: str, kind: Any) -> None:
     usual = workload(strategy, large=True)
-    other = replace(usual, frozen_dtype=kind)
-    assert needed(usual, HARDWARE) == needed(other, HARDWARE)
-    assert predict(usual, HARDWARE).step_seconds == predict(other, HARDWARE).step_seconds
+    quantised = replace(usual, frozen_dtype=kind)
+    assert needed(usual, HARDWARE) == needed(quantised, HARDWARE)
+    assert predict(usual, HARDWARE).step_seconds == predict(quantised, HARDWARE).step_seconds

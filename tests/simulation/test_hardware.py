@@ -22,14 +22,14 @@ NEW = CARDS["h100-sxm"].model_copy(
 
 
 def test_the_papers_cluster() -> None:
-    found = paper_cluster()
-    assert (found.nodes, found.ranks_per_node, found.world_size) == (4, 8, 32)
-    assert found.device.memory_bytes == 48e9
-    assert found.host_memory_bytes == 512e9
-    assert found.inter_bytes_per_s == hardware.LINK_EFFICIENCY * 12.5e9
+    paper = paper_cluster()
+    assert (paper.nodes, paper.ranks_per_node, paper.world_size) == (4, 8, 32)
+    assert paper.device.memory_bytes == 48e9
+    assert paper.host_memory_bytes == 512e9
+    assert paper.inter_bytes_per_s == hardware.LINK_EFFICIENCY * 12.5e9
     # NVLink joins pairs only, so exchanges inside the node meet the copies on PCIe.
-    assert found.intra_shares_pcie
-    assert found.with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
+    assert paper.intra_shares_pcie
+    assert paper.with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,19 @@ def test_every_run_that_ran_fits() -> None:
 @pytest.mark.parametrize("name", CARDS)
 def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
     nominal = cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
-    found = reported(nominal)
-    assert 0.95 < found.device.memory_bytes / nominal.device.memory_bytes < 1.08
-    assert 0.82 < found.usable_device_bytes / found.device.memory_bytes < 0.95
+    actual = reported(nominal)
+    assert 0.95 < actual.device.memory_bytes / nominal.device.memory_bytes < 1.08
+    assert 0.82 < actual.usable_device_bytes / actual.device.memory_bytes < 0.95
     if name == "h100-sxm":
-        assert found.device.memory_bytes == pytest.approx(85.5e9, rel=1e-3)
+        assert actual.device.memory_bytes == pytest.approx(85.5e9, rel=1e-3)
 
 
 def test_kernels_keep_less_the_more_they_fuse() -> None:
     run = run_of(read_rows()[0])
     for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0)):
-        given = replace(run.workload, checkpointing=checkpointing, recomputed=recomputed)
+        point = replace(run.workload, checkpointing=checkpointing, recomputed=recomputed)
         eager, flash, fused = (
-            needed(replace(given, kernels=kernels), run.hardware).device_bytes
+            needed(replace(point, kernels=kernels), run.hardware).device_bytes
             for kernels in ("eager", "flash", "fused")
         )
         assert eager > flash > fused
@@ -192,18 +192,18 @@ STATES: tuple[States, ...] = ("fp32", "bf16", "int8")
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])
 def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, strategy: str) -> None:
-    kept = [replace(workload, strategy=strategy, states=states) for states in STATES]
-    places = [{**of.device, **of.host} for of in (needed(one, HARDWARE) for one in kept)]
+    points = [replace(workload, strategy=strategy, states=states) for states in STATES]
+    places = [{**of.device, **of.host} for of in (needed(one, HARDWARE) for one in points)]
     sums = [sum(place.values()) for place in places]
     assert sums == sorted(sums, reverse=True)
-    assert predict(kept[2], HARDWARE).step_seconds <= predict(kept[0], HARDWARE).step_seconds
+    assert predict(points[2], HARDWARE).step_seconds <= predict(points[0], HARDWARE).step_seconds
     states = [place["optimizer states"] for place in places]
     assert states[0] > states[1] == 2 * states[2]
 
 
 def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
     generations: tuple[Attention, ...] = ("flash-1", "flash-2", "flash-3")
-    kept = [replace(workload, attention=one) for one in generations]
-    seconds = [predict(one, with_rates(HARDWARE)).step_seconds for one in kept]
+    points = [replace(workload, attention=one) for one in generations]
+    seconds = [predict(one, with_rates(HARDWARE)).step_seconds for one in points]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[2]

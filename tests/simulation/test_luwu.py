@@ -27,13 +27,13 @@ def compared(name: str) -> list[tuple[Record, Comparison]]:
 
 def test_a_worker_receives_each_parameter_twice_and_sends_each_gradient_once() -> None:
     """The server's bytes do not depend on the workers; a node has those of its ranks."""
-    given = workload("luwu")
-    few, many = luwu.traffic(given, 4, 1), luwu.traffic(given, 64, 8)
-    links, nbytes = few.links, 2 * given.parameters
+    point = workload("luwu")
+    few, many = luwu.traffic(point, 4, 1), luwu.traffic(point, 64, 8)
+    links, nbytes = few.links, 2 * point.parameters
     assert links["node received"] == links["server sent"] == 2 * nbytes
     assert links["node sent"] == links["server received"] == nbytes
-    assert links["server file_read"] == 16 * given.parameters
-    assert links["server file_written"] == 14 * given.parameters
+    assert links["server file_read"] == 16 * point.parameters
+    assert links["server file_written"] == 14 * point.parameters
     assert links["server sent"] == many.links["server sent"]
     assert few.server_messages == many.server_messages
     assert many.links["node received"] == 8 * links["node received"]
@@ -57,34 +57,34 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
 
 
 def test_a_device_has_two_layers_however_many_there_are() -> None:
-    given = workload("luwu", recomputed=1.0)
-    deep = replace(given, model=replace(given.model, layers=4 * given.model.layers))
-    few, many = footprint(given, hardware()).device, footprint(deep, hardware()).device
+    point = workload("luwu", recomputed=1.0)
+    deep = replace(point, model=replace(point.model, layers=4 * point.model.layers))
+    few, many = footprint(point, hardware()).device, footprint(deep, hardware()).device
     assert few["gathered"] == many["gathered"]
     assert few["gradients"] == many["gradients"]
-    assert few["gathered"] == 2 * 2 * given.model.block_parameters
+    assert few["gathered"] == 2 * 2 * point.model.block_parameters
 
 
-def test_host_memory_has_frozen_layers_that_are_kept_and_files_two_generations_of_others() -> None:
-    given = workload("luwu", lora=True)
-    assert luwu.files_bytes(given) == 28 * given.trained + 2 * given.frozen
-    assert not footprint(given, hardware()).host
-    kept = footprint(replace(given, cached=True), hardware())
-    assert kept.host == {"cache": 8 * 2 * given.frozen}
+def test_host_memory_has_cached_frozen_layers_and_files_two_generations_of_others() -> None:
+    point = workload("luwu", lora=True)
+    assert luwu.files_bytes(point) == 28 * point.trained + 2 * point.frozen
+    assert not footprint(point, hardware()).host
+    cached = footprint(replace(point, cached=True), hardware())
+    assert cached.host == {"cache": 8 * 2 * point.frozen}
 
 
 def test_drives_add_up_and_the_link_reaches_what_others_do() -> None:
     cluster = hardware()
-    found = nominal(100e9, 12, cluster)
-    assert found.disk_read_bytes_per_s == pytest.approx(78e9)
-    assert found.disk_write_bytes_per_s == pytest.approx(40.8e9)
-    assert found.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
+    server = nominal(100e9, 12, cluster)
+    assert server.disk_read_bytes_per_s == pytest.approx(78e9)
+    assert server.disk_write_bytes_per_s == pytest.approx(40.8e9)
+    assert server.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
 
 
 def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:
-    found = compared("speed")
-    assert {record.cell.inter_bandwidth_bits_per_s for record, _ in found} == {5e6, 20e6}
-    for _, comparison in found:
+    comparisons = compared("speed")
+    assert {record.cell.inter_bandwidth_bits_per_s for record, _ in comparisons} == {5e6, 20e6}
+    for _, comparison in comparisons:
         assert abs(comparison.relative_error) < 0.1
 
 
@@ -95,21 +95,21 @@ def slow() -> tuple[Workload, Hardware, Server]:
 
 
 def test_a_step_is_as_long_however_many_workers_there_are_but_ranks_share_a_nodes_link() -> None:
-    given, cluster, server = slow()
-    few = predict(given, cluster, server).step_seconds
-    assert predict(given, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
+    point, cluster, server = slow()
+    few = predict(point, cluster, server).step_seconds
+    assert predict(point, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
     fast = replace(server, link_bytes_per_s=1e12)
-    alone = predict(given, cluster, fast).step_seconds
-    shared = predict(given, replace(cluster, ranks_per_node=4), fast).step_seconds
+    alone = predict(point, cluster, fast).step_seconds
+    shared = predict(point, replace(cluster, ranks_per_node=4), fast).step_seconds
     assert shared > 3 * alone
 
 
 def test_the_optimizer_hides_behind_backward_until_the_drives_are_slower_than_links() -> None:
-    given, cluster, server = slow()
-    usual = predict(given, cluster, server)
-    slower = predict(given, cluster, replace(server, disk_write_bytes_per_s=1e9))
+    point, cluster, server = slow()
+    usual = predict(point, cluster, server)
+    slower = predict(point, cluster, replace(server, disk_write_bytes_per_s=1e9))
     assert slower.step_seconds < 1.1 * usual.step_seconds
-    slowest = predict(given, cluster, replace(server, disk_write_bytes_per_s=1e7))
+    slowest = predict(point, cluster, replace(server, disk_write_bytes_per_s=1e7))
     written = (slowest.link_bytes or {})["server file_written"] / 1e7
     assert slowest.step_seconds >= written
     assert slowest.bottleneck == "server_disk"

@@ -48,12 +48,12 @@ def test_activations_are_what_real_blocks_keep(
     model.to(torch.bfloat16)
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     weights |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     held: list[torch.Tensor] = []  # so that no address is used twice
@@ -73,14 +73,14 @@ def test_activations_are_what_real_blocks_keep(
             output = output[0] if isinstance(output, tuple) else output
             held.append(output)
     expected = layers * given_cell.micro_batch * length * block_bytes(workload_of(given_cell))
-    assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
+    assert sum(saved.values()) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", simulated())
 def test_memory_is_affine_in_the_micro_batch(strategy: str) -> None:
     """From where activations, and not gradients, make a step's fullest moment."""
-    given = (workload(strategy, micro_batch=size) for size in (16, 17, 18))
-    first, second, third = (needed(one, HARDWARE).device_bytes for one in given)
+    points = (workload(strategy, micro_batch=size) for size in (16, 17, 18))
+    first, second, third = (needed(point, HARDWARE).device_bytes for point in points)
     assert third - second == pytest.approx(second - first)
     assert second > first
 
@@ -108,8 +108,8 @@ def test_what_caches_take() -> None:
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_recomputing_more_never_takes_more_once_a_block_is(less: float, more: float) -> None:
     shares = sorted((max(less, 1e-6), max(more, 1e-6)))
-    given = (workload("fsdp2", recomputed=share) for share in shares)
-    first, second = (needed(one, HARDWARE).device_bytes for one in given)
+    points = (workload("fsdp2", recomputed=share) for share in shares)
+    first, second = (needed(point, HARDWARE).device_bytes for point in points)
     assert second <= first * (1 + 1e-9)
 
 
@@ -119,7 +119,7 @@ def trained_in(case: Case, micro_batch: int = 1) -> Workload:
 
 
 def test_peaks_are_those_of_real_steps() -> None:
-    """At most 1.2 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
+    """Peaks are at most 1.2 % too low and 9 % too high, 4 % where the device is nearly full."""
     # The study's device tells policies nothing of the reserve.
     hardware = replace(HARDWARE, device_reserve_bytes=0.0)
     for record in STUDY:
@@ -137,12 +137,12 @@ def test_peaks_are_those_of_real_steps() -> None:
 
 
 def test_no_batch_is_promised_that_does_not_fit() -> None:
-    """At most two that would fit are not promised; no more are where cards report more memory."""
+    """A plan promises at most two sequences fewer than fit, and none that do not fit."""
     more = reported(HARDWARE)
     for record in STUDY:
         trained, real = trained_in(record.case), record.finding.largest_micro_batch
-        # By a policy that looks at memory one more: the study's device does not count the reserve
-        # as used, as a real one does and a plan, so that entries lie on it that go to the host.
+        # One more by a policy that looks at memory: unlike a real device and a plan, the study's
+        # does not count the reserve as used, and so holds entries that would go to the host.
         most = real + record.case.policy.startswith("threshold")
         assert real - 2 <= largest_micro_batch(trained, HARDWARE) <= most, record.case
         assert largest_micro_batch(trained, more) <= most, record.case
@@ -168,9 +168,9 @@ def test_states_take_sixteen_bytes_a_parameter_and_the_optimizer_more_while_it_s
         assert parts["optimizer step"] == pytest.approx(8 * min(mine, 1e9))
         assert sum(parts.values()) - parts["optimizer step"] == pytest.approx(16 * mine)
     for strategy, of_all in (("fsdp2-offload", 20), ("offload", 20), ("deepspeed-offload", 18)):
-        given_workload = workload(strategy, micro_batch=1)
-        footprint = needed(given_workload, HARDWARE)
-        of_node = given_workload.parameters / HARDWARE.nodes
+        point = workload(strategy, micro_batch=1)
+        footprint = needed(point, HARDWARE)
+        of_node = point.parameters / HARDWARE.nodes
         assert "optimizer step" not in footprint.device
         assert footprint.host_bytes == pytest.approx(of_all * of_node)
     disk = needed(workload("deepspeed-infinity"), HARDWARE)
@@ -179,20 +179,20 @@ def test_states_take_sixteen_bytes_a_parameter_and_the_optimizer_more_while_it_s
 
 @pytest.mark.parametrize("policy", ["none", "device", "host", "disk"])
 def test_one_tier_is_what_the_library_decides(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = workload("fcdp")
-    units = layout(given, *HARDWARE.shape)
-    own = memory._by_policy(policy, given, units, HARDWARE)
+    point = workload("fcdp")
+    units = layout(point, *HARDWARE.shape)
+    placed = memory._by_policy(policy, point, units, HARDWARE)
     monkeypatch.setattr(memory, "_ONE_TIER", {})
-    assert own == memory._by_policy(policy, given, units, HARDWARE)
+    assert placed == memory._by_policy(policy, point, units, HARDWARE)
 
 
 def test_a_fixed_tier_has_the_own_shard_where_the_strategy_keeps_it() -> None:
-    given = workload("fcdp")
-    units = layout(given, *HARDWARE.shape)
-    found = []
+    point = workload("fcdp")
+    units = layout(point, *HARDWARE.shape)
+    sizes = []
     for keeps in (True, False):
-        of_tier = replace(given)
-        fixed = replace(given.schedule, cache="host", caches_own_shard=keeps)
+        of_tier = replace(point)
+        fixed = replace(point.schedule, cache="host", caches_own_shard=keeps)
         of_tier.__dict__["schedule"] = fixed  # as a cached property would
-        found.append(memory.place(of_tier, units, HARDWARE)[1]["host"])
-    assert found[1] == pytest.approx(found[0] * (HARDWARE.nodes - 1) / HARDWARE.nodes)
+        sizes.append(memory.place(of_tier, units, HARDWARE)[1]["host"])
+    assert sizes[1] == pytest.approx(sizes[0] * (HARDWARE.nodes - 1) / HARDWARE.nodes)

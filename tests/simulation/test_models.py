@@ -68,9 +68,9 @@ def test_closed_forms_are_what_is_counted(kind: str) -> None:
     assert closed.block_parameters == counted.block_parameters
     sizes = {"sequence_length": 16, "micro_batch": 1}
     flops, adapters = [], []
-    for one in (closed, counted):
-        flops.append(token_work(Workload(strategy="fsdp2", model=one, **sizes)).flops)
-        adapters.append(one.layers * one.adapter_parameters(one.lora(8)))
+    for model in (closed, counted):
+        flops.append(token_work(Workload(strategy="fsdp2", model=model, **sizes)).flops)
+        adapters.append(model.layers * model.adapter_parameters(model.lora(8)))
     assert flops[0] == pytest.approx(flops[1])
     assert adapters[0] == adapters[1]
     for name in ("family", "inner", "experts", "tied"):
@@ -108,8 +108,8 @@ def test_others_are_counted(config: dict[str, Any]) -> None:
 
     whole = {**SMALL, **config}
     model = from_config(whole, 16)
-    said = dict(whole)
-    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+    rest = dict(whole)
+    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(rest.pop("model_type"), **rest))
     assert model.parameters == sum(parameter.numel() for parameter in real.parameters())
     assert isinstance(model, Transformer)
     assert model.family == ("gpt2" if config["model_type"] == "gpt_neox" else "llama")

@@ -1,4 +1,4 @@
-"""What people write, and what each mistake is told."""
+"""Quantities as people write them, and the error for each mistake."""
 
 import math
 from collections.abc import Callable

@@ -21,8 +21,8 @@ def test_a_hierarchy_sends_the_least_that_the_schedules_must(
 ) -> None:
     blocks: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
     model = nn.Sequential(nn.Linear(8, 4), *blocks)
-    own = {"dtype": torch.bfloat16, "accumulation": accumulation}
-    given_job = job(alone(nodes, ranks), blocks, **own)
+    fields = {"dtype": torch.bfloat16, "accumulation": accumulation}
+    given_job = job(alone(nodes, ranks), blocks, **fields)
     total = 2 * sum(param.numel() for param in model.parameters())
     again = 2 * sum(param.numel() for block in blocks for param in block.parameters())
 

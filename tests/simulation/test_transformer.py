@@ -70,7 +70,7 @@ def test_frozen_weights_take_four_operations_and_adapters_six(family: Family) ->
 
 
 def naive_flops(model: Transformer, sequence_length: int) -> float:
-    """Of one token as most trainers count, 6N + 12·L·H·Q·T, whether weights are frozen or not.
+    """Operations of one token as most trainers count, 6N + 12·L·H·Q·T, frozen weights included.
 
     N leaves out embeddings that only look up.
     """

@@ -25,7 +25,7 @@ def paper_cluster(nodes: int = 4, inter_bits_per_s: float = 100e9) -> Hardware:
 
 
 def workload(strategy: str, *, lora: bool = False, large: bool = False, **more: Any) -> Workload:
-    given = cell(
+    usual = cell(
         strategy,
         model=PAPER_MODELS["gpt-10b"] if large else SMALL,
         tuning="lora" if lora else "full",
@@ -33,17 +33,17 @@ def workload(strategy: str, *, lora: bool = False, large: bool = False, **more: 
         sequence_length=512,
         micro_batch=8,
     )
-    return replace(workload_of(given), **(more | of_cycle(strategy, more)))
+    return replace(workload_of(usual), **(more | of_cycle(strategy, more)))
 
 
-def of_cycle(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that a cycle can have where others are given: small models have few blocks."""
+def of_cycle(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, changed to what a cycle can have: small models have few blocks."""
     schedule = find(strategy).schedule
     if schedule is None or schedule.cycle is None:
         return {}
-    at_once = given.get("accumulation", 1) if schedule.cycle == "turns" else 2
+    at_once = settings.get("accumulation", 1) if schedule.cycle == "turns" else 2
     alone = {"accumulation": 1} if schedule.passes_on else {}
-    return {"stages": min(2, at_once)} | dict(given) | alone
+    return {"stages": min(2, at_once)} | dict(settings) | alone
 
 
 def hardware(inter_bits_per_s: float = 10e9, *, nodes: int = 2, **more: Any) -> Hardware:

@@ -33,7 +33,7 @@ def case(strategy: str, layers: int = LAYERS, **settings: Any) -> Case:
 
 
 def settled(case: Case, largest: int | None, **figures: Any) -> MemoryRecord:
-    """A made-up record of a case; of one that was not run, where there is no micro-batch."""
+    """A made-up record of a case, which was not run if there is no micro-batch."""
     use = {
         "parameters": 10**10,
         "trainable_parameters": 10**10,
@@ -54,8 +54,8 @@ def settled(case: Case, largest: int | None, **figures: Any) -> MemoryRecord:
     )
 
 
-def found(case: Case) -> MemoryUse:
-    """Called in a process that will know the imitated accelerator ever after."""
+def measure(case: Case) -> MemoryUse:
+    """Memory of a case, in a process that knows the imitated accelerator ever after."""
     leave_group()
     return study.find(case, build)
 

@@ -11,7 +11,7 @@ from tests.simulation.imitated.small import leave_group
 
 
 def life_of_tensors() -> None:
-    """Device bytes after each of some events; and the host's."""
+    """Device bytes after each of several events, and the host's."""
     leave_group()
     with imitated(10**9) as allocations:
         device = torch.device(NAME)
@@ -69,6 +69,6 @@ def attention() -> tuple[int, Any]:
 def test_attention_takes_no_matrix_of_scores(apart: Pools) -> None:
     extra, shape = apart.run(1, attention)[0]
     assert tuple(shape) == (2, 4, 512, 64)
-    one = 2 * 4 * 512 * 64 * 2
+    output = 2 * 4 * 512 * 64 * 2
     scores = 2 * 4 * 512 * 512 * 2
-    assert 4 * one <= extra < scores + 4 * one
+    assert 4 * output <= extra < scores + 4 * output

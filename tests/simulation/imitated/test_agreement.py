@@ -30,20 +30,20 @@ def at(strategy: str, length: int) -> Case:
     )
 
 
-def real(given: Case) -> int:
+def real(studied: Case) -> int:
     """Most bytes that a rank's device holds in a step of the real code."""
     leave_group()
-    ranks = given.nodes * given.ranks_per_node
-    with imitated(given.device_bytes) as allocations, world(ranks, NAME), imitated_host():
-        rank = Rank(given, NAME, build)
+    ranks = studied.nodes * studied.ranks_per_node
+    with imitated(studied.device_bytes) as allocations, world(ranks, NAME), imitated_host():
+        rank = Rank(studied, NAME, build)
         rank.step(1)
         allocations.reset_peak()
         rank.step(MICRO_BATCH)
         return allocations.peak[NAME]
 
 
-def simulated(given: Case) -> float:
-    workload = workload_of(Cell.of_case(given))
+def simulated(studied: Case) -> float:
+    workload = workload_of(Cell.of_case(studied))
     hardware = replace(paper_cluster(), device_reserve_bytes=0.0)
     step = replace(workload, recomputed=1.0, micro_batch=MICRO_BATCH)
     return needed(step, hardware).device_bytes
@@ -52,6 +52,6 @@ def simulated(given: Case) -> float:
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp"])
 @pytest.mark.parametrize("length", [SEQUENCE_LENGTHS[0], SEQUENCE_LENGTHS[-1]])
 def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int) -> None:
-    given = at(strategy, length)
-    peak = apart.run(1, real, given)[0]
-    assert 0.99 < simulated(given) / peak < 1.09
+    studied = at(strategy, length)
+    peak = apart.run(1, real, studied)[0]
+    assert 0.99 < simulated(studied) / peak < 1.09

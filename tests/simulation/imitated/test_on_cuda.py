@@ -12,7 +12,7 @@ from simulation.imitated import study
 from simulation.imitated.rank import Rank, world
 from simulation.imitated.records import Case
 from tests.ranks import Pools
-from tests.simulation.imitated.small import found, leave_group
+from tests.simulation.imitated.small import leave_group, measure
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +60,6 @@ def test_the_imitation_counts_what_cuda_allocates(
         real = pools.run(1, allocated, case)[0]
     finally:
         pools.close()
-    imitated = apart.run(1, found, case)[0]
+    imitated = apart.run(1, measure, case)[0]
     counted = next(p.device_bytes for p in imitated.peaks if p.micro_batch == MICRO_BATCH)
     assert counted == pytest.approx(real, rel=0.05)

@@ -9,7 +9,7 @@ LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_si
 
 
 class Peak:
-    """The highest of some lines, each of a base and a slope; and what it was asked for."""
+    """Peak: the maximum of lines of a base and a slope. It notes the micro-batches asked for."""
 
     def __init__(self, *lines: tuple[int, int]) -> None:
         self.lines = lines

@@ -1,4 +1,4 @@
-"""What the imitation finds agrees with what is known of each strategy's memory."""
+"""Memory by the imitation agrees with what is known of each strategy's memory."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from simulation.imitated import study
 from simulation.imitated.records import Case, MemoryUse
 from simulation.imitated.study import PAPER_MICRO_BATCH
 from tests.ranks import Pools
-from tests.simulation.imitated.small import LAYERS, WIDTH, case, found
+from tests.simulation.imitated.small import LAYERS, WIDTH, case, measure
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,7 @@ STRATEGIES = ["fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "fsdp2-offload"]
 
 @pytest.fixture(scope="module")
 def uses(apart: Pools) -> dict[str, MemoryUse]:
-    return {strategy: apart.run(1, found, case(strategy))[0] for strategy in STRATEGIES}
+    return {strategy: apart.run(1, measure, case(strategy))[0] for strategy in STRATEGIES}
 
 
 def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
@@ -40,14 +40,14 @@ def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
 
 
 def test_the_host_cache_costs_the_device_at_most_two_slices(uses: dict[str, MemoryUse]) -> None:
-    """design.md, invariant 3: those in flight, one that is filled and one that is read."""
+    """Slices in flight (design.md, invariant 3) are one that is filled and one that is read."""
     extra = at_paper(uses["fcdp"]) - at_paper(uses["fsdp2"])
     assert 0 < extra <= 2 * (2 * BLOCK / RANKS_PER_NODE + 512)
     assert uses["fcdp"].largest_micro_batch == uses["fsdp2"].largest_micro_batch
 
 
 def test_a_device_cache_costs_its_slice_of_the_model(uses: dict[str, MemoryUse]) -> None:
-    # Of the blocks: no gather of a step would read the root's.
+    # Slices of the blocks alone: no gather of a step would read the root's.
     cache = 2 * LAYERS * BLOCK / RANKS_PER_NODE * (NODES - 1) / NODES
     extra = uses["hpz"].resting_device_bytes - uses["fsdp2"].resting_device_bytes
     assert 1 <= extra / cache < ROUNDING
@@ -76,7 +76,7 @@ def test_the_largest_micro_batch_was_run_and_the_next_too(uses: dict[str, Memory
 
 def test_adapters_and_checkpointing_take_less(apart: Pools, uses: dict[str, MemoryUse]) -> None:
     plain = uses["hpz"]
-    adapted = apart.run(1, found, case("hpz", tuning="lora", checkpointing=True))[0]
+    adapted = apart.run(1, measure, case("hpz", tuning="lora", checkpointing=True))[0]
     assert adapted.trainable_parameters < plain.trainable_parameters / 20
     assert adapted.resting_device_bytes < plain.resting_device_bytes
     assert adapted.largest_micro_batch > 1.5 * plain.largest_micro_batch
@@ -84,13 +84,13 @@ def test_adapters_and_checkpointing_take_less(apart: Pools, uses: dict[str, Memo
 
 def test_the_threshold_looks_at_the_device_that_is_imitated(apart: Pools) -> None:
     below, above = (
-        apart.run(1, found, case("fcdp", policy=f"threshold({tau})"))[0] for tau in (1, 0)
+        apart.run(1, measure, case("fcdp", policy=f"threshold({tau})"))[0] for tau in (1, 0)
     )
     assert below.resting_device_bytes > above.resting_device_bytes
 
 
-def test_what_was_not_found_says_why() -> None:
-    """And a failure is a record, not the end of the others."""
+def test_a_case_without_figures_says_why() -> None:
+    """A failure is a record too, and does not end the others."""
     cases = [
         case("ddp", device_bytes=2 * 10**6),
         case("ddp"),

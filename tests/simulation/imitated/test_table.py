@@ -19,7 +19,7 @@ def record(
 
 
 def test_each_length_has_a_table_of_the_largest_batch_the_papers_peak_and_the_host() -> None:
-    found = study.tables(
+    tables = study.tables(
         [
             record("fcdp", 1, length=2048),
             record("fcdp", 5),
@@ -27,8 +27,8 @@ def test_each_length_has_a_table_of_the_largest_batch_the_papers_peak_and_the_ho
             record("ddp", None),
         ]
     )
-    assert [*found] == ["gpt-30b, 512 tokens per sequence", "gpt-30b, 2,048 tokens per sequence"]
-    assert found["gpt-30b, 512 tokens per sequence"] == [
+    assert [*tables] == ["gpt-30b, 512 tokens per sequence", "gpt-30b, 2,048 tokens per sequence"]
+    assert tables["gpt-30b, 512 tokens per sequence"] == [
         ("fcdp host", "5 (50.0 GB)", "", "7 (50.0 GB)", "", "16.0"),
         ("ddp", "skipped", "", "", "", "–"),
     ]

@@ -14,14 +14,14 @@ KINDS = ("fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "ddp", "deepspeed-zero3", "fsdp2-
 
 
 def request(model: str = "gpt-30b", nodes: int = 4, gbit_s: float = 100, **more: Any) -> Request:
-    """On the paper's cluster (papers.md 0.3)."""
+    """A request on the paper's cluster (papers.md 0.3)."""
     hardware = more.pop("hardware", paper_cluster(nodes, gbit_s * 1e9))
     settings: dict[str, Any] = {"strategies": KINDS, "recomputed": (0.0, 1.0), **more}
     return Request(model=model, hardware=hardware, **settings)
 
 
 def rented(gpu: str, nodes: int = 4, ranks: int = 8, gbit_s: float = 10) -> Hardware:
-    """Cards with what they report of their memory, at the rates that are fitted to runs."""
+    """A cluster with the memory that its cards report, at the rates that are fitted to runs."""
     nominal = cluster(gpu, nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=gbit_s * 1e9)
     return with_rates(reported(nominal))
 

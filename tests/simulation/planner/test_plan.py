@@ -16,14 +16,14 @@ from tests.simulation.workloads import hardware
 SMALL_HOSTS = hardware(1e9, nodes=4, host_memory_bytes=20e9)
 
 
-def found(**settings: object) -> Plan:
+def planned(**settings: object) -> Plan:
     return plan(request(**settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_fcdp_for_adapters_on_a_slow_link(nodes: int) -> None:
-    """Where a node cannot hold the base once more, or nobody asks for hybrid sharding."""
-    made = found(nodes=nodes, gbit_s=1, lora_rank=8, strategies=("fsdp2", "fcdp", "ddp"))
+    """FCDP wins where a node cannot hold the base, or hybrid sharding is not asked for."""
+    made = planned(nodes=nodes, gbit_s=1, lora_rank=8, strategies=("fsdp2", "fcdp", "ddp"))
     assert made.strategy == "fcdp"
     assert "times as many tokens a second as fsdp2: a node sends" in made.reason
     by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
@@ -31,30 +31,30 @@ def test_fcdp_for_adapters_on_a_slow_link(nodes: int) -> None:
 
 
 def test_plain_sharding_where_it_is_as_fast() -> None:
-    made = found(gbit_s=100, strategies=("fsdp2", "fcdp", "hpz"))
+    made = planned(gbit_s=100, strategies=("fsdp2", "fcdp", "hpz"))
     assert made.strategy == "fsdp2"
     assert "FCDP gains nothing here for its 43.4 GB of host memory a node" in made.reason
 
 
-def test_a_cache_that_does_not_fit_is_said() -> None:
-    made = found(hardware=SMALL_HOSTS, lora_rank=8, frozen_dtype="fp32")
+def test_a_cache_that_does_not_fit_is_reported() -> None:
+    made = planned(hardware=SMALL_HOSTS, lora_rank=8, frozen_dtype="fp32")
     assert made.strategy != "fcdp"
     assert "FCDP does not fit: it lacks 23.4 GB of host memory on each node" in made.reason
-    assert "fcdp" not in found(lora_rank=8, strategies=("fsdp2", "hpz")).reason.lower()
+    assert "fcdp" not in planned(lora_rank=8, strategies=("fsdp2", "hpz")).reason.lower()
 
 
 def test_what_quantises_is_shown_and_not_taken() -> None:
-    made = found(gbit_s=5, strategies=("fsdp2", "qwz"))
+    made = planned(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"
     assert made.verdicts[0].strategy == "qwz"
     assert differs("zeropp")
     assert differs("local-sgd")
     assert not differs("fcdp")
-    assert found(gbit_s=5, strategies=("qwz",)).strategy == "qwz"
+    assert planned(gbit_s=5, strategies=("qwz",)).strategy == "qwz"
 
 
 def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
-    made = found(gbit_s=25)
+    made = planned(gbit_s=25)
     rates = [v.best.tokens_per_s for v in made.verdicts if v.best is not None]
     assert rates == sorted(rates, reverse=True)
     exact = [v.best for v in made.verdicts if v.best is not None and not differs(v.strategy)]
@@ -65,7 +65,7 @@ def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
 
 
 def test_hours_and_cost_follow_from_the_throughput() -> None:
-    made = found(tokens=1e9, price_per_gpu_hour=0.5, strategies=("fcdp",))
+    made = planned(tokens=1e9, price_per_gpu_hour=0.5, strategies=("fcdp",))
     hours = made.hours(made.option)
     assert hours * 3600 * made.option.tokens_per_s / 32 == pytest.approx(1e9)
     assert made.cost(made.option) == pytest.approx(hours / 2)
@@ -77,21 +77,21 @@ RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
 
 def test_adapters_of_8b_on_four_nodes() -> None:
     asked = {"model": "llama-3-8b", "hardware": rented("a40", 4, 8), "lora_rank": 8}
-    made = found(**asked, strategies=RIVALS)
+    made = planned(**asked, strategies=RIVALS)
     assert made.strategy == "ddp"
     by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
     assert all(best is not None for best in by_name.values())
     assert made.reason.startswith("FCDP is worth nothing here for its 12.1 GB of host memory a nod")
     assert "with ddp each GPU holds all of the bf16 base" in made.reason
     # As the planner had it: replicas of an fp32 base, and FCDP without a rival.
-    handicapped = found(**asked, strategies=RIVALS, frozen_dtype="fp32")
+    handicapped = planned(**asked, strategies=RIVALS, frozen_dtype="fp32")
     bases = [one.option.footprint.device["parameters"] for one in (made, handicapped)]
     assert made.option.tokens_per_s > handicapped.option.tokens_per_s
     assert bases[0] == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
 def test_hybrid_sharding_of_a_bf16_base_takes_the_place_of_a_cache() -> None:
-    made = found(gbit_s=1, lora_rank=8, hardware=rented("a40", 4, 8, 1))
+    made = planned(gbit_s=1, lora_rank=8, hardware=rented("a40", 4, 8, 1))
     assert made.strategy == "fsdp2-hsdp"
     assert made.reason.startswith("FCDP is worth nothing here for its 43.4 GB of host memory")
     assert "with fsdp2-hsdp each node holds all of the bf16 base" in made.reason
@@ -101,8 +101,8 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
     hardware = rented("a10g", 4, 4)
     options = {"model": "llama-3-8b", "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
     lengths = {"sequence_lengths": (4096,)}
-    wide = found(**options, **lengths)
-    narrow = found(**options, **lengths, frozen_dtype="nf4")
+    wide = planned(**options, **lengths)
+    narrow = planned(**options, **lengths, frozen_dtype="nf4")
     assert {v.strategy for v in wide.verdicts if v.best is None} == {"ddp"}
     assert narrow.strategy == "ddp"
     assert {v.strategy for v in narrow.verdicts} == {"ddp", "fsdp2", "fsdp2-hsdp"}
@@ -111,11 +111,11 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
 
 def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> None:
     hardware = rented("a10g", 1, 1)
-    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS)
+    made = planned(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS)
     assert made.request.sequence_lengths == (2048,)
     assert made.strategy == "ddp"
-    said = " ".join(titles(made.request))
-    assert "2048 tokens a sequence (usual are 8192, with which nothing fits)" in said
+    text = " ".join(titles(made.request))
+    assert "2048 tokens a sequence (usual are 8192, with which nothing fits)" in text
     long = request(
         "llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS, sequence_lengths=(8192,)
     )
@@ -123,24 +123,24 @@ def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> No
 
 
 def test_a_base_on_the_devices_goes_before_length() -> None:
-    """What people do on one such card: a replica of the base, and shorter sequences."""
+    """People train on one such card by a replica of the base, and shorter sequences."""
     asked = {"model": "llama-3-8b", "hardware": rented("a10g", 1, 1), "lora_rank": 8}
-    made = found(**asked, strategies=("ddp", "fsdp2-offload"))
+    made = planned(**asked, strategies=("ddp", "fsdp2-offload"))
     assert made.request.sequence_lengths == (2048,)
     assert next(one for one in made.verdicts if one.strategy == "ddp").best is not None
     assert "(usual are 8192, with which the base fits host memory or disks alone)" in " ".join(
         titles(made.request)
     )
-    alone = found(**asked, strategies=("fsdp2-offload",))
+    alone = planned(**asked, strategies=("fsdp2-offload",))
     assert alone.request.sequence_lengths == (8192,)
 
 
-def test_a_replica_that_fits_shorter_sequences_is_said() -> None:
+def test_a_replica_that_fits_shorter_sequences_is_reported() -> None:
     hardware, strategies = rented("a10g", 1, 8), ("ddp", "fsdp2")
-    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=strategies)
+    made = planned(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=strategies)
     assert made.request.sequence_lengths == (8192,)
-    said = "on each device, but not with sequences of 2048 tokens"
-    assert any(said in line for line in rendered(table(made), 200))
+    text = "on each device, but not with sequences of 2048 tokens"
+    assert any(text in line for line in rendered(table(made), 200))
 
 
 def test_the_smallest_shortfall_and_what_helps() -> None:
@@ -174,7 +174,7 @@ def test_a_shorter_sequence_helps_where_activations_are_too_large(tmp_path: Path
     assert "nodes" not in text.partition("what would help")[2]
 
 
-def test_nodes_help_a_global_batch_too_and_where_nothing_does_that_is_said(tmp_path: Path) -> None:
+def test_nodes_help_a_global_batch_too_and_where_nothing_does_larger_gpus(tmp_path: Path) -> None:
     asked = request(nodes=1, strategies=("fsdp2",), global_batch=8)
     assert re.search(r"what would help: \d+ nodes", refusal(asked))
     file = config_file(tmp_path, hidden_size=131072, vocab_size=2_000_000)

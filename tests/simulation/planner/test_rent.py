@@ -1,4 +1,4 @@
-"""What to rent: the table of instances, cheapest first, in time, and no cheaper offer left out."""
+"""Offers of instances: cheapest first, in time, and none that is cheaper left out."""
 
 import math
 import re
@@ -17,8 +17,8 @@ from simulation.planner.request import Request
 
 
 def instance(name: str, **changes: Any) -> Instance:
-    said = {"provider": "p", "gpu": "a100-80gb", "gpus": 8, "nic_gbit_s": 400, "nodes": 8}
-    return Instance(instance=name, **(said | {"list_usd_per_hour": 20.0} | changes))
+    fields = {"provider": "p", "gpu": "a100-80gb", "gpus": 8, "nic_gbit_s": 400, "nodes": 8}
+    return Instance(instance=name, **(fields | {"list_usd_per_hour": 20.0} | changes))
 
 
 def asked(of: Instance, **changes: Any) -> Request:
@@ -27,14 +27,14 @@ def asked(of: Instance, **changes: Any) -> Request:
     return Request(hardware=replace(of.cluster(1), ranks_per_node=1), **(usual | changes))
 
 
-def market(*instances: Instance, within: float | None = None, **changes: Any) -> Market:
+def market_of(*instances: Instance, within: float | None = None, **changes: Any) -> Market:
     return rent(asked(instances[0], **changes), instances, within)
 
 
 def test_cheapest_first_and_costs_follow_from_prices() -> None:
-    found = market(instance("dear", list_usd_per_hour=30), instance("cheap"))
-    assert [offer.instance.instance for offer in found.offers] == ["cheap", "dear"]
-    cheap, dear = found.offers
+    market = market_of(instance("dear", list_usd_per_hour=30), instance("cheap"))
+    assert [offer.instance.instance for offer in market.offers] == ["cheap", "dear"]
+    cheap, dear = market.offers
     assert dear.cost == pytest.approx(1.5 * cheap.cost)
     low, high = cheap.cost_range
     assert low < cheap.cost < high
@@ -43,44 +43,44 @@ def test_cheapest_first_and_costs_follow_from_prices() -> None:
 
 def test_a_deadline_takes_more_nodes_or_leaves_out() -> None:
     alone, several = instance("alone", nic_gbit_s=None), instance("several")
-    (first, *_) = market(alone, several).offers
-    found = market(alone, several, within=first.hours / 3)
-    assert [offer.instance.instance for offer in found.offers] == ["several"]
-    assert found.offers[0].hardware.nodes == 4
-    assert found.left_out["late"] == ["p alone"]
+    (first, *_) = market_of(alone, several).offers
+    market = market_of(alone, several, within=first.hours / 3)
+    assert [offer.instance.instance for offer in market.offers] == ["several"]
+    assert market.offers[0].hardware.nodes == 4
+    assert market.left_out["late"] == ["p alone"]
 
 
 def test_spot_is_cheaper_and_slower() -> None:
-    found = market(
+    market = market_of(
         instance("both", spot_usd_per_hour=6.0), instance("none", list_usd_per_hour=None)
     )
-    spot, listed = found.offers
+    spot, listed = market.offers
     assert (spot.spot, listed.spot) == (True, False)
     assert spot.goodput < listed.goodput < 1
     assert spot.hours > listed.hours
     assert spot.cost < listed.cost
-    assert found.left_out["unpriced"] == ["p none"]
+    assert market.left_out["unpriced"] == ["p none"]
 
 
 def test_what_is_not_simulated_is_not_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     several = [instance(f"at {price}", list_usd_per_hour=float(price)) for price in (20, 22, 60)]
-    whole = [offer.instance.instance for offer in market(*several).offers]
+    whole = [offer.instance.instance for offer in market_of(*several).offers]
     monkeypatch.setattr(module, "MOST", 2)
-    found = market(*several)
-    assert [offer.instance.instance for offer in found.offers] == whole[:2]
-    assert found.left_out["dearer"] == ["p at 60"]
+    market = market_of(*several)
+    assert [offer.instance.instance for offer in market.offers] == whole[:2]
+    assert market.left_out["dearer"] == ["p at 60"]
 
 
 def test_each_offer_is_checked_with_the_global_batch() -> None:
     eight, four = instance("eight"), instance("four", gpus=4)
-    found = market(eight, four, global_batch=16, micro_batches=(4,))
-    assert [offer.instance.instance for offer in found.offers] == ["four"]
-    assert found.left_out["uneven"] == ["p eight"]
-    assert found.offers[0].plan.option.workload.micro_batch == 4
+    market = market_of(eight, four, global_batch=16, micro_batches=(4,))
+    assert [offer.instance.instance for offer in market.offers] == ["four"]
+    assert market.left_out["uneven"] == ["p eight"]
+    assert market.offers[0].plan.option.workload.micro_batch == 4
 
 
 @pytest.mark.parametrize(
-    ("changes", "within", "said"),
+    ("changes", "within", "reason"),
     [
         ({"lora_rank": None, "strategies": ("ddp",)}, None, "nothing fits, .*lacks"),
         ({"tokens": 1e13}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, would compute for"),
@@ -88,12 +88,12 @@ def test_each_offer_is_checked_with_the_global_batch() -> None:
         ({"global_batch": 16, "micro_batches": (4,)}, None, "global_batch = 16: is no multiple"),
     ],
 )
-def test_why_there_is_no_offer(changes: dict[str, Any], within: float | None, said: str) -> None:
+def test_why_there_is_no_offer(changes: dict[str, Any], within: float | None, reason: str) -> None:
     instances = (instance("one"), instance("other"))
-    found = market(*instances, within=within, **changes)
-    assert not found.offers
-    text = refused(found, asked(instances[0], **changes), instances)
-    assert re.search(said, text), text
+    market = market_of(*instances, within=within, **changes)
+    assert not market.offers
+    text = refused(market, asked(instances[0], **changes), instances)
+    assert re.search(reason, text), text
 
 
 SECONDS = st.floats(0, 1e4)

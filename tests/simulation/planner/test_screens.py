@@ -84,8 +84,8 @@ def test_offers_with_their_chance_to_be_in_time() -> None:
 def test_a_gpu_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "CARDS", dict(hardware.CARDS))
     name = described("mine:tflops=312,gb=80,gb_s=2039,nvlink_gb_s=300,like=a100-80gb")
-    own, known = made(gpu=name), made()
-    assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
+    described_gpu, known = made(gpu=name), made()
+    assert described_gpu.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
     for wrong in ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2"):
         with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
             described(wrong)

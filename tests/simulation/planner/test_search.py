@@ -33,13 +33,13 @@ def test_many_micro_batches_take_what_the_simulator_says(
 ) -> None:
     hardware = paper_cluster(4, gbit_s * 1e9)
     point = replace(workload(strategy, lora_rank), accumulation=count)
-    found, whole = simulated(point, hardware), predict(point, hardware)
-    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
-    assert found.inter_node_bytes == pytest.approx(whole.inter_node_bytes, rel=1e-6)
-    assert found.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-3)
-    assert (found.mfu, found.hfu) == pytest.approx((whole.mfu, whole.hfu), rel=1e-3)
+    option, whole = simulated(point, hardware), predict(point, hardware)
+    assert option.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+    assert option.inter_node_bytes == pytest.approx(whole.inter_node_bytes, rel=1e-6)
+    assert option.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-3)
+    assert (option.mfu, option.hfu) == pytest.approx((whole.mfu, whole.hfu), rel=1e-3)
     for name, share in whole.busy.items():
-        assert found.busy_seconds[name] == pytest.approx(share * whole.step_seconds, rel=1e-3)
+        assert option.busy_seconds[name] == pytest.approx(share * whole.step_seconds, rel=1e-3)
 
 
 @SLOW
@@ -110,7 +110,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert ddp.shortfall.device_bytes > 0
 
 
-def test_a_global_batch_is_kept_by_accumulation() -> None:
+def test_a_global_batch_is_reached_by_accumulation() -> None:
     asked = request("gpt-10b", strategies=("fsdp2", "fcdp"), global_batch=32 * 24)
     for verdict in search(asked):
         assert verdict.options
@@ -153,7 +153,7 @@ def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
     strategy: str, lora_rank: int | None
 ) -> None:
     point, hardware = workload(strategy, lora_rank), paper_cluster()
-    every = (0.0, 0.5, 1.0)
-    sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in every}
+    shares = (0.0, 0.5, 1.0)
+    sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in shares}
     sent.add(predict(replace(point, micro_batch=1), hardware).inter_node_bytes)
     assert max(sent) == pytest.approx(min(sent))

@@ -31,18 +31,18 @@ def test_it_is_offered_where_there_is_a_server_and_the_rest_of_the_plan_stays(
     tmp_path: Path,
 ) -> None:
     asked = small(tmp_path)
-    without, found = plan(asked), plan(with_server(asked))
+    without, served = plan(asked), plan(with_server(asked))
     assert without.in_network is None
     assert "luwu" not in report.document(without)
-    assert report.rows(found) == report.rows(without)
-    document = report.document(found)
+    assert report.rows(served) == report.rows(without)
+    document = report.document(served)
     offered = document.pop("luwu")
     assert document == report.document(without)
-    parameters = shape(asked.model, found.in_network.workload.sequence_length).parameters
+    parameters = shape(asked.model, served.in_network.workload.sequence_length).parameters
     assert offered["server_sent"] == 4 * parameters
     assert offered["node_sent"] == 8 * 2 * parameters
     assert offered["files_bytes"] == 28 * parameters
-    assert "a switch that sums and multicasts" in str(found.in_network)
+    assert "a switch that sums and multicasts" in str(served.in_network)
 
 
 def test_it_has_the_size_that_is_asked_for_and_says_where_that_does_not_fit(tmp_path: Path) -> None:
@@ -66,15 +66,15 @@ def test_four_bits_are_not_its(tmp_path: Path) -> None:
     )
     assert in_network(with_server(asked)) is None
     # In words, and not as a lack of memory, which nobody has looked for.
-    found = plan(with_server(asked))
-    assert report.document(found)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
+    served = plan(with_server(asked))
+    assert report.document(served)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
 
 
 def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
     asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
-    found = in_network(with_server(asked))
-    assert found.workload.cached
-    assert found.prediction.footprint.host_bytes > 0
+    step = in_network(with_server(asked))
+    assert step.workload.cached
+    assert step.prediction.footprint.host_bytes > 0
 
 
 def _one(gpu: str = "rtx4090", memory: float = 64e9, gpus: int = 1) -> Hardware:

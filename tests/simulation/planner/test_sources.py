@@ -47,8 +47,8 @@ def test_a_source_left_out_moves_no_choice_but_a_tie(what: Any, gbit_s: float) -
     model, gpu, tuning = what
     hardware = rented(gpu, gbit_s=gbit_s)
     taken = asked(model, tuning, hardware)
-    for name, found in without().items():
-        other = asked(model, tuning, replace(hardware, rates=rates_by(found, hardware.device)))
+    for name, fitted in without().items():
+        other = asked(model, tuning, replace(hardware, rates=rates_by(fitted, hardware.device)))
         if taken is None or other is None:
             assert taken is other is None, name
             continue

@@ -57,7 +57,7 @@ def test_dependencies_and_the_critical_path() -> None:
 
 @given(task_lists())
 def test_any_tasks(tasks: list[Task]) -> None:
-    """One set of examples for all that holds of any: to make them up takes longest."""
+    """One set of examples serves all checks: generating them takes longest."""
     timeline = simulate(tasks)
     _check_order_and_bounds(tasks, timeline)
     _check_that_the_critical_path_has_no_gap(timeline)

@@ -1,4 +1,4 @@
-"""What a simulated step moves, and when: the schedules' rules, for every strategy."""
+"""Bytes of a simulated step and their order: the schedules' rules, for every strategy."""
 
 import json
 from dataclasses import replace
@@ -30,13 +30,13 @@ def spans(prediction: Prediction, start: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("strategy", simulated())
 def test_every_strategy_is_predicted(strategy: str, lora: bool) -> None:
-    found = predicted(strategy, lora=lora, accumulation=2)
+    prediction = predicted(strategy, lora=lora, accumulation=2)
     # A step takes as long as its busiest resource at least, and no resource is over-used.
-    assert 0 < max(found.busy.values()) <= 1 + 1e-9
-    assert found.critical_path[-1]
-    assert 0 < found.mfu <= found.hfu <= 0.5 + 1e-9  # the share that matrix products reach
-    assert found.bottleneck in found.busy
-    assert found.timeline.spans[found.timeline.critical_path[0]].start == 0
+    assert 0 < max(prediction.busy.values()) <= 1 + 1e-9
+    assert prediction.critical_path[-1]
+    assert 0 < prediction.mfu <= prediction.hfu <= 0.5 + 1e-9  # the share of matrix products
+    assert prediction.bottleneck in prediction.busy
+    assert prediction.timeline.spans[prediction.timeline.critical_path[0]].start == 0
 
 
 @pytest.mark.parametrize("strategy", simulated())
@@ -47,7 +47,7 @@ def test_one_node_sends_nothing_to_others(strategy: str) -> None:
 
 
 def test_a_threshold_divides_between_device_and_host() -> None:
-    """Never on the device at 0; all of it at 1; in between, what comes first in forward."""
+    """The device holds nothing at 0, all at 1, and in between what comes first in forward."""
     on = hardware()
     copied = [
         predict(workload("fcdp", large=True, micro_batch=4, policy=f"threshold({tau})"), on)
@@ -58,19 +58,19 @@ def test_a_threshold_divides_between_device_and_host() -> None:
     assert copied[0] > copied[1] > copied[2] == 0
 
 
-def test_a_budget_is_kept() -> None:
-    found = predicted("fcdp", policy="budget(device=1 MiB, host=1 MiB)")
-    assert 0 < found.footprint.device["cache"] <= 2**20
-    assert 0 < found.footprint.host["cache"] <= 8 * 2**20
-    assert found.moved_bytes["inter_node"]["backward"] > 0
+def test_a_budget_is_not_exceeded() -> None:
+    prediction = predicted("fcdp", policy="budget(device=1 MiB, host=1 MiB)")
+    assert 0 < prediction.footprint.device["cache"] <= 2**20
+    assert 0 < prediction.footprint.host["cache"] <= 8 * 2**20
+    assert prediction.moved_bytes["inter_node"]["backward"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "fcdp", "fsdp2-hsdp", "mics"])
 def test_no_more_than_two_blocks_are_gathered(strategy: str) -> None:
     """The gather of a block begins after the computation before the one that runs."""
-    found = predicted(strategy, on=hardware(1e13))
-    computed = list(spans(found, "forward block").values())
-    gathers = spans(found, "forward gather block")
+    prediction = predicted(strategy, on=hardware(1e13))
+    computed = list(spans(prediction, "forward block").values())
+    gathers = spans(prediction, "forward gather block")
     for index in range(2, len(computed)):
         start, _ = gathers[f"forward gather block {index}"]
         assert start >= computed[index - 2][1] - 1e-12
@@ -79,39 +79,39 @@ def test_no_more_than_two_blocks_are_gathered(strategy: str) -> None:
 
 
 def test_computation_waits_for_the_reduction_before_the_last() -> None:
-    found = predicted("fsdp2", on=hardware(1e8))
-    reduced = spans(found, "reduce block")
-    computed = spans(found, "backward block")
+    prediction = predicted("fsdp2", on=hardware(1e8))
+    reduced = spans(prediction, "reduce block")
+    computed = spans(prediction, "backward block")
     for index in range(2, 6):
         assert computed[f"backward block {index - 2}"][0] >= reduced[f"reduce block {index}"][1]
 
 
 def test_the_first_copy_in_of_backward_waits_for_its_store() -> None:
-    found = predicted("fcdp", on=hardware(1e13, device_to_host_bytes_per_s=1e6))
-    stored = spans(found, "forward store block 5")["forward store block 5"]
-    copied = spans(found, "backward gather block 5 copy in")["backward gather block 5 copy in"]
+    prediction = predicted("fcdp", on=hardware(1e13, device_to_host_bytes_per_s=1e6))
+    stored = spans(prediction, "forward store block 5")["forward store block 5"]
+    copied = spans(prediction, "backward gather block 5 copy in")["backward gather block 5 copy in"]
     assert copied[0] >= stored[1]
 
 
 def test_recomputation_costs_a_forward() -> None:
     rates = share_of_peak(hardware().device, 1e-4)
     slow = hardware(1e15, rates=rates)  # nothing but computation counts
-    kept, recomputed = (
+    saved, recomputed = (
         predicted("fcdp", on=slow, recomputed=share).step_seconds for share in (0.0, 1.0)
     )
-    assert recomputed / kept == pytest.approx(4 / 3, rel=0.01)
+    assert recomputed / saved == pytest.approx(4 / 3, rel=0.01)
 
 
 def test_exchanges_as_a_cell_chooses_them() -> None:
     """Two nodes of eight: a ring sends 15/16 of a buffer, a hierarchy 1/2."""
-    ours, each, flat = (
+    ours, undeferred, flat = (
         predicted("fcdp", accumulation=3, exchanges=exchanges).moved_bytes["inter_node"]
         for exchanges in ("hierarchical", "undeferred", "flat")
     )
-    assert each["forward"] == ours["forward"]
-    assert each["reduce"] == pytest.approx(3 * ours["reduce"])
-    assert flat["forward"] == pytest.approx(15 / 8 * each["forward"])
-    assert flat["reduce"] == pytest.approx(15 / 8 * each["reduce"])
+    assert undeferred["forward"] == ours["forward"]
+    assert undeferred["reduce"] == pytest.approx(3 * ours["reduce"])
+    assert flat["forward"] == pytest.approx(15 / 8 * undeferred["forward"])
+    assert flat["reduce"] == pytest.approx(15 / 8 * undeferred["reduce"])
     assert "backward" not in flat
     assert predicted("fcdp-paper", accumulation=3).moved_bytes["inter_node"] == flat
     with pytest.raises(ValueError, match="exchanges = 'ring': allowed are hierarchical, undeferr"):
@@ -140,10 +140,10 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
 
 
 def test_what_does_not_fit_says_what_is_missing_and_fp32_on_gpus_is_refused() -> None:
-    found = predict(workload("ddp", large=True), hardware())
-    assert found.state == "oom"
-    assert "a device needs" in found.error
-    assert found.step_seconds > 0
+    prediction = predict(workload("ddp", large=True), hardware())
+    assert prediction.state == "oom"
+    assert "a device needs" in prediction.error
+    assert prediction.step_seconds > 0
     small = hardware(nodes=4, host_memory_bytes=1e9)
     host = predict(workload("fcdp", large=True, micro_batch=1), small)
     assert "a node's host needs 14.8 GB, has 1.0" in host.error
@@ -159,18 +159,18 @@ SLOW = hardware(1e9)
 @pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "co2", "diloco", "streaming-diloco"])
 @pytest.mark.parametrize("interval", [1, 12])
 def test_a_step_sends_its_share_of_the_mean_in_fp32(strategy: str, interval: int) -> None:
-    found = predicted(strategy, interval=interval, accumulation=3)
+    prediction = predicted(strategy, interval=interval, accumulation=3)
     ring = 2 * (WORLD - 1) / WORLD * 4 * workload(strategy).trained
-    assert found.inter_node_bytes == pytest.approx(ring / interval)
+    assert prediction.inter_node_bytes == pytest.approx(ring / interval)
     # By gloo, inside of the node first: between two nodes it crosses once.
     on_host = predicted(strategy, interval=interval, outer_on="host")
     assert on_host.inter_node_bytes == pytest.approx(4 * workload(strategy).trained / interval)
 
 
 def test_workers_of_a_node_exchange_what_they_are_sharded_in() -> None:
-    found = predicted("co2", worker="node", interval=4)
-    assert found.inter_node_bytes == pytest.approx(4 * workload("co2").trained / 4)
-    assert found.moved_bytes["intra_node"]["forward"] > 0
+    prediction = predicted("co2", worker="node", interval=4)
+    assert prediction.inter_node_bytes == pytest.approx(4 * workload("co2").trained / 4)
+    assert prediction.moved_bytes["intra_node"]["forward"] > 0
 
 
 def test_a_late_mean_is_hidden_if_a_round_takes_longer_and_binds_if_not() -> None:
@@ -186,7 +186,7 @@ def test_a_late_mean_is_hidden_if_a_round_takes_longer_and_binds_if_not() -> Non
 
 
 def test_fragments_cross_beside_their_share_of_the_steps() -> None:
-    """Those of all steps are late ones; those of none would be waited for."""
+    """Fragments in all steps are late; fragments in none would be waited for."""
     waited, late = (predicted(name, interval=6, on=SLOW) for name in ("diloco", "co2"))
     few, more, all_ = (
         predicted("streaming-diloco", interval=6, overlap=overlap, on=SLOW) for overlap in (1, 2, 3)
@@ -204,7 +204,7 @@ def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"interval": 0}, "interval = 0"),
         ({"worker": "nodes"}, "worker = 'nodes'.*allowed are rank and node"),
@@ -212,30 +212,30 @@ def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -
     ],
 )
 def test_what_is_not_simulated_names_field_and_value(
-    settings: dict[str, object], said: str
+    settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         predicted("co2", **settings)
 
 
 RATES = st.floats(1e-8, 1e-1)
 
 
-@pytest.mark.parametrize(("rate", "told"), MEASURED)
-def test_measured_points_are_met(rate: float, told: float) -> None:
-    assert difference_bits(rate, 2) == pytest.approx(told)
-    assert difference_bits(rate, 4) == pytest.approx(told + 16)
+@pytest.mark.parametrize(("rate", "bits"), MEASURED)
+def test_measured_points_are_met(rate: float, bits: float) -> None:
+    assert difference_bits(rate, 2) == pytest.approx(bits)
+    assert difference_bits(rate, 4) == pytest.approx(bits + 16)
 
 
 @given(RATES, RATES)
-def test_more_is_told_of_larger_steps_and_never_more_than_all(one: float, other: float) -> None:
+def test_larger_steps_send_more_bits_and_never_more_than_all(one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert 0 < difference_bits(low, 2) <= difference_bits(high, 2) <= 16
     with pytest.raises(ValueError, match="learning_rate = 0: must be more than 0"):
         difference_bits(0, 2)
 
 
-def test_a_link_without_limit_is_told_no_differences_where_the_rule_decides() -> None:
+def test_a_link_without_limit_carries_no_differences_where_the_rule_decides() -> None:
     on = hardware().with_inter_bandwidth(float("inf"))
     whole, decided, always = (
         predicted("fcdp", gather_codec=codec, on=on).inter_node_bytes

@@ -46,23 +46,23 @@ def gpus(nodes: int = 4, ranks_per_node: int = 1, **more: Any) -> Hardware:
 
 def own_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
     """Seconds that a rank computes in a step; of the update of a stage, at most."""
-    found = StageSeconds.of(workload, stages_of(workload, hardware.world_size), hardware)
-    return sum(found.forward) + sum(found.backward), max(found.update)
+    seconds = StageSeconds.of(workload, stages_of(workload, hardware.world_size), hardware)
+    return sum(seconds.forward) + sum(seconds.backward), max(seconds.update)
 
 
 def recorded() -> list[Record]:
-    every = [*committed.records("cyclic-slots"), *committed.records("cyclic")]
-    return [r for r in every if r.cell.strategy.startswith("cyclic") and r.measurement]
+    records = [*committed.records("cyclic-slots"), *committed.records("cyclic")]
+    return [r for r in records if r.cell.strategy.startswith("cyclic") and r.measurement]
 
 
 @pytest.mark.parametrize("record", recorded(), ids=lambda record: record.cell_id)
 def test_bytes_are_the_records_within_framing(record: Record) -> None:
     step = committed.step_of(record)
-    found = Comparison.of(step, predict(step.workload, step.hardware))
-    assert found.bytes_agree, found.counted_share
-    assert found.counted_share == pytest.approx(1, abs=0.01)
+    comparison = Comparison.of(step, predict(step.workload, step.hardware))
+    assert comparison.bytes_agree, comparison.counted_share
+    assert comparison.counted_share == pytest.approx(1, abs=0.01)
     if record.cell.strategy in FORMS:
-        assert found.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
+        assert comparison.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
 
 
 @settings(max_examples=20)
@@ -96,18 +96,18 @@ def test_a_step_is_as_long_as_its_resources_need_and_sends_the_closed_form(
         hardware = emulated(nodes, ranks, bits_per_s)
     else:
         hardware = gpus(nodes, ranks, inter_bytes_per_s=bits_per_s / 8)
-    found = predict(workload, hardware)
+    prediction = predict(workload, hardware)
     cut = stages_of(workload, world)
     cycle = cycle_of(workload, cut, world)
     sent = routes.crossing(cycle, cut.sizes(twice=cycle.twice), ranks, nodes)
-    assert found.inter_node_bytes == 4 * sent
+    assert prediction.inter_node_bytes == 4 * sent
     computed, _ = own_seconds(workload, hardware)
     # A step repeats but for messages that overtake one another.
-    assert found.step_seconds >= 0.97 * computed
-    assert max(found.busy.values()) <= 1.03
-    path = found.timeline.critical_path
-    assert found.timeline.spans[path[0]].start == 0
-    assert found.timeline.spans[path[-1]].end == found.step_seconds
+    assert prediction.step_seconds >= 0.97 * computed
+    assert max(prediction.busy.values()) <= 1.03
+    path = prediction.timeline.critical_path
+    assert prediction.timeline.spans[path[0]].start == 0
+    assert prediction.timeline.spans[path[-1]].end == prediction.step_seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -118,31 +118,31 @@ def test_messages_that_are_slow_to_come_are_passed_on_by_all_ranks_in_a_step(ran
     """
     latency = 1.0
     hardware = gpus(ranks, **FREE | {"inter_latency_seconds": latency})
-    found = predict(of("cyclic-ring"), hardware)
+    prediction = predict(of("cyclic-ring"), hardware)
     computed, _ = own_seconds(of("cyclic-ring"), hardware)
     assert computed < 0.1 * latency
-    assert ranks * latency <= found.step_seconds <= (ranks + 0.5) * latency + 2 * computed
+    assert ranks * latency <= prediction.step_seconds <= (ranks + 0.5) * latency + 2 * computed
 
 
 def test_a_ring_hides_what_ddp_sends_at_once() -> None:
-    """Spread over the slots: bytes that take as long as half of the computation cost nothing."""
+    """Bytes that take as long as half of the computation cost nothing if spread over slots."""
     workload = of("cyclic-ring")
     computed, update = own_seconds(workload, gpus(8))
     sent = predict(workload, gpus(8)).inter_node_bytes
     hardware = gpus(8, **FREE | {"inter_bytes_per_s": sent / (0.5 * computed)})
-    found = predict(workload, hardware)
-    assert found.busy["inter_node"] > 0.4
-    assert found.step_seconds <= 1.1 * (computed + 2 * update)
+    prediction = predict(workload, hardware)
+    assert prediction.busy["inter_node"] > 0.4
+    assert prediction.step_seconds <= 1.1 * (computed + 2 * update)
 
 
 @given(COUNTS, st.data())
-def test_as_many_stages_are_kept_in_every_slot(micro_batches: int, data: st.DataObject) -> None:
-    """The paper's N (N + 1) / 2, forwards before backwards."""
+def test_as_many_stages_are_live_in_every_slot(micro_batches: int, data: st.DataObject) -> None:
+    """Their number is the paper's N (N + 1) / 2, forwards before backwards."""
     stages = data.draw(st.integers(1, micro_batches))
     for slot in range(2 * micro_batches):
         phases = [phase for _, phase in in_slot(slot, stages, micro_batches)]
-        kept = sum(phase + 1 if phase < stages else 2 * stages - phase for phase in phases)
-        assert kept == stages * (stages + 1) // 2
+        activations = sum(phase + 1 if phase < stages else 2 * stages - phase for phase in phases)
+        assert activations == stages * (stages + 1) // 2
 
 
 def test_a_step_computes_what_ddp_does_and_reduces_each_stage_once() -> None:
@@ -163,13 +163,13 @@ def test_stages_together_take_what_a_step_of_ddp_does(
     stages: int, on: Hardware, recomputed: float, lora: bool
 ) -> None:
     of = workload("cyclic-ring", stages=stages, recomputed=recomputed, lora=lora)
-    found = StageSeconds.of(of, stages_of(of, RANKS), on)
-    assert len(found.forward) == len(found.backward) == len(found.update) == stages
+    times = StageSeconds.of(of, stages_of(of, RANKS), on)
+    assert len(times.forward) == len(times.backward) == len(times.update) == stages
     timeline = predict(replace(of, strategy="ddp"), on).timeline
-    for phase, seconds in (("forward", found.forward), ("backward", found.backward)):
+    for phase, seconds in (("forward", times.forward), ("backward", times.backward)):
         names = [i for i, task in enumerate(timeline.tasks) if task.name.startswith(phase)]
         computed = sum(timeline.tasks[i].demands["compute"] for i in names)
         assert sum(seconds) == pytest.approx(computed)
     steps = ("optimizer", "calls")
     updated = sum(task.demands.get("compute", 0.0) for task in timeline.tasks if task.name in steps)
-    assert sum(found.update) == pytest.approx(updated)
+    assert sum(times.update) == pytest.approx(updated)
