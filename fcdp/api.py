@@ -156,7 +156,7 @@ def shard(
         topology,
         setup,
         before=before,
-        kept=[module for split in splits for module in split.modules] if keep else [],
+        not_resharded=[module for split in splits for module in split.modules] if keep else [],
     )
     return model
 

@@ -127,14 +127,14 @@ class ExactReduce:
         """The message (uint8) of a part (s), whose bytes the ledger counts."""
         begun = time.perf_counter()
         if self.economy.pays(self._ratio, others=1):
-            told = message.write(part, None, message.ALONE)
+            encoded = message.write(part, None, message.ALONE)
             size = max(1, part.nbytes)
-            self._ratio = told.nbytes / size
-            self.economy.told.add((time.perf_counter() - begun) / size)
+            self._ratio = encoded.nbytes / size
+            self.economy.encoding.add((time.perf_counter() - begun) / size)
         else:
-            told = message.whole(part)
-        self.ledger.add("inter_node", "reduce", told.nbytes)
-        return told
+            encoded = message.whole(part)
+        self.ledger.add("inter_node", "reduce", encoded.nbytes)
+        return encoded
 
     def read(
         self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -146,13 +146,13 @@ class ExactReduce:
         watch = Watch(works)
         watch.wait()
         nbytes = sum(part.nbytes for _, part in arriving)
-        if all(message.is_whole(told) for told, _ in arriving):
+        if all(message.is_whole(arrived) for arrived, _ in arriving):
             self.economy.saw_whole(watch.waited, nbytes)
         else:
-            self.economy.saw_told(watch.took, nbytes)
-        for told, part in arriving:
+            self.economy.saw_coded(watch.took, nbytes)
+        for arrived, part in arriving:
             whose = f"{self.name}: gradients of another node"
-            apply(told, part, message.ALONE, self.economy, whose)
+            apply(arrived, part, message.ALONE, self.economy, whose)
 
 
 def check_exact(topology: Topology) -> None:
@@ -167,16 +167,16 @@ def check_exact(topology: Topology) -> None:
 
 def check_encodable(units: Sequence[Unit], codec: Codec | Delta) -> None:
     """Raises ``ValueError`` for a unit whose gather is not of one dtype that the codec takes."""
-    told = isinstance(codec, Delta)
+    is_delta = isinstance(codec, Delta)
     for unit in units:
         taken = (
-            dtype in message.DTYPES if told else dtype.is_floating_point
+            dtype in message.DTYPES if is_delta else dtype.is_floating_point
             for dtype in unit.gather_dtypes
         )
         if len(unit.gather_dtypes) > 1 or not all(taken):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
                 f"gather_codec = {codec}: {unit.name} gathers parameters of {dtypes}; each unit "
-                f"must gather one floating dtype{' of 2, 4 or 8 bytes' * told}, for example with "
-                "MixedPrecisionPolicy(param_dtype=...)"
+                f"must gather one floating dtype{' of 2, 4 or 8 bytes' * is_delta}, for example "
+                "with MixedPrecisionPolicy(param_dtype=...)"
             )

@@ -96,16 +96,16 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     """
     place = topology.failures.place
     here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
-    # Whatever bit differs is set in one of the two on some rank and in the other on another.
-    elsewhere = [not bit for bit in here]
-    known = torch.tensor([*flags, *here, *elsewhere], dtype=torch.uint8, device="cpu")
+    # A bit that differs between ranks is set on one of them, and its inverse on another.
+    inverse = [not bit for bit in here]
+    known = torch.tensor([*flags, *here, *inverse], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
-        for given in _given_by_all(known, group, topology):
-            known = known | given
-    *found, there = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
-    if bool((found[1] & there).any()):
+        for part in _given_by_all(known, group, topology):
+            known = known | part
+    merged, bits, inverses = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
+    if bool((bits & inverses).any()):
         topology.failures.raise_out_of_step()
-    return [bool(flag) for flag in found[0].tolist()]
+    return [bool(flag) for flag in merged.tolist()]
 
 
 def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
@@ -145,9 +145,9 @@ def all_gather(
     if _on_host(outputs[0]):
         views = [output.view(group.size(), -1) for output in outputs]
         own = [view[group.rank()] for view in views]
-        for place, given in zip(own, inputs or own, strict=True):
-            if place.data_ptr() != given.data_ptr():
-                place.copy_(given)
+        for place, source in zip(own, inputs or own, strict=True):
+            if place.data_ptr() != source.data_ptr():
+                place.copy_(source)
         others = _others(group)
         return [
             *swap(

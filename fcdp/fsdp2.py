@@ -164,10 +164,10 @@ def _surround(
     """Have functions called before an object's method and after it, unless it raises."""
     plain = getattr(owner, name)
 
-    def method(*args: Any, **given: Any) -> None:
+    def method(*args: Any, **kwargs: Any) -> None:
         if before is not None:
             before()
-        plain(*args, **given)
+        plain(*args, **kwargs)
         if after is not None:
             after()
 

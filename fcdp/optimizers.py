@@ -107,15 +107,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not callable(closure):
         _tell(optimizer)
         return None
-    told = False
+    announced = False
 
     def evaluated(*given: Any, **named: Any) -> Any:
-        nonlocal told
-        found = closure(*given, **named)
-        if not told:
-            told = True
+        nonlocal announced
+        loss = closure(*given, **named)
+        if not announced:
+            announced = True
             _tell(optimizer)
-        return found
+        return loss
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluated}

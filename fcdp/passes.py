@@ -31,7 +31,7 @@ class Passes:
 
     model: nn.Module
     #: Units that stay gathered after forward where FSDP2 would reshard them.
-    kept: Sequence[Unit]
+    not_resharded: Sequence[Unit]
     #: Whether the pass under way computes no gradients.
     without_gradients: bool = False
 
@@ -94,7 +94,7 @@ class Passes:
         A later pass would use it as it is now, whatever an optimizer has written since.
         """
         if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            reshard(self.kept)
+            reshard(self.not_resharded)
 
     def _close(self) -> None:
         """Forget the outermost module, whose forward or forward method has ended."""

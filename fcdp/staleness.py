@@ -116,15 +116,15 @@ class Staleness:
         """Declare a unit written on this rank: its parameters are other tensors now."""
         self._watched[unit].written = True
 
-    def hand_out(self, given: Iterable[torch.Tensor]) -> None:
+    def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what units hold: somebody is given their memory and may write to it unseen.
 
-        ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared
-        whenever the ranks agree for as long as any of ``given`` is alive: one pass over this rank's
-        shards, which the host waits for.
+        ``torch.distributed.checkpoint`` loads this way, into a ``state_dict``. For as long as any
+        of ``tensors`` is alive, contents are compared whenever the ranks agree: one pass over this
+        rank's shards, which the host waits for.
         """
         if not self._compares:
-            self._handed_out += [weakref.ref(tensor) for tensor in given]
+            self._handed_out += [weakref.ref(tensor) for tensor in tensors]
             for unit, watched in self._watched.items():
                 watched.contents = watched.contents or contents(unit)
 
@@ -194,10 +194,10 @@ class Staleness:
         ]
         differ = [False] * len(written)
         if self._guard is not None and not self._compares and self._without_gradients():
-            other, differ = self._guard.check()
-            written = [*map(operator.or_, written, other)]
+            changed, differ = self._guard.check()
+            written = [*map(operator.or_, written, changed)]
         elif self._guard is not None:
-            differ = self._guard.found()
+            differ = self._guard.poll()
         lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
         wishes = [] if self._wishes is None else self._wishes()
         flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
@@ -206,7 +206,7 @@ class Staleness:
         written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
         for (_, each), lacking in zip(watched, lacks, strict=False):
             each.entry.based = not lacking
-        self._handed_out = [given for given in self._handed_out if given() is not None]
+        self._handed_out = [ref for ref in self._handed_out if ref() is not None]
         compares = self._compares or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
             each.entry.generation += stale

@@ -130,20 +130,20 @@ class Slices:
     The memory is the caching allocator's and goes back to it on the stream that it came from, after
     that stream has been ordered behind all that touches it: no ``record_stream``, which would keep
     the allocator from reusing anything until the device has caught up with the host. Who takes one
-    more makes the stream wait for all but the ``kept`` latest.
+    more makes the stream wait for all but the ``retain`` latest.
     """
 
-    def __init__(self, streams: Streams, stream: Any, kept: int) -> None:
+    def __init__(self, streams: Streams, stream: Any, retain: int) -> None:
         self._streams = streams
         self._stream = stream
-        self._kept = kept
+        self._retain = retain
         self._released: deque[Slice] = deque()
 
     def take(
         self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
     ) -> Slice:
         """Give out ``rows`` rows of ``numel`` elements: what was let go if it has that form."""
-        free = self.drain(self._kept)
+        free = self.drain(self._retain)
         if free is not None and free.home is self._stream:
             form = *free.memory.shape, free.memory.dtype
             if form == (rows, numel, dtype):
@@ -174,13 +174,13 @@ class Slices:
             # it is kept for a copy to the host only.
             if not done.access.busy:
                 return
-            self.drain(self._kept)
+            self.drain(self._retain)
         self._released.append(done)
 
-    def drain(self, kept: int = 0) -> Slice | None:
+    def drain(self, retain: int = 0) -> Slice | None:
         """Let go of all but the latest slices, in the order of their streams; return the last."""
         oldest = None
-        while len(self._released) > kept:
+        while len(self._released) > retain:
             oldest = self._released.popleft()
             oldest.access.freed_for(oldest.home)
         return oldest

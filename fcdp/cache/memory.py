@@ -68,11 +68,11 @@ _V2 = "memory.max", "memory.current", "active_file", "inactive_file"
 
 
 def _left_to_groups(
-    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+    groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[int]:
     """Bytes that each limited control group around this process may still take."""
     try:
-        lines = own.read_text(encoding="ascii").splitlines()
+        lines = membership.read_text(encoding="ascii").splitlines()
     except OSError:
         return []
     left: list[int | None] = []

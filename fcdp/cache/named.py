@@ -55,10 +55,10 @@ def _threshold(arguments: dict[str, str]) -> CachePolicy:
 
 
 def _budget(arguments: dict[str, str]) -> CachePolicy:
-    given = {name: sizes.parse(value) for name, value in arguments.items()}
-    if not given or not set(given) <= {"device", "host", "disk"}:
+    nbytes = {name: sizes.parse(value) for name, value in arguments.items()}
+    if not nbytes or not set(nbytes) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return Budget(**given, directory=Path(tempfile.gettempdir()) if given.get("disk") else None)
+    return Budget(**nbytes, directory=Path(tempfile.gettempdir()) if nbytes.get("disk") else None)
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {

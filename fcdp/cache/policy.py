@@ -240,10 +240,10 @@ class Budget:
 
     def __repr__(self) -> str:
         sizes = {"device": self.device, "host": self.host, "disk": self.disk}
-        given = [f"{name}={in_words(size)}" for name, size in sizes.items() if size]
+        arguments = [f"{name}={in_words(size)}" for name, size in sizes.items() if size]
         if self.directory is not None:
-            given.append(f"directory={str(self.directory)!r}")
-        return f"Budget({', '.join(given)})"
+            arguments.append(f"directory={str(self.directory)!r}")
+        return f"Budget({', '.join(arguments)})"
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
@@ -323,30 +323,30 @@ class _AutoPlacement:
     moves = True
     _gathers: Counter[Unit] = field(default_factory=Counter)
     #: Units that the device keeps; ``None`` while measuring.
-    _kept: set[Unit] | None = None
+    _on_device: set[Unit] | None = None
 
     def admits(self, unit: Unit, usage: Usage) -> bool:
         self._gathers[unit] += 1
-        if self._kept is None:
+        if self._on_device is None:
             if self._gathers[unit] <= self.measured_gathers:
                 return False
-            self._kept = self._choose(usage)
+            self._on_device = self._choose(usage)
         if usage.free < self.reserve * usage.total:
-            self._kept.discard(unit)
-        return unit in self._kept
+            self._on_device.discard(unit)
+        return unit in self._on_device
 
     def _choose(self, usage: Usage) -> set[Unit]:
         headroom = (1 - self.reserve) * usage.total - usage.peak
-        kept: set[Unit] = set()
+        chosen: set[Unit] = set()
         for unit in self.best_first:
             headroom -= self.others * unit.shard_bytes
             if headroom < 0:
                 break
-            kept.add(unit)
+            chosen.add(unit)
         logger.info(
-            "auto cache: %d of %d units stay on the device", len(kept), len(self.best_first)
+            "auto cache: %d of %d units stay on the device", len(chosen), len(self.best_first)
         )
-        return kept
+        return chosen
 
 
 def _best_first(units: Sequence[Unit]) -> list[Unit]:

@@ -122,8 +122,8 @@ def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
     """New words by their exponents, where that is less than they are."""
     if not new.numel():
         return _raw(new)
-    told, rest = exponents.write(new)
-    return _if_fewer(_Chunk(_EXPONENTS, told.numel(), 0, 0), [told, rest], new)
+    encoded, rest = exponents.write(new)
+    return _if_fewer(_Chunk(_EXPONENTS, encoded.numel(), 0, 0), [encoded, rest], new)
 
 
 def _encode(
@@ -137,12 +137,12 @@ def _encode(
     if coding == "packed":
         return _if_fewer(*_by_codes(form, new, base), new)
     if coding == "entropy":
-        sizes, told = gaps.write(new - base, window=17)
-        return _if_fewer(_Chunk(_GAPS, *sizes), [told], new)
+        sizes, encoded = gaps.write(new - base, window=17)
+        return _if_fewer(_Chunk(_GAPS, *sizes), [encoded], new)
     # In order frequencies change on the way.
     numbers = (new - base).index_select(0, gaps.by_magnitude(base))
-    sizes, told = gaps.write(numbers, window=12)
-    return _if_fewer(_Chunk(_ORDERED, *sizes), [told], new)
+    sizes, encoded = gaps.write(numbers, window=12)
+    return _if_fewer(_Chunk(_ORDERED, *sizes), [encoded], new)
 
 
 def _by_codes(
@@ -155,8 +155,8 @@ def _by_codes(
     escaped, far = pack(*arrays)
     words, bitmap = codes.view(torch.int16), codes[:0]
     if form == _SPARSE:
-        bitmap, kept = codes.new_empty(words.numel() // 8), torch.empty_like(words)
-        words = kept[: keep_changed(words.numpy(), bitmap.numpy(), kept.numpy())]
+        bitmap, changed = codes.new_empty(words.numel() // 8), torch.empty_like(words)
+        words = changed[: keep_changed(words.numpy(), bitmap.numpy(), changed.numpy())]
     row = _Chunk(form, words.numel(), escaped, far)
     # Copies: a view would keep all that there was room for until the last chunk is coded.
     return row, [bitmap, words, wide[:far].clone(), near[:escaped].clone()]
@@ -204,8 +204,8 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
         base.copy_(reader.take(base.numel(), torch.int16))
     elif row.form == _EXPONENTS:
         _check(row.escaped == row.wide == 0)
-        told, rest = reader.take(row.words, torch.uint8), reader.take(base.numel(), torch.uint8)
-        _check(exponents.read(told, rest, base))
+        encoded, rest = reader.take(row.words, torch.uint8), reader.take(base.numel(), torch.uint8)
+        _check(exponents.read(encoded, rest, base))
         reader.take((row.words + base.numel()) % 2, torch.uint8)
     elif row.form in (_GAPS, _ORDERED):
         sizes = gaps.Sizes(*row[1:])
@@ -230,8 +230,8 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
     words = torch.zeros(count, dtype=torch.int16, device="cpu")
     if row.form == _SPARSE:
         bitmap = reader.take(words.numel() // 8, torch.uint8)
-        kept = reader.take(row.words, torch.int16)
-        _check(spread_changed(bitmap.numpy(), kept.numpy(), words.numpy()))
+        changed = reader.take(row.words, torch.int16)
+        _check(spread_changed(bitmap.numpy(), changed.numpy(), words.numpy()))
     else:
         words.copy_(reader.take(words.numel(), torch.int16))
     wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)

@@ -60,7 +60,7 @@ class Economy:
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
         self._usual: float | None = None
         #: Seconds per byte of a shard: to tell a difference, and to apply one.
-        self.told, self.applied = Mean(), Mean()
+        self.encoding, self.applied = Mean(), Mean()
         #: To tell one with entropy codes; applying them takes about as long.
         self.finer = Mean()
 
@@ -69,7 +69,7 @@ class Economy:
         if nbytes >= _LEAST_BYTES:
             self._waits.append(waited / nbytes)
 
-    def saw_told(self, took: float, nbytes: int) -> None:
+    def saw_coded(self, took: float, nbytes: int) -> None:
         """Note how long a coded exchange took, in seconds, of shards of so many bytes."""
         self._took.append(took / max(1, nbytes))
         if self._usual is None and len(self._took) == _REMEMBERED:
@@ -92,12 +92,12 @@ class Economy:
             return True
         if len(self._waits) < _ENOUGH:
             return False
-        coding = (self.told.value or 0.0) + others * (self.applied.value or 0.0)
+        coding = (self.encoding.value or 0.0) + others * (self.applied.value or 0.0)
         return coding < others * (1 - ratio) * min(self._waits)
 
     def finer_pays(self, ratio: float, finer: float, others: int) -> bool:
         """Whether to tell it with entropy codes, in ``finer`` times the shard's bytes."""
         if self._when != "pays":
             return self._when == "smallest"
-        coding = (self.finer.value or 0.0) - (self.told.value or 0.0)
+        coding = (self.finer.value or 0.0) - (self.encoding.value or 0.0)
         return coding < others * (ratio - finer) * min(self._waits)

@@ -23,16 +23,16 @@ def write(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return huffman.write([distances, means], _WINDOW), rest
 
 
-def read(told: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
+def read(encoded: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
     """Fill ``out`` (n, int16) with what ``write`` has made both (uint8) of.
 
     Returns whether it can have made them; if not, ``out`` is undefined.
     """
     means = -(-out.numel() // _BLOCK)
-    given = huffman.read(told, out.numel() + means)
-    if given is None or given.numel() != out.numel() + means:
+    decoded = huffman.read(encoded, out.numel() + means)
+    if decoded is None or decoded.numel() != out.numel() + means:
         return False
-    distances, means_of = given.split([out.numel(), means])
+    distances, means_of = decoded.split([out.numel(), means])
     _join(distances.numpy(), means_of.numpy(), rest.numpy(), out.numpy())
     return True
 

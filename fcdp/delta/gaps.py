@@ -56,12 +56,12 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
     tokens, others, _ = sizes
     if not (0 < tokens <= numbers.numel() and 0 <= others <= tokens):
         return False
-    if (told := huffman.read(data, tokens + 3 * others)) is None:
+    if (decoded := huffman.read(data, tokens + 3 * others)) is None:
         return False
-    wide_bytes = told.numel() - tokens - others
+    wide_bytes = decoded.numel() - tokens - others
     if wide_bytes < 0 or wide_bytes % 2:
         return False
-    codes, near, wide = told.split([tokens, others, wide_bytes])
+    codes, near, wide = decoded.split([tokens, others, wide_bytes])
     near, wide = near.view(torch.int8), wide.clone().view(torch.int16)  # at an even place
     return _set(codes.numpy(), near.numpy(), wide.numpy(), numbers.numpy())
 

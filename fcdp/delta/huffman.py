@@ -41,9 +41,9 @@ def read(data: torch.Tensor, most: int) -> torch.Tensor | None:
     """The bytes (uint8) that ``data`` (uint8) was made of; ``None`` if not of 1 to ``most``."""
     coder = zstd.ZstdDecompressor()
     try:
-        given = bytearray(coder.decompress(bytes_of(data), most + 1))
+        decoded = bytearray(coder.decompress(bytes_of(data), most + 1))
     except zstd.ZstdError:
         return None
-    if not coder.eof or coder.unused_data or not 0 < len(given) <= most:
+    if not coder.eof or coder.unused_data or not 0 < len(decoded) <= most:
         return None
-    return torch.frombuffer(given, dtype=torch.uint8)
+    return torch.frombuffer(decoded, dtype=torch.uint8)

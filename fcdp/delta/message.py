@@ -66,7 +66,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
     ``message`` (uint8) may be longer than what was written. Raises ``ValueError`` for one that
     leads from another version, and for one that was damaged.
     """
-    base, told = _preamble(message)
+    base, expected = _preamble(message)
     if base == _WHOLE:
         _check_length(message, row.nbytes)
         row.copy_(message[_PREAMBLE_BYTES : _PREAMBLE_BYTES + row.nbytes].view(row.dtype))
@@ -83,7 +83,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
         high.copy_(changed)
     else:
         difference.apply(rest, words)
-    if int(checksum(row)) != told:
+    if int(checksum(row)) != expected:
         raise ValueError("a difference between versions of a shard: leads to another checksum")
     return True
 

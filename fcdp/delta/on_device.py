@@ -8,7 +8,7 @@ differences. Codes are those of :mod:`fcdp.delta.difference`, of a whole shard a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fcdp.cache.entry import Entry
 from fcdp.checksum import sum_of_words
 from fcdp.delta.message import low_and_high, packed
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, unpack_flags
-from fcdp.delta.sent import Kept
+from fcdp.delta.sent import Base
 from fcdp.exchange import all_gather
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -61,7 +61,7 @@ def count(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return torch.stack([each.sum() for each in flags])
 
 
-class Told(NamedTuple):
+class Encoding(NamedTuple):
     """One unit's difference as all nodes tell it: known to every rank of a gather."""
 
     generation: int
@@ -70,7 +70,7 @@ class Told(NamedTuple):
     counts: Sequence[Counts]
 
     @classmethod
-    def smallest(cls, generation: int, counts: Sequence[Counts], numel: int) -> Told:
+    def smallest(cls, generation: int, counts: Sequence[Counts], numel: int) -> Encoding:
         """In the form in which the longest message is the shortest."""
 
         def most(form: int) -> int:
@@ -90,8 +90,8 @@ class Told(NamedTuple):
         low, high = low_and_high(new.view(torch.int16), new.itemsize)
         coded = self._coded(packed(high), _numbers(new, base), node)
         parts = [sum_of_words(new).view(1), packed(low), *coded]
-        told = torch.cat([part.view(torch.uint8) for part in parts])
-        return F.pad(told, (0, self.row_bytes(new) - told.numel()))
+        message = torch.cat([part.view(torch.uint8) for part in parts])
+        return F.pad(message, (0, self.row_bytes(new) - message.numel()))
 
     def read(self, message: torch.Tensor, row: torch.Tensor, node: int) -> torch.Tensor:
         """Turn ``row`` (n) to what a node's message leads to; whether that is another (bool)."""
@@ -134,16 +134,16 @@ class Sizes:
     """What all nodes are about to tell of all units."""
 
     def __init__(
-        self, kept: Mapping[Entry, Kept], topology: Topology, streams: Streams, device: torch.device
+        self, bases: dict[Entry, Base], topology: Topology, streams: Streams, device: torch.device
     ) -> None:
-        self._kept = kept
+        self._bases = bases
         self._topology = topology
         self._streams = streams
         self._device = device
-        self._known: dict[Unit, Told] = {}
+        self._known: dict[Unit, Encoding] = {}
         #: Whether a message of this rank's has led elsewhere, in the form of counts.
         self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=device)
-        most = topology.nodes * (len(kept) + 1) * self._wrong.numel()
+        most = topology.nodes * (len(bases) + 1) * self._wrong.numel()
         # Page-locked where there is an accelerator, or the copy would block the host.
         pinned = device.type == "cuda"
         self._landing = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -154,8 +154,8 @@ class Sizes:
         Raises ``RuntimeError`` where a message has led elsewhere since the last time.
         """
         coming = [
-            (entry, kept)
-            for entry, kept in self._kept.items()
+            (entry, base)
+            for entry, base in self._bases.items()
             if entry.based and not entry.fresh and not self._knows(entry)
         ]
         if not coming:
@@ -163,7 +163,7 @@ class Sizes:
         stream, nodes = self._streams.inter_node, self._topology.nodes
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            rows = [count(entry.unit.shard(self._device), kept.memory) for entry, kept in coming]
+            rows = [count(entry.unit.shard(self._device), base.memory) for entry, base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
             with self._topology.failures.waiting():
@@ -173,19 +173,19 @@ class Sizes:
             landed = stream.record_event()
             self._wrong.zero_()
         landed.synchronize()
-        found = torch.tensor(landing.tolist(), device="cpu").view(table.shape)
-        if found[:, 0].any():
+        gathered = torch.tensor(landing.tolist(), device="cpu").view(table.shape)
+        if gathered[:, 0].any():
             raise RuntimeError(
                 "a difference between versions of a shard led to another checksum: damaged on its "
                 "way, or parameters were written during a pass; results since the last step are "
                 "wrong: go on from the last checkpoint"
             )
-        for (entry, _), counts in zip(coming, found[:, 1:].unbind(1), strict=True):
+        for (entry, _), counts in zip(coming, gathered[:, 1:].unbind(1), strict=True):
             by_node = [Counts(*each) for each in counts.tolist()]
-            told = Told.smallest(entry.generation, by_node, entry.unit.shard_numel)
-            self._known[entry.unit] = told
+            encoding = Encoding.smallest(entry.generation, by_node, entry.unit.shard_numel)
+            self._known[entry.unit] = encoding
 
-    def of(self, entry: Entry) -> Told:
+    def of(self, entry: Entry) -> Encoding:
         """What is told of an entry that has changed."""
         assert self._knows(entry), f"{entry.unit.name}: nothing was counted"
         return self._known[entry.unit]

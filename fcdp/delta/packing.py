@@ -165,22 +165,22 @@ def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
     some = far = 0
     for begin in range(0, base.size, _NEAR):
         words = base[begin : begin + _NEAR]
-        given = codes[begin * bits // 8 : (begin + _NEAR) * bits // 8]
+        packed = codes[begin * bits // 8 : (begin + _NEAR) * bits // 8]
         # The highest bit of a code is its sign.
         if bits == 2:
-            for at in range(given.size):
-                code = given[at]
+            for at in range(packed.size):
+                code = packed[at]
                 numbers[4 * at] = ((code & 3) ^ 2) - 2
                 numbers[4 * at + 1] = ((code >> 2 & 3) ^ 2) - 2
                 numbers[4 * at + 2] = ((code >> 4 & 3) ^ 2) - 2
                 numbers[4 * at + 3] = (code >> 6 ^ 2) - 2
         elif bits == 4:
-            for at in range(given.size):
-                numbers[2 * at] = ((given[at] & 15) ^ 8) - 8
-                numbers[2 * at + 1] = (given[at] >> 4 ^ 8) - 8
+            for at in range(packed.size):
+                numbers[2 * at] = ((packed[at] & 15) ^ 8) - 8
+                numbers[2 * at + 1] = (packed[at] >> 4 ^ 8) - 8
         else:
-            for at in range(given.size):
-                numbers[at] = given[at]
+            for at in range(packed.size):
+                numbers[at] = packed[at]
         for at in range(words.size):
             words[at] += numbers[at]
         for block in range(begin * bits // 64, min((begin + _NEAR) * bits // 64, blocks.size)):
@@ -204,8 +204,8 @@ def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
 
 
 @compiled
-def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
-    """Write those of ``words`` (m) that are not zero to ``kept`` (m); returns how many.
+def keep_changed(words: Words, bitmap: Bytes, changed: Words) -> int:
+    """Write those of ``words`` (m) that are not zero to ``changed`` (m); returns how many.
 
     ``bitmap`` (m / 8) has a bit for each of ``words``, the first in the lowest, set for those.
     """
@@ -214,7 +214,7 @@ def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
         flags = 0
         for at in range(8):
             word = words[8 * eight + at]
-            kept[count] = word
+            changed[count] = word
             count += word != 0
             flags |= (word != 0) << at
         bitmap[eight] = flags
@@ -222,19 +222,19 @@ def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
 
 
 @compiled
-def spread_changed(bitmap: Bytes, kept: Words, words: Words) -> bool:
-    """Set those of ``words`` (m, all zero) that ``bitmap`` (m / 8) names to ``kept``, in order.
+def spread_changed(bitmap: Bytes, changed: Words, words: Words) -> bool:
+    """Set those of ``words`` (m, all zero) that ``bitmap`` (m / 8) names to ``changed``, in order.
 
     Returns whether they are as many.
     """
     count = 0
     for at in range(words.size):
         if bitmap[at // 8] >> at % 8 & 1:
-            if count == kept.size:
+            if count == changed.size:
                 return False
-            words[at] = kept[count]
+            words[at] = changed[count]
             count += 1
-    return count == kept.size
+    return count == changed.size
 
 
 def places(flags: torch.Tensor) -> torch.Tensor:

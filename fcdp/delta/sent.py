@@ -13,7 +13,7 @@ from fcdp.delta.economy import Economy, Watch
 _MEASURED_AFTER = 16
 
 
-class Kept:
+class Base:
     """The last version of one unit's own shard that every node has been given to keep.
 
     Takes the shard's size in the memory that the shard is in, from the first gather on. On an
@@ -62,7 +62,7 @@ class Kept:
         self._version = self._entry.offered
 
 
-class Sent(Kept):
+class Sent(Base):
     """What differences lead from on the CPU, and what this rank knows of telling them."""
 
     def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
@@ -95,7 +95,7 @@ class Sent(Kept):
         else:
             self._since = 0
             self._ratio = written.nbytes / size
-            economy.told.add(took)
+            economy.encoding.add(took)
         return written
 
     @property
@@ -122,7 +122,7 @@ class Sent(Kept):
         if whole:
             self._economy.saw_whole(watch.waited, self._others * own.nbytes)
         else:
-            self._economy.saw_told(watch.took, own.nbytes)
+            self._economy.saw_coded(watch.took, own.nbytes)
 
 
 def apply(

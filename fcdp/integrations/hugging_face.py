@@ -74,19 +74,19 @@ def _replace_accelerate() -> None:
     shard = accelerate.accelerator.fsdp2_prepare_model
 
     @functools.wraps(init)
-    def init_here(self: AcceleratorState, *args: Any, **given: Any) -> None:
-        init(self, *args, **given)
-        if _takeover.in_use and given.get("_from_accelerator"):
-            _check_plugin(self, given.get("fsdp_plugin"))
-            allow_cpus(self, given["fsdp_plugin"])
+    def init_here(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _takeover.in_use and kwargs.get("_from_accelerator"):
+            _check_plugin(self, kwargs.get("fsdp_plugin"))
+            allow_cpus(self, kwargs["fsdp_plugin"])
 
     @functools.wraps(prepare)
-    def prepare_here(self: Accelerator, *args: Any, **given: Any) -> Any:
+    def prepare_here(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         for model in args:
             if _takeover.in_use and isinstance(model, nn.Module):
                 _check_plain(model)
                 _check_plugin(self.state, getattr(self.state, "fsdp_plugin", None))
-        return prepare(self, *args, **given)
+        return prepare(self, *args, **kwargs)
 
     @functools.wraps(shard)
     def shard_here(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -110,12 +110,12 @@ def _replace_accelerate() -> None:
             _deferring.discard(model)
 
     @functools.wraps(backward)
-    def backward_here(self: Accelerator, loss: Any, **given: Any) -> None:
+    def backward_here(self: Accelerator, loss: Any, **kwargs: Any) -> None:
         with contextlib.ExitStack() as models:
             for model in self._models:
                 if model in _takeover.models and model not in _deferring:
                     models.enter_context(accumulate(model, last=True))
-            backward(self, loss, **given)
+            backward(self, loss, **kwargs)
 
     AcceleratorState.__init__ = init_here
     Accelerator.prepare, Accelerator.no_sync = prepare_here, no_sync_here

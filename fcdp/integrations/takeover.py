@@ -27,11 +27,11 @@ _THEIRS = ("units", "mp_policy", "offload_policy", "reshard_after_forward", "ign
 
 def check_version(package: str, known: str) -> None:
     """Raise ``ValueError`` unless a client is of the release that was read and is tested."""
-    found = version(package)
-    if found.split(".")[:2] != known.split(".")[:2]:
+    installed = version(package)
+    if installed.split(".")[:2] != known.split(".")[:2]:
         raise ValueError(
-            f"{package} {found}: fcdp.integrations knows {known}; install {package}=={known}.*, or "
-            "shard the model by fcdp.shard in a loop of your own"
+            f"{package} {installed}: fcdp.integrations knows {known}; install {package}=={known}.*"
+            ", or shard the model by fcdp.shard in a loop of your own"
         )
 
 
@@ -119,11 +119,11 @@ class Takeover:
             yield
             return
 
-        def take(module: nn.Module | list[nn.Module], **given: Any) -> Any:
+        def take(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
             if module is root:
-                self._shard(root, given, apart)
+                self._shard(root, kwargs, apart)
             else:
-                self._calls.append((module, given))
+                self._calls.append((module, kwargs))
             return module
 
         plain, owner.fully_shard = owner.fully_shard, take
@@ -133,27 +133,27 @@ class Takeover:
             owner.fully_shard = plain
             self._calls.clear()
 
-    def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
-        single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
+    def _shard(self, root: nn.Module, kwargs: dict[str, Any], apart: Sequence[nn.Module]) -> None:
+        single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [kwargs]
         reshard = {each.get("reshard_after_forward", True) for each in single}
-        kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, given]}
+        kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, kwargs]}
         if len(kinds | reshard) > 2:
             raise ValueError(
                 f"{type(root).__name__}: mp_policy or reshard_after_forward differs between its "
                 "modules; must be one for all"
             )
         (keep,) = reshard
-        self._topology = topology_over(given.get("mesh"), self._topology)
+        self._topology = topology_over(kwargs.get("mesh"), self._topology)
         shard(
             root,
             self._topology,
             units=self._units(root, apart),
             policy=self._policy,
             mp_policy=kinds.pop(),
-            offload_policy=given.get("offload_policy") or OffloadPolicy(),
+            offload_policy=kwargs.get("offload_policy") or OffloadPolicy(),
             # By FSDP2's default blocks do not stay gathered, and a root does.
-            reshard_after_forward=given.get("reshard_after_forward") if keep is True else keep,
-            ignored_params=given.get("ignored_params") or (),
+            reshard_after_forward=kwargs.get("reshard_after_forward") if keep is True else keep,
+            ignored_params=kwargs.get("ignored_params") or (),
             **self._options,
         )
         self.models.add(root)
@@ -164,10 +164,10 @@ class Takeover:
         Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
         """
         asked = [*apart]
-        for module, given in self._calls:
+        for module, kwargs in self._calls:
             if isinstance(module, nn.Module):
                 asked.append(module)
-            elif given.get("reshard_after_forward") is not False:
+            elif kwargs.get("reshard_after_forward") is not False:
                 asked += module
         try:
             blocks = find_blocks(root)

@@ -151,8 +151,8 @@ class Place:
         except FileNotFoundError:
             return
         for path in paths:
-            if found := _NAME.fullmatch(str(path).rpartition("/")[2]):
-                version, part, parts = map(int, found.groups())
+            if match := _NAME.fullmatch(str(path).rpartition("/")[2]):
+                version, part, parts = map(int, match.groups())
                 yield File(kind, version, part - 1, parts)
 
     def whole(self, kind: Kind) -> dict[int, list[File]]:

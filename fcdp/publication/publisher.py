@@ -237,7 +237,7 @@ class _Publisher:
             for unit in self._engine.units
             for param, (_, dtype) in zip(unit.params, unit.parts, strict=True)
         }
-        found = _Contents({}, {}, {}, {})
+        contents = _Contents({}, {}, {}, {})
         tensors = split(model)[0]
         if self.options.trainable_only:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
@@ -248,14 +248,14 @@ class _Publisher:
             part = _part_of(name, value)
             if part is None or not (self._part == 0 or isinstance(value, DTensor)):
                 continue  # another rank's
-            found.blocks[part] = block.detach()
+            contents.blocks[part] = block.detach()
             dtype = self.options.dtype or gathered.get(id(value), value.dtype)
-            found.dtypes[name] = dtype if value.is_floating_point() else value.dtype
+            contents.dtypes[name] = dtype if value.is_floating_point() else value.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
-                found.frozen[part] = int(checksum(block.detach()))
+                contents.frozen[part] = int(checksum(block.detach()))
             else:
-                found.followed[part] = found.dtypes[name]
-        return found
+                contents.followed[part] = contents.dtypes[name]
+        return contents
 
     def _put_whole(self, kind: Kind, parts: Iterable[Part]) -> int:
         contents = self._contents
@@ -291,8 +291,8 @@ class _Publisher:
             count = int(differs.sum())
             changed += count
             if count and self.options.compressed and dtype in message.DTYPES:
-                told = message.write(new, old, self._version - 1, "ordered")
-                tensors[f"{COMPRESSED}{dtype}"] = told
+                encoded = message.write(new, old, self._version - 1, "ordered")
+                tensors[f"{COMPRESSED}{dtype}"] = encoded
                 continue
             sizes = [part.numel for part in parts]
             for part, values, flags in zip(

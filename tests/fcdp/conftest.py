@@ -51,7 +51,7 @@ def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
+def artifacts(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
     """The folder of ``--keep``, if given: a trace that is written there outlives the test."""
     return Path(pytestconfig.getoption("--keep") or tmp_path).absolute()
 

@@ -35,10 +35,10 @@ def path_of(directory: Path, name: str) -> Path:
 @contextmanager
 def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator[None]:
     """Have rank 0 change a file that all ranks read, and undo it."""
-    kept = path.with_name(f"kept-{path.name}")
+    backup = path.with_name(f"kept-{path.name}")
     dist.barrier()  # the others may still look at it
     if rank == 0:
-        shutil.copy(path, kept)
+        shutil.copy(path, backup)
         change(path)
     dist.barrier()
     try:
@@ -48,7 +48,7 @@ def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator
         if rank == 0:
             if path.is_dir():
                 path.rmdir()
-            os.replace(kept, path)
+            os.replace(backup, path)
         dist.barrier()
 
 
@@ -118,18 +118,18 @@ DAMAGE: Mapping[str, Damage] = {
 
 def damage_of(path: Path, number: int) -> dict[str, Damage]:
     """Damage that may befall a file, and what is said of it besides its name."""
-    found: dict[str, Damage] = {}
+    damage: dict[str, Damage] = {}
     for what, change in random_damage(path.stat().st_size, number).items():
         words = "are not as saved" if "flip" in what else "bytes; must have"
-        found[what] = change, "" if path.name == "state.pt" else words
-    found |= DAMAGE
+        damage[what] = change, "" if path.name == "state.pt" else words
+    damage |= DAMAGE
     if path.name != ".metadata":
-        found["padding"] = fill_padding, ""
+        damage["padding"] = fill_padding, ""
     if path.name == "__1_0.distcp":
-        found["swapped"] = swap_shards, ""
+        damage["swapped"] = swap_shards, ""
     if path.name == "state.pt":
-        found["stripped"] = strip_checksum, "by a version of FCDP without checksums"
-    return found
+        damage["stripped"] = strip_checksum, "by a version of FCDP without checksums"
+    return damage
 
 
 def load_damaged(directory: Path, name: str, number: int) -> None:
@@ -301,13 +301,13 @@ def test_blocks_are_shared_out_and_each_is_checked(
     assert {name: len(file.crcs) for name, file in writer.sums.items()} == {"a": 6, "b": 0, "c": 1}
 
     def finders(parts: int) -> list[int]:
-        found = []
+        failed = []
         for part in range(parts):
             try:
                 files.check_files(tmp_path, writer.sums, part, parts)
             except ValueError:
-                found.append(part)
-        return found
+                failed.append(part)
+        return failed
 
     for parts in (1, 2, 3, 20):
         assert finders(parts) == []

@@ -284,9 +284,9 @@ def test_kills_leave_the_old_checkpoint_or_the_new(
         with pytest.raises(RankFailure, match="its process has ended"):
             pool.run(step_and_save, directory, rank, step)
         pool.close()
-        found, params = ranks.run(2, load, directory)[0]
-        assert found in (position, position + 1), (rank, step)
-        assert_equal(params, expected[found])
-        outcomes.append(found - position)
-        position = found
+        resumed, params = ranks.run(2, load, directory)[0]
+        assert resumed in (position, position + 1), (rank, step)
+        assert_equal(params, expected[resumed])
+        outcomes.append(resumed - position)
+        position = resumed
     assert set(outcomes) == {0, 1}, list(zip(chosen, outcomes, strict=True))

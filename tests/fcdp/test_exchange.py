@@ -52,7 +52,7 @@ class At(NoFailures):
 
 
 @pytest.mark.parametrize("places", [(5, 5), (5, 4), (0, 2**15), (2**16, 0)])
-def test_ranks_at_different_exchanges_are_told(places: tuple[int, int]) -> None:
+def test_ranks_at_different_exchanges_are_detected(places: tuple[int, int]) -> None:
     """Sixteen bits of a place are compared."""
 
     def agree(topology: Any) -> list[bool] | None:
@@ -123,8 +123,8 @@ def test_a_ring_reduces_to_each_rank_its_part_and_sends_to_the_next_alone() -> N
         return output.tolist()
 
     with mock.patch("fcdp.exchange.swap", noted):
-        found = on_threads(1, world, own)
-    assert found == [[111.0 * 2 * rank, 111.0 * (2 * rank + 1)] for rank in range(world)]
+        results = on_threads(1, world, own)
+    assert results == [[111.0 * 2 * rank, 111.0 * (2 * rank + 1)] for rank in range(world)]
     assert sent == {rank: [((rank + 1) % world, 8)] * (world - 1) for rank in range(world)}
 
 
@@ -146,9 +146,9 @@ def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
         return given.tolist(), placed.tolist(), output.tolist()
 
     gathered = [0.0, 0.0, 1.0, 1.0]
-    for rank, found in enumerate(on_threads(2, 1, own)):
+    for rank, results in enumerate(on_threads(2, 1, own)):
         reduced = 2 * torch.arange(12.0).view(3, 2, 2)[:, rank]
-        assert found == (gathered, gathered, reduced.tolist())
+        assert results == (gathered, gathered, reduced.tolist())
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -132,8 +132,8 @@ def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
     before = files() if first else {}
     with mock.patch("safetensors.torch.save_file", half):
         for write in writes:
-            told = "^no space left" if first else "rank 0: no space left"
-            with pytest.raises((OSError, RuntimeError), match=told):
+            message = "^no space left" if first else "rank 0: no space left"
+            with pytest.raises((OSError, RuntimeError), match=message):
                 write(run.model, tmp_path)
     if first:
         assert {*before} == {"adapter_model.safetensors", "model.safetensors"}

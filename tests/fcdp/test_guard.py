@@ -68,17 +68,17 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
 
 def test_flags_are_looked_at_when_they_have_landed() -> None:
     guard, copies = on_an_accelerator()
-    assert guard.found() == [False, False]  # the first copy is only asked for
-    assert guard.found() == [False, False]  # not landed: nobody waits, nothing is asked again
+    assert guard.poll() == [False, False]  # the first copy is only asked for
+    assert guard.poll() == [False, False]  # not landed: nobody waits, nothing is asked again
     assert [event.done for event in copies.events] == [False]
     copies.events[0].done = True
-    assert guard.found() == [False, True]
+    assert guard.poll() == [False, True]
     assert [event.done for event in copies.events] == [True, False]
 
 
 def test_flags_are_waited_for_where_the_device_is_more_than_a_pass_behind() -> None:
     guard, copies = on_an_accelerator()
-    assert [guard.found() for _ in range(3)] == [[False, False], [False, False], [False, True]]
+    assert [guard.poll() for _ in range(3)] == [[False, False], [False, False], [False, True]]
     assert [event.done for event in copies.events] == [True, False]
 
 
@@ -86,7 +86,7 @@ def test_all_that_was_compared_can_be_waited_for() -> None:
     guard, copies = on_an_accelerator()
     guard.land()
     assert [event.done for event in copies.events] == [True]
-    assert guard.found() == [False, True]
+    assert guard.poll() == [False, True]
 
 
 @on_ranks(2)
@@ -131,9 +131,9 @@ def write(model: Any, name: str, *, alone: bool) -> None:
 
 def by_unshard(block: Any) -> torch.Tensor:
     block.unshard()
-    found: torch.Tensor = block.down.weight.sum()
+    total: torch.Tensor = block.down.weight.sum()
     block.reshard()
-    return found
+    return total
 
 
 #: Passes without gradients, of the second block or of all.
@@ -152,18 +152,18 @@ def evaluate_after(
     run = Run(replace(SETTINGS, policy=policy), engine)
     type(run.model.blocks[1]).part = Block.forward  # type: ignore[attr-defined]
     register_fsdp_forward_method(run.model.blocks[1], "part")
-    found = [run.step()]
+    losses = [run.step()]
     for _ in range(2):
         write(run.model, name, alone=True)
         tokens = next(run.data)
         with torch.no_grad() if method == "no_grad" else torch.inference_mode():
-            found.append(PASSES[how](run.model, tokens).item())
+            losses.append(PASSES[how](run.model, tokens).item())
             if engine == "fcdp":
                 fcdp.ledger(run.model).reset()
-            found.append(PASSES[how](run.model, tokens).item())
+            losses.append(PASSES[how](run.model, tokens).item())
         assert engine == "fsdp2" or fcdp.ledger(run.model).misses == 0, "nothing was written"
-        found.append(run.step())
-    return found
+        losses.append(run.step())
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_training_on_is_an_error_on_all_ranks_within_two_passes(
     apart: Pools, name: str, seed: int
 ) -> None:
     """Whatever the host finds of the copy of the flags: the seed draws it."""
-    found = OnStreams(apart, schedules=0, seed=seed).run(4, train_after, name)
-    assert len({passes for passes, _ in found}) == 1
-    for passes, text in found:
+    outcomes = OnStreams(apart, schedules=0, seed=seed).run(4, train_after, name)
+    assert len({passes for passes, _ in outcomes}) == 1
+    for passes, text in outcomes:
         assert 1 <= passes <= 3  # used once or twice; the next pass, or the one after, says so
         assert "blocks.1: parameters were written where nothing shows it" in text

@@ -138,15 +138,15 @@ def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
 def test_a_hook_that_casts_a_gradient_has_a_plain_tensor() -> None:
     """Nobody makes it one later: it could be neither copied deeply nor saved."""
     exchanges = Exchanges()
-    kept: list[torch.Tensor] = []
+    cast: list[torch.Tensor] = []
 
     @torch.no_grad()
     def hook() -> None:
-        kept.append(torch.as_strided(exchanges.started("a"), (4,), (1,), 0).to(torch.float64))
+        cast.append(torch.as_strided(exchanges.started("a"), (4,), (1,), 0).to(torch.float64))
 
     in_backward(hook)
-    assert type(kept[0]) is torch.Tensor
-    assert kept[0].tolist() == [*SUMS]
+    assert type(cast[0]) is torch.Tensor
+    assert cast[0].tolist() == [*SUMS]
 
 
 def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import said, take_step, topology_of
+from tests.fcdp.training import captured, take_step, topology_of
 from tests.ranks import Pools, on_ranks
 
 STEPS = 4
@@ -114,9 +114,9 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
 
 def trains_as_fsdp2(kind: str, ranks_per_node: int, crossing: int) -> None:
     expected, _ = losses_of(kind, "fsdp2", ranks_per_node)
-    found, crossed = losses_of(kind, "shard", ranks_per_node)
+    losses, crossed = losses_of(kind, "shard", ranks_per_node)
     tolerance = 0.0 if ranks_per_node == 1 else 1e-6  # two summands have one order
-    assert found == pytest.approx(expected, rel=tolerance, abs=0.0)
+    assert losses == pytest.approx(expected, rel=tolerance, abs=0.0)
     assert len(set(expected)) == STEPS
     assert len(crossed) == crossing, crossed
 
@@ -143,17 +143,17 @@ def evaluated(how: str, compares: bool, merge: str) -> list[float]:
     whole: Any = model
     for _ in range(2):
         take_step(loss_of(whole, tokens), optimizer)
-    found = [evaluate(whole)]
+    losses = [evaluate(whole)]
     if merge == "merge_adapter":
         whole.merge_adapter()
-        found.append(evaluate(whole))
+        losses.append(evaluate(whole))
         whole.unmerge_adapter()
         if how == "shard" and not compares:
             fcdp.invalidate(model)  # what follows computes gradients
         take_step(loss_of(whole, tokens), optimizer)
     else:
         whole = whole.merge_and_unload()
-    return [*found, evaluate(whole), evaluate(whole)]
+    return [*losses, evaluate(whole), evaluate(whole)]
 
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
@@ -167,7 +167,7 @@ def test_an_evaluation_after_adapters_were_merged(merge: str) -> None:
 def warned_of(how: str) -> tuple[str, int]:
     """What set-up warns of, and what this rank's gathers send in the second step."""
     model, blocks = make_model("lora")
-    with said() as (_, warned):
+    with captured() as (_, warned):
         set_up(model, blocks, topology_of(2, 1), how)
     optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))
     for _ in range(2):
@@ -177,7 +177,7 @@ def warned_of(how: str) -> tuple[str, int]:
     return warned.getvalue(), sent["forward"] + sent.get("backward", 0)
 
 
-def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
+def test_a_warning_of_mixed_units_has_the_bytes_that_cross(ranks: Pools) -> None:
     (warning, mixed), (nothing, _) = ranks.run(2, warned_of, "cache_parameters")
     (silent, split), _ = ranks.run(2, warned_of, "shard")
     assert f": {mixed:,} bytes per rank" in warning
@@ -191,15 +191,15 @@ def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
 def test_ignored_parameters_stay_whole() -> None:
     topology = topology_of(2, 1)
     model, blocks = make_model("lora")
-    kept = next(blocks[0].parameters())
-    shape = kept.shape
-    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])
+    ignored = next(blocks[0].parameters())
+    shape = ignored.shape
+    fcdp.shard(model, topology, units=blocks, ignored_params=[ignored])
     held = [*model.parameters()]
     whole = [param for param in held if not isinstance(param, DTensor)]
-    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])  # changes nothing
+    fcdp.shard(model, topology, units=blocks, ignored_params=[ignored])  # changes nothing
     loss_of(model, torch.randint(64, (2, 9))).backward()
-    assert [param is kept for param in whole] == [True]
-    assert kept.shape == shape
+    assert [param is ignored for param in whole] == [True]
+    assert ignored.shape == shape
     assert fcdp.ledger(model).misses > 0
 
 

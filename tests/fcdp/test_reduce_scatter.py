@@ -268,8 +268,8 @@ def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
 def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
     reducer, _ = waiting()
     reducer.reduce.requires_sync = last
-    said = r"^unit: other parameters received gradients .*set_reduce_scatter_unused_params\(True\)"
-    with pytest.raises(RuntimeError, match=said):
+    text = r"^unit: other parameters received gradients .*set_reduce_scatter_unused_params\(True\)"
+    with pytest.raises(RuntimeError, match=text):
         reducer.allocate(4, torch.float32)  # before FSDP2 uses it on another stream
 
 

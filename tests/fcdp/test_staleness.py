@@ -130,7 +130,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
     """Small adapters do. No backward lets go of them, and what is gathered is not looked at."""
     run = Run(Settings(2, 2, adapter_rank=1))
     model = run.model
-    assert engine_of(model)._kept, "FCDP chose to keep them gathered"
+    assert engine_of(model)._not_resharded, "FCDP chose to keep them gathered"
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     x = torch.ones(2, WIDTH)
@@ -144,14 +144,14 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
                 param.mul_(1.5)
         seen = model.blocks[0](x)
         fcdp.invalidate(model)
-        engine_of(model)._kept[0].module.reshard()
+        engine_of(model)._not_resharded[0].module.reshard()
         expected = model.blocks[0](x)
     assert not torch.equal(before, expected)
     assert torch.equal(seen, expected)
 
 
 @on_ranks(2)
-def test_what_was_passed_over_and_missed_is_kept_from_then_on() -> None:
+def test_what_was_passed_over_and_missed_is_cached_from_then_on() -> None:
     """Nothing is kept of what a step will change; the guess that one comes is wrong here."""
     run, misses = Run(replace(PLAIN, reshard_after_forward=False)), []
     for _ in range(4):
@@ -168,13 +168,13 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
     run = Run(PLAIN, engine)
     model, batch = run.model, next(run.data)
     loss_of(model, batch).backward()
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
     times = []
     with mock.patch.object(staleness, "any_rank", wraps=staleness.any_rank) as agree:
 
         def forwards() -> None:
             with torch.no_grad():
-                found.extend(loss_of(model, batch) for _ in range(4))
+                losses.extend(loss_of(model, batch) for _ in range(4))
             times.append(agree.call_count)
 
         with fcdp.unchanged(model) if engine == "fcdp" else nullcontext():
@@ -182,7 +182,7 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
             run.optimizer.step()
             forwards()
         forwards()
-    return found, times
+    return losses, times
 
 
 @on_ranks(2)
@@ -216,8 +216,8 @@ def written(how: str) -> str:
     ("how", "problem"), [("data", "where nothing shows"), ("place", "in place")]
 )
 def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: str) -> None:
-    for said in apart.run(2, written, how):
-        assert said.startswith(f"blocks.1: parameters were written {problem}")
+    for error in apart.run(2, written, how):
+        assert error.startswith(f"blocks.1: parameters were written {problem}")
 
 
 class Watched(StandInUnit):
@@ -485,7 +485,7 @@ def test_stale_parameters_that_were_used_are_an_error_once(
     assert rank.gather() == ""
 
 
-def test_the_end_of_a_run_waits_for_what_the_guard_has_not_said_yet(rank_of: Made) -> None:
+def test_the_end_of_a_run_waits_for_what_the_guard_has_not_reported_yet(rank_of: Made) -> None:
     rank = rank_of()
     landed: list[bool] = []
     rank.guard.land = lambda: landed.append(not rank.asked)

@@ -82,14 +82,14 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
     tolerance = ROUNDED.get(name, 1e-5)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for what in ("losses", "norms"):
-            found, expected = getattr(mine, what), getattr(other, what)
-            if found != pytest.approx(expected, rel=tolerance, abs=tolerance):
-                wrong.append(f"rank {rank}: {what} {found}, not {expected}")
+            actual, expected = getattr(mine, what), getattr(other, what)
+            if actual != pytest.approx(expected, rel=tolerance, abs=tolerance):
+                wrong.append(f"rank {rank}: {what} {actual}, not {expected}")
     # On another stream they would compute the same, and wait for copies the other way.
     if name in TIERS and (copies := copies_of(tape)) != COPIES:
         wrong.append(f"copies are {copies}, not {COPIES}")
-    found = accelerator.check(tape, seeds)
-    return [*wrong, *([found] if found else [])]
+    problem = accelerator.check(tape, seeds)
+    return [*wrong, *([problem] if problem else [])]
 
 
 TIERS = ("device", "host", "disk")
@@ -98,13 +98,13 @@ COPIES = {("store", "copies_out"), ("load", "copies_in")}
 
 def copies_of(tape: Any) -> set[tuple[str, str]]:
     """List what copies in a tier, by the base of all that it calls, and on which stream."""
-    found = set()
+    calls = set()
     for operation in tape.operations:
         copies, _, caller = operation.where.partition(" < ")
         if copies.startswith("tiers.py:") and caller.startswith("tiers.py:"):
             way = caller.split(" < ")[0].split()[1]
-            found.add((way, operation.timeline.name.split("'")[1]))
-    return found
+            calls.add((way, operation.timeline.name.split("'")[1]))
+    return calls
 
 
 @pytest.mark.parametrize(

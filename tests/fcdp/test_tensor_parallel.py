@@ -20,7 +20,7 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import params_of, said, update
+from tests.fcdp.training import captured, params_of, update
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
@@ -131,7 +131,7 @@ def test_training_matches_fsdp2(ranks: Pools, layout: Layout, how: str) -> None:
 def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
     """As the launcher tells."""
     layout = Layout(2, 1, launched=True)
-    with launched(dist.get_rank() % TENSOR, TENSOR), said() as (printed, _):
+    with launched(dist.get_rank() % TENSOR, TENSOR), captured() as (printed, _):
         sharded(layout)
         assert topology_of(layout).processes_per_node == TENSOR
     assert dist.get_rank() or "of host memory per node, 2 × (cache" in printed.getvalue()
@@ -141,21 +141,21 @@ def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
 def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     """Steps after a load are those that would have come without."""
     run = Run(topology_of(Layout(2, 1)), cached=True)
-    kept, other = sharded(Layout(2, 1)), sharded(Layout(2, 1))
+    saved, other = sharded(Layout(2, 1)), sharded(Layout(2, 1))
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    first, second = adam(kept), adam(other)
+    first, second = adam(saved), adam(other)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         update(model(run.input(3, WIDTH, step=number)).sum(), optimizer)
 
-    step(kept, first, 0)
-    fcdp.save(kept, first, tmp_path, extra={"step": 1})
+    step(saved, first, 0)
+    fcdp.save(saved, first, tmp_path, extra={"step": 1})
     assert fcdp.load(other, second, tmp_path) == {"step": 1}
-    step(kept, first, 1)
+    step(saved, first, 1)
     step(other, second, 1)
-    torch.testing.assert_close(params_of(other), params_of(kept), rtol=0, atol=0)
+    torch.testing.assert_close(params_of(other), params_of(saved), rtol=0, atol=0)
 
 
 @on_ranks(4)

@@ -256,17 +256,17 @@ def train(settings: Settings, engine: str) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(of_step)
-    found = [sum(loss.item() for loss in of_step) for of_step in losses]
-    found_norms = [norm.item() for norm in norms]
+    loss_values = [sum(loss.item() for loss in of_step) for of_step in losses]
+    norm_values = [norm.item() for norm in norms]
     params = params_of(model)
     if engine == "fsdp2":
-        return Result(found, found_norms, params, None)
+        return Result(loss_values, norm_values, params, None)
     counts = fcdp.ledger(model)
-    return Result(found, found_norms, params, counts.snapshot(), counts.hits, counts.misses)
+    return Result(loss_values, norm_values, params, counts.snapshot(), counts.hits, counts.misses)
 
 
 @contextmanager
-def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+def captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
     """Lines that the library prints within, and its warnings."""
     printed, warned = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(warned)

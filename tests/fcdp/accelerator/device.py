@@ -120,7 +120,7 @@ class Device:
         #: Device memory taken so far, in use or free.
         self.reserved_bytes = 0
         #: State that the library keeps per device and process.
-        self.kept: dict[Any, torch.Tensor] = {}
+        self.state: dict[Any, torch.Tensor] = {}
         self._storages: dict[int, _Storage] = {}
         self._free: dict[Stream, list[Block]] = defaultdict(list)
         self._blocks = 0
@@ -340,9 +340,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if to == NAME:
         plain_kwargs["device"] = torch.device("cpu")
     if func is aten._to_copy.default:
-        found = _copied(plain_args[0], plain_kwargs)
+        plain_result = _copied(plain_args[0], plain_kwargs)
     else:
-        found = func(*plain_args, **plain_kwargs)
+        plain_result = func(*plain_args, **plain_kwargs)
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
 
@@ -363,7 +363,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             made.append(result)
         return DeviceTensor.over(result)
 
-    results = _map(own, found)
+    results = _map(own, plain_result)
     if func in _EMPTY:
         for result in made:
             _bytes_of(result.untyped_storage())[:] = _POISON
@@ -392,9 +392,9 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[Any] = []
-    _map(found.append, value)
-    return [each for each in found if isinstance(each, torch.Tensor)]
+    leaves: list[Any] = []
+    _map(leaves.append, value)
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
@@ -448,12 +448,12 @@ def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[
 def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
     """Names of an operation's arguments, and whether it reads them and writes them."""
     fills = func._schema.name.removeprefix("aten::") in _FILLS
-    found = []
+    accesses = []
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not writes or not (fills or argument.kwarg_only)  # ``out`` is only written
-        found.append((argument.name, reads, writes))
-    return found
+        accesses.append((argument.name, reads, writes))
+    return accesses
 
 
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.

@@ -88,10 +88,10 @@ def _current_stream(device: Any = None) -> Stream:
 
 def _keys(device: torch.device, count: int) -> torch.Tensor:
     """``fcdp.checksum._keys``, which keeps them per device: ranks here have one name for theirs."""
-    kept = here().kept
-    if ("keys", count) not in kept:
-        kept["keys", count] = _plain_keys.__wrapped__(device, count)
-    return kept["keys", count]
+    state = here().state
+    if ("keys", count) not in state:
+        state["keys", count] = _plain_keys.__wrapped__(device, count)
+    return state["keys", count]
 
 
 _plain_keys: Any = fcdp.checksum._keys

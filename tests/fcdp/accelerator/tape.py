@@ -166,7 +166,7 @@ class Tape:
 
     def _touch(self, operation: Operation, touch: Touch, writing: bool) -> None:
         block, region = touch.block, touch.region
-        timeline, kept = operation.timeline, []
+        timeline, remaining = operation.timeline, []
         for earlier in block.touched:
             other, others, wrote = earlier
             ordered = timeline.has_seen(other) or other is operation
@@ -175,8 +175,8 @@ class Tape:
             # Whoever comes after this one comes after what it replaces, too.
             replaces = ordered and (writing or (not wrote and other.timeline is timeline))
             if not (replaces and region.covers(others)):
-                kept.append(earlier)
-        block.touched = [*kept, (operation, region, writing)]
+                remaining.append(earlier)
+        block.touched = [*remaining, (operation, region, writing)]
 
     def replay(self, seed: int) -> str | None:
         """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""
@@ -217,9 +217,9 @@ class Tape:
                     memory[block] = np.zeros(block.nbytes, dtype=np.uint8)
                     written[block] = np.zeros(block.nbytes, dtype=bool)
             for block, where, contents in operation.reads:
-                found = np.frombuffer(contents, dtype=np.uint8)
+                values = np.frombuffer(contents, dtype=np.uint8)
                 unset = ~written[block][where.index]
-                memory[block][where.index] = np.where(unset, found, memory[block][where.index])
+                memory[block][where.index] = np.where(unset, values, memory[block][where.index])
             for block, where, _ in operation.writes:
                 written[block][where.index] = True
         return memory
@@ -246,13 +246,13 @@ def _story(block: Block, first: Operation, wrote: bool, second: Operation, write
 
 def _where() -> str:
     """The innermost lines of the library and of FSDP2 that led here."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and len(found) < 3:
+    frame, callers = sys._getframe(2), []
+    while frame is not None and len(callers) < 3:
         name = frame.f_code.co_filename
         if ("/fcdp/" in name and "/accelerator/" not in name) or "/_fully_shard/" in name:
-            found.append(f"{name.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
+            callers.append(f"{name.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return " < ".join(found) or "the test"
+    return " < ".join(callers) or "the test"
 
 
 def made_by() -> str:

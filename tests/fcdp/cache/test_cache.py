@@ -21,7 +21,7 @@ from fcdp.cache.memory import Usage
 from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
-from tests.fcdp.training import Run, Settings, make_model, said, topology_of
+from tests.fcdp.training import Run, Settings, captured, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
 
@@ -55,7 +55,7 @@ def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any],
 
 
 @on_ranks(2)
-def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None:
+def test_what_the_device_cannot_take_goes_to_the_host_with_one_warning() -> None:
     """The device takes one entry and no more."""
     allocate = DeviceTier._take
 
@@ -66,7 +66,7 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None
         return allocate(tier, unit)
 
     run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
-    with mock.patch.object(DeviceTier, "_take", once), torch.no_grad(), said() as (_, warned):
+    with mock.patch.object(DeviceTier, "_take", once), torch.no_grad(), captured() as (_, warned):
         run.loss()
     assert tiers(run) == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
     lines = [line for line in warned.getvalue().splitlines() if "device cache" in line]
@@ -125,8 +125,8 @@ def test_ranks_may_choose_different_tiers() -> None:
     used = Usage(1, 0, total)
     with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
         run.loss().backward()
-    found = [*tiers(run).values()]
-    assert found == ["device", "host" if run.topology.rank else "device", "host"], found
+    placed = [*tiers(run).values()]
+    assert placed == ["device", "host" if run.topology.rank else "device", "host"], placed
     assert asked.call_count == 1
 
 
@@ -143,24 +143,24 @@ def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
         mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
     ):
         run.loss().backward()
-    found = [*tiers(run).values()]
-    assert found == ["device", "host", "host"], found
+    placed = [*tiers(run).values()]
+    assert placed == ["device", "host", "host"], placed
     assert asked.call_count == 1
 
 
 @on_ranks(2)
 def test_auto_moves_entries_to_the_device_and_back() -> None:
     """And asks the allocator once per step, not at each load."""
-    used, found = [0], []
+    used, placed = [0], []
     with mock.patch(
         "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
     ) as asked:
         run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto()))
         for used[0] in (0, 0, 0, 10**6, 0):
             run.loss().backward()
-            found.append(tiers(run)["blocks.0"])
-            assert asked.call_count == len(found)
-    assert found == ["host", "host", "device", "host", "host"], found
+            placed.append(tiers(run)["blocks.0"])
+            assert asked.call_count == len(placed)
+    assert placed == ["host", "host", "device", "host", "host"], placed
 
 
 def breaking(what: str, step: int) -> ExitStack:
@@ -283,5 +283,5 @@ def test_a_pass_is_foreseen_as_the_one_before_was(passes: Passes) -> None:
     order = GatherOrder()
     for units, depth, gradients, foreseen in [*LEARNT, *passes]:
         order.begin(gradients)
-        found = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
-        assert found == foreseen
+        ahead = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
+        assert ahead == foreseen

@@ -268,8 +268,8 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     with full_disk(2 * 8192):
         for value, unit in enumerate(units):
             tier.store(unit, full_of(value))
-        kept = [tier.intact(unit) for unit in units[:3]]
-    assert kept == [True, True, False]
+        intact = [tier.intact(unit) for unit in units[:3]]
+    assert intact == [True, True, False]
     assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
     assert holds(tier, units[1], 1)
     # The disk has room again: the unit is stored as if nothing had been.

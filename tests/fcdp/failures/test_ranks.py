@@ -267,8 +267,8 @@ def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
 NO_LABEL = "rank 3 failed: ValueError: no label"
 APART = "ranks are not at the same exchange"
 UNENDED = "rank 0 failed: RuntimeError: a backward did not end"
-#: Acts, and what each of four ranks is told at the end of each.
-TOLD: list[tuple[tuple[Act, ...], list[list[str]]]] = [
+#: Acts, and the error of each of four ranks at the end of each.
+ERRORS: list[tuple[tuple[Act, ...], list[list[str]]]] = [
     (
         (one_raises_and_is_caught, a_pass_that_nobody_else_begins),
         [[NO_LABEL] * 2] * 3 + [["done", NO_LABEL]],
@@ -294,9 +294,9 @@ TOLD: list[tuple[tuple[Act, ...], list[list[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("acts", "told"), TOLD, ids=[acts[0].__name__ for acts, _ in TOLD])
-def test_what_each_rank_is_told(ranks: Pools, acts: tuple[Act, ...], told: list[list[str]]) -> None:
-    for seen, expected in zip(ranks.run(4, acted, acts), told, strict=True):
+@pytest.mark.parametrize(("acts", "errors"), ERRORS, ids=[acts[0].__name__ for acts, _ in ERRORS])
+def test_errors_of_each_rank(ranks: Pools, acts: tuple[Act, ...], errors: list[list[str]]) -> None:
+    for seen, expected in zip(ranks.run(4, acted, acts), errors, strict=True):
         for message, words in zip(seen, expected, strict=True):
             assert words in message
 
@@ -343,7 +343,7 @@ def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
 
 
 @on_ranks(2)
-def test_a_connection_that_breaks_is_told_to_all() -> None:
+def test_a_connection_that_breaks_is_announced_to_all() -> None:
     """Rank 0's has broken in a wait: what the next exchanges of each say."""
     with polling_often():
         every = Exchanges("broken")

@@ -130,8 +130,8 @@ def sees_the_same(
 ) -> None:
     """Fail where a case, found by its test's name, sees something else with FCDP than without."""
     case, topology = getattr(import_module(module), name).case, topology_of(nodes, ranks_per_node)
-    found = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
-    assert not found, "\n".join(found)
+    problems = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
+    assert not problems, "\n".join(problems)
 
 
 def both(topology: fcdp.Topology, case: Case, args: Sequence[Any]) -> list[str]:
@@ -173,7 +173,7 @@ def differences(
 ) -> list[str]:
     if [label for label, _ in expected] != [label for label, _ in actual]:
         return [f"saw {actual}, expected {expected}"]
-    found = []
+    problems = []
     for (label, wanted), (_, got) in zip(expected, actual, strict=True):
         try:
             if isinstance(wanted, torch.Tensor):
@@ -181,8 +181,8 @@ def differences(
             else:
                 assert got == wanted, f"{got!r} is not {wanted!r}"
         except AssertionError as error:
-            found.append(f"{label}: {error}")
-    return found
+            problems.append(f"{label}: {error}")
+    return problems
 
 
 def train(

@@ -86,8 +86,8 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
     model(run.input(2, 3))
     inside = {id(param) for module in inner for param in module.parameters()}
     for name, param in model.named_parameters():
-        kept = reshard is False or (reshard is None and id(param) not in inside)
-        assert isinstance(param, DTensor) != kept, name
+        gathered = reshard is False or (reshard is None and id(param) not in inside)
+        assert isinstance(param, DTensor) != gathered, name
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -76,8 +76,8 @@ class Walk:
 
     def expect_equal(self, what: str, value: Any, expected: Any) -> None:
         """Note a difference. The event goes on: other ranks do not know of it yet."""
-        if found := differ(what, value, expected):
-            self._problems.append(found)
+        if difference := differ(what, value, expected):
+            self._problems.append(difference)
 
     def both(self, what: str, action: Callable[[Side], T]) -> T:
         """Do it to FCDP's copy, then to FSDP2's; results must be equal."""
@@ -200,8 +200,8 @@ class Walk:
         self.notes.append(str(event))
         self._problems.clear()
         handler(self)
-        found = self.pair.difference(gradients=not (self.waiting or self.uneven))
-        problem = "; ".join([*self._problems, *([found] if found else [])]) or None
+        difference = self.pair.difference(gradients=not (self.waiting or self.uneven))
+        problem = "; ".join([*self._problems, *([difference] if difference else [])]) or None
         if problem is None and any(self._agree(False)):
             return "another rank differs"
         if problem is not None:

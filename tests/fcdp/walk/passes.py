@@ -89,9 +89,9 @@ def evaluate(walk: Walk) -> None:
     def losses(side: Side) -> list[float]:
         side.model.eval()
         with torch.no_grad():
-            found = [loss_of(side.model(tokens[:, :-1]), tokens).item() for tokens in batches]
+            values = [loss_of(side.model(tokens[:, :-1]), tokens).item() for tokens in batches]
         side.model.train()
-        return found
+        return values
 
     walk.both("evaluation", losses)
     walk.started = True

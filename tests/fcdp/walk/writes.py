@@ -185,7 +185,7 @@ def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.T
     # ends the process groups too, and is tested where ranks may die.
     names = _write(walk, places, may_be_alone=False)
     why = "written amid a pass"
-    if walk.pair.kept_from_cache & {*names}:
+    if walk.pair.not_resharded & {*names}:
         # It is used as it was, or autograd itself refuses, where FSDP2 gathers anew.
         walk.begin_anew()
         return
