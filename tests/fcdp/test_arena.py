@@ -236,11 +236,11 @@ def test_an_arena_that_ends_in_a_forked_child_takes_nothing_from_it() -> None:
 
         def child() -> bool:
             fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
-            own = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LARGE), 3, fixed, -1, 0)
+            mapped = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LARGE), 3, fixed, -1, 0)
             holder.clear()
             gc.collect()
             called = [name for name, _, _ in recorder.calls]
-            return own == address and mapping_at(address) != {} and "unregister" not in called
+            return mapped == address and mapping_at(address) != {} and "unregister" not in called
 
         assert in_a_fork(child)
         holder.clear()

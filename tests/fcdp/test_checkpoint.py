@@ -179,8 +179,8 @@ def steps_beside_saving(engine: str, path: Path, helpers: bool) -> list[float]:
     saved = state()
     dcp.load(saved, checkpoint_id=path)
     if helpers:
-        given = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
-        set_state_dict(model, optimizer, **given)
+        state_dicts = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+        set_state_dict(model, optimizer, **state_dicts)
     else:
         model.load_state_dict(saved["model"])
     assert steps() == losses

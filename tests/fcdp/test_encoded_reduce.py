@@ -49,11 +49,11 @@ def test_the_own_part_is_exact_and_the_others_are_rounded_once(
         return output, encoded.ledger.total("inter_node")
 
     wide = torch.promote_types(dtype, torch.float32)
-    for own, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
+    for receiver, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
         expected = torch.zeros(NUMEL, dtype=wide)
         for rank in range(world_size):
-            part = partial_of(rank, world_size, dtype).view(world_size, -1)[own].to(wide)
-            expected += part if rank == own else rounded(part)
+            part = partial_of(rank, world_size, dtype).view(world_size, -1)[receiver].to(wide)
+            expected += part if rank == receiver else rounded(part)
         assert torch.equal(output, expected.to(dtype))
         assert sent == (world_size - 1) * CODEC.encoded_bytes(NUMEL)
 
@@ -72,8 +72,8 @@ def test_feedback_loses_nothing_in_the_long_run() -> None:
         return means
 
     exact = sum(partial_of(rank, 2, torch.float32) for rank in range(2)).view(2, -1)
-    for own, means in enumerate(on_threads(2, 1, mean_of_many)):
-        fed, plain = ((mean - exact[own]).abs().max() for mean in means)
+    for receiver, means in enumerate(on_threads(2, 1, mean_of_many)):
+        fed, plain = ((mean - exact[receiver]).abs().max() for mean in means)
         assert fed < plain / 10
 
 

@@ -142,7 +142,7 @@ def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
 
 class SavesItself(TinyLM):
     def save_pretrained(self, directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
-        self.given = state_dict
+        self.state = state_dict
 
 
 @on_ranks(4)
@@ -156,8 +156,8 @@ def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) 
     fcdp.export(model, tmp_path)
     assert hasattr(model, "given") == (topology.rank == 0)
     if topology.rank == 0:
-        assert_equal(model.given, state)
-        assert model.given["head.weight"] is model.given["embedding.weight"]
+        assert_equal(model.state, state)
+        assert model.state["head.weight"] is model.state["embedding.weight"]
 
 
 @on_ranks(2)

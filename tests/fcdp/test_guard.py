@@ -98,9 +98,9 @@ def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(tmp_path
         for param in run.model.blocks.parameters():
             param.data.mul_(2)
         loss.backward()
-        given = [run.optimizer] if write is fcdp.save else []
+        arguments = [run.optimizer] if write is fcdp.save else []
         with pytest.raises(RuntimeError, match="written where nothing shows it"):
-            write(run.model, *given, tmp_path)  # type: ignore[operator]
+            write(run.model, *arguments, tmp_path)  # type: ignore[operator]
         assert [*tmp_path.iterdir()] == []
 
 

@@ -57,8 +57,8 @@ def test_a_step_begins_when_its_closure_has_computed_gradients(named: bool) -> N
         return weight.detach().clone()
 
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    given = {"closure": closure} if named else {}
-    assert optimizer.step(*(() if named else (closure,)), **given) == 1.0
+    kwargs = {"closure": closure} if named else {}
+    assert optimizer.step(*(() if named else (closure,)), **kwargs) == 1.0
     assert calls == ["closure", "it: before", "it: after"]
 
     def forever(self: object, closure: Callable[[], object]) -> None:

@@ -134,7 +134,7 @@ def test_adapters_stay_gathered_up_to_a_slice_of_the_largest_block() -> None:
     blocks = [Called(of(40)), Called(of(80)), Called(of(20))]
     splits = [Split(block, [Called(of(10))], TRAINED) for block in blocks[:2]]
     assert [fit_in_a_slice(splits, blocks, ranks) for ranks in (1, 4, 5)] == [True, True, False]
-    assert [fit_in_a_slice(given, [], 1) for given in ([], splits)] == [True, False]
+    assert [fit_in_a_slice(candidates, [], 1) for candidates in ([], splits)] == [True, False]
 
 
 class Block(nn.Module):

@@ -59,9 +59,9 @@ def set_up(model: nn.Module, blocks: list[nn.Module], topology: fcdp.Topology, h
         fcdp.shard(model, topology, units=blocks)
         return
     # FSDP2 wants one dtype among the trainable parameters of a group: adapters of their own.
-    own = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    if len({each.weight.dtype for each in own}) > 1:
-        for module in own:
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    if len({each.weight.dtype for each in linears}) > 1:
+        for module in linears:
             if module.weight.dtype == torch.float32:
                 fully_shard(module, mesh=topology.mesh)
     for module in [*blocks, model]:

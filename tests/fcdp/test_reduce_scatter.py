@@ -41,10 +41,10 @@ class Reducer:
 
     def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
-        given: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
-        self.weights = given.params
+        stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        self.weights = stand_in.params
         self.reduce = HierarchicalReduceScatter(
-            given,
+            stand_in,
             topology,
             PartialGradients(self.ledger),
             InFlight(NoFailures()),
@@ -177,8 +177,8 @@ def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
 ) -> None:
     reducer = Reducer(Place(nodes, 0, 2 // nodes), StandInUnit("unit", 4, hooked=hooked), world)
     reducer.reduce.requires_sync = last
-    given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
-    assert given == [False, goes_on]
+    arriving = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
+    assert arriving == [False, goes_on]
     assert not reducer.reduce._goes_on(torch.device("meta"))
 
 
@@ -305,11 +305,11 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
     unit.group = group = Group(4)
     reducer = Reducer(Place(2, 0), unit)
 
-    def micro_batch(given: str, *, times: int = 1) -> str:
+    def micro_batch(present: str, *, times: int = 1) -> str:
         group.reduced.clear()
         with reducer.reduce.accumulating():
             for _ in range(times):
-                for param, has in zip(group.fsdp_params, given, strict=True):
+                for param, has in zip(group.fsdp_params, present, strict=True):
                     param.unsharded_accumulated_grad = torch.ones(2) if has == "1" else None
                 group.post_backward()
         assert "post_backward" not in vars(group)

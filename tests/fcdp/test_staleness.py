@@ -117,8 +117,8 @@ def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
         run.loss()
         entries = engine.entries.items()
         stale = [unit.name for unit, entry in entries if entry.generation > generations[unit]]
-        every = [unit.name for unit in engine.units]
-        assert stale == (every if expected is None else expected), (number, stale)
+        names = [unit.name for unit in engine.units]
+        assert stale == (names if expected is None else expected), (number, stale)
         assert counts.misses == len(stale), number
 
 

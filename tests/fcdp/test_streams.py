@@ -237,8 +237,8 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     streams = OnStreams(apart, schedules=0)
 
     def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
-        given = (passes, engine, ranks_per_node, policy)
-        return max(streams.run(2 * ranks_per_node, reserved_after, *given))
+        arguments = (passes, engine, ranks_per_node, policy)
+        return max(streams.run(2 * ranks_per_node, reserved_after, *arguments))
 
     theirs, _ = after(6, "fsdp2")
     uncached, _ = after(6, "fcdp", fcdp.NoCache())

@@ -305,37 +305,37 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             parts = func.decompose(*args, **kwargs)  # nor has autograd taken it apart
             return _run(func, args, kwargs) if parts is NotImplemented else parts
-    given = _tensors((args, kwargs))
+    tensors = _tensors((args, kwargs))
     to = kwargs.get("device")
     to = None if to is None else torch.device(to).type
-    on_device = any(isinstance(each, DeviceTensor) for each in given)
+    on_device = [isinstance(each, DeviceTensor) for each in tensors]
     device = here()
-    if not on_device and to != NAME:
+    if not any(on_device) and to != NAME:
         read, written = _split(func, args, kwargs)
         reads = device.touches(device.followed(read))  # before they are changed in place
         result = func(*args, **kwargs)
-        if (written or not _is_view(result, given)) and func.overloadpacket is not aten.set_:
+        if (written or not _is_view(result, tensors)) and func.overloadpacket is not aten.set_:
             device.note_on_host(_name(func), reads, written)
         return result
-    if func is aten._foreach_copy_.default and not all(isinstance(e, DeviceTensor) for e in given):
+    if func is aten._foreach_copy_.default and not all(on_device):
         for target, source in zip(*args[:2], strict=True):  # as CUDA has it between devices
             target.copy_(source, *args[2:], **kwargs)
         return args[0]
     if func.overloadpacket in _INDEXING:
         args = (args[0], [_index(each) for each in args[1]], *args[2:])
-        given = _tensors((args, kwargs))
+        tensors = _tensors((args, kwargs))
     known = func.namespace == "aten" and func.overloadpacket is not aten.set_
     assert known, f"{func}: what it touches is not known"
     crosses = func in (aten.copy_.default, aten._to_copy.default)
     if not crosses and func not in _EMPTY:
-        for each in given:
+        for each in tensors:
             if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
                 raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
     read, written = _split(func, args, kwargs)
     reads = [] if func in _EMPTY else device.touches(read)
     # The same memory, by the tensors that the operation was given.
-    aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
-    owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
+    aliases = {id(each): plain(each) for each in tensors if isinstance(each, DeviceTensor)}
+    owners = {id(aliases[id(each)]): each for each in tensors if id(each) in aliases}
     plain_args, plain_kwargs = _map(lambda each: aliases.get(id(each), each), (args, kwargs))
     if to == NAME:
         plain_kwargs["device"] = torch.device("cpu")
@@ -346,7 +346,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
 
-    def own(result: Any) -> Any:
+    def owned(result: Any) -> Any:
         nonlocal known
         if result is None:
             return None
@@ -363,7 +363,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             made.append(result)
         return DeviceTensor.over(result)
 
-    results = _map(own, plain_result)
+    results = _map(owned, plain_result)
     if func in _EMPTY:
         for result in made:
             _bytes_of(result.untyped_storage())[:] = _POISON
@@ -397,9 +397,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
+def _is_view(result: Any, inputs: list[torch.Tensor]) -> bool:
     """Whether an operation that writes nothing has made tensors of memory that it was given."""
-    storages = {each.untyped_storage()._cdata for each in given}
+    storages = {each.untyped_storage()._cdata for each in inputs}
     made = _tensors(result)
     return bool(made) and all(each.untyped_storage()._cdata in storages for each in made)
 

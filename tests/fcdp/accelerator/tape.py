@@ -87,7 +87,7 @@ def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsiz
     """List the bytes of a tensor: ``start`` is in elements."""
     numel = math.prod(sizes)
     dense = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    if all(size == 1 or own == row for size, own, row in zip(sizes, strides, dense, strict=True)):
+    if all(size == 1 or have == row for size, have, row in zip(sizes, strides, dense, strict=True)):
         return _dense(start * itemsize, (start + numel) * itemsize)
     places = np.array([start], dtype=np.int64)
     for size, stride in zip(sizes, strides, strict=True):

@@ -61,10 +61,10 @@ class Busy(nn.Module):
         self._scratch = scratch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given, product = self._scratch
+        factor, product = self._scratch
         with torch.no_grad():
             for _ in range(PRODUCTS):
-                torch.mm(given, self.weight, out=product)
+                torch.mm(factor, self.weight, out=product)
         return x + nn.functional.linear(x, self.weight)
 
 

@@ -29,10 +29,10 @@ def test_words_arrive(count: int) -> None:
 
 
 def test_every_word_arrives_beside_every_mean() -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    all_words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for mean in (0, 1, 126, 254, 255):
         words = torch.full((2**15 // 64, 256), mean << 7, dtype=torch.int32).to(torch.int16)
-        words[:, -128:] = every.view(-1, 128)  # behind those that the mean is of
+        words[:, -128:] = all_words.view(-1, 128)  # behind those that the mean is of
         out = torch.empty(words.numel(), dtype=torch.int16)
         assert exponents.read(*exponents.write(words.view(-1)), out)
         assert torch.equal(out, words.view(-1))

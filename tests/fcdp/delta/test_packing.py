@@ -46,14 +46,14 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
                 ((_one_more(near), wide), False),
                 ((near, _one_more(wide)), False),
             ):
-                given, out = [each.numpy() for each in leftover], base[:count].clone()
-                assert packing.add(on_host.numpy(), bits, *given, out.numpy()) == whole
+                arrays, out = [each.numpy() for each in leftover], base[:count].clone()
+                assert packing.add(on_host.numpy(), bits, *arrays, out.numpy()) == whole
                 assert not whole or torch.equal(out, (base + numbers)[:count])
         for at in (COUNT - 5, COUNT - 1):  # an escape behind the last word
             behind = on_host.clone()
             behind[at * bits // 8] += limit << at * bits % 8
-            given = [each.numpy() for each in (_one_more(near), wide)]
-            assert not packing.add(behind.numpy(), bits, *given, base[:-5].clone().numpy())
+            arrays = [each.numpy() for each in (_one_more(near), wide)]
+            assert not packing.add(behind.numpy(), bits, *arrays, base[:-5].clone().numpy())
 
 
 def _one_more(numbers: torch.Tensor) -> torch.Tensor:

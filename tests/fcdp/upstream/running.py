@@ -52,8 +52,8 @@ class Run:
         self, model: M, units: Sequence[nn.Module | list[nn.Module]] | None = None, **options: Any
     ) -> M:
         """Shard ``units``, or the model's own or its parts and then itself, and turn FCDP on."""
-        own: Any = getattr(model, "units", lambda: [*model.children(), model])
-        self.shard(own() if units is None else units, **options)
+        find_units: Any = getattr(model, "units", lambda: [*model.children(), model])
+        self.shard(find_units() if units is None else units, **options)
         self.cache(model)
         return model
 
@@ -114,8 +114,8 @@ def cases(
             ids=str,
         )
         def test(ranks: Pools, shape: tuple[int, int]) -> None:
-            every = shape == first and not ranks.samples
-            some = (variants or ((),))[: None if every else 1]
+            all_variants = shape == first and not ranks.samples
+            some = (variants or ((),))[: None if all_variants else 1]
             ranks.run(math.prod(shape), sees_the_same, *shape, case.__module__, case.__name__, some)
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
@@ -174,12 +174,12 @@ def differences(
     if [label for label, _ in expected] != [label for label, _ in actual]:
         return [f"saw {actual}, expected {expected}"]
     problems = []
-    for (label, wanted), (_, got) in zip(expected, actual, strict=True):
+    for (label, theirs), (_, ours) in zip(expected, actual, strict=True):
         try:
-            if isinstance(wanted, torch.Tensor):
-                torch.testing.assert_close(got, wanted, **tolerance, equal_nan=True)
+            if isinstance(theirs, torch.Tensor):
+                torch.testing.assert_close(ours, theirs, **tolerance, equal_nan=True)
             else:
-                assert got == wanted, f"{got!r} is not {wanted!r}"
+                assert ours == theirs, f"{ours!r} is not {theirs!r}"
         except AssertionError as error:
             problems.append(f"{label}: {error}")
     return problems

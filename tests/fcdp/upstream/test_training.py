@@ -92,8 +92,8 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
         if isinstance(module, FSDPModule):
             module.reshard()
     assert all_sharded(model)
-    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(whole(param), wanted)
+    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(param), theirs)
     model(run.input(2, 3)).sum().backward()
     assert all_sharded(model)
     run.see_gradients(model)
