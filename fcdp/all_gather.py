@@ -47,14 +47,14 @@ class CachedAllGather(AllGather):
     ranks gather the unit from their slices, by one more. A fresh unit: the slice comes from the
     cache (paper: FCDP-Sched; nothing crosses nodes).
 
-    Where exchanges are flat, a stale unit comes whole from all ranks, by one collective instead of
-    the two, and a fresh one as said.
+    With flat exchanges a stale unit is gathered whole from all ranks, by one collective instead of
+    two, and a fresh one as above.
 
     With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
     included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
 
-    Who touches what on an accelerator: FSDP2 fills the own row of the output on its copy-in stream,
-    and frees the output in the order of its own streams. The inter-node all-gather runs on a stream
+    Streams on an accelerator: FSDP2 fills this rank's row of the output on its copy-in stream, and
+    frees the output in the order of its own streams. The inter-node all-gather runs on a stream
     and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
     alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
     slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
@@ -71,10 +71,10 @@ class CachedAllGather(AllGather):
     streams: Streams
     ledger: Ledger
     codec: Codec | None
-    #: There where differences are told, and ``sizes`` too if on an accelerator.
+    #: Set where gathers send differences; ``sizes`` on an accelerator only.
     sent: Base | None
     sizes: Sizes | None
-    #: There where exchanges are flat.
+    #: Set where exchanges are flat.
     world: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class CachedAllGather(AllGather):
         self.ledger.misses += 1
         self.cache.staging.drain()
         received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
-        # The shard that differences lead from, while ranks tell any; alike on every rank.
+        # The base of differences while ranks send any; the same on every rank.
         sent = self.sent
         base = sent if sent is not None and sent.telling and self._unit.trainable else None
         if base is not None and self.cache.has_base(self.entry):
@@ -194,7 +194,7 @@ class CachedAllGather(AllGather):
                 if isinstance(sent, Sent):
                     sent.saw(watch, own, whole=True, written=False)
                 self._decode(arriving, received)
-        # Alike on every rank. The next gather sends what has changed since ``base``.
+        # Alike on every rank. The next gather's difference leads from this shard.
         resized = own.nbytes != self._unit.shard_bytes
         if not resized and (base is not None or self.cache.worth_keeping(self.entry)):
             with profiled("cache_store", self._unit.name):
@@ -213,7 +213,7 @@ class CachedAllGather(AllGather):
         self.slices.release(received)
 
     def _differences(self, base: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
-        """Fill the slice with what the other nodes' shards were, and apply what has changed."""
+        """Load the other nodes' shards as last stored, and apply the differences that they send."""
         topology = self.topology
         self.entry.based = False  # until the ranks agree again
         # An entry that may be lost is read now: other units' gathers come before this one's end.
@@ -246,7 +246,7 @@ class CachedAllGather(AllGather):
     def _queue_differences(
         self, base: Base, received: Slice, own: torch.Tensor, phase: Phase
     ) -> None:
-        """The same on an accelerator, whose host knows the sizes: all of it is queued."""
+        """Do the same on an accelerator, where sizes are known and everything is queued."""
         assert self.sizes is not None
         encoding, node = self.sizes.of(self.entry), self.topology.node
         self.entry.based = False  # until the ranks agree again
@@ -314,7 +314,7 @@ class CachedAllGather(AllGather):
             return received.memory, []
 
     def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
-        """Fill the slice with what the other nodes' shards decode to."""
+        """Decode the other nodes' shards into the slice."""
         if self.codec is None:
             return
         for node, row in enumerate(received.memory.unbind()):
@@ -323,7 +323,7 @@ class CachedAllGather(AllGather):
                 self.codec.decode(encoded, row)
 
     def _encode(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return what crosses nodes of this rank's shard, which becomes what others make of it."""
+        """Encode this rank's shard, and round it in place to what the other nodes decode."""
         if self.codec is None:
             return shard
         encoded = self.codec.encode(shard)
@@ -358,7 +358,7 @@ class CachedAllGather(AllGather):
     def _gather_in_node(
         self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
     ) -> Sequence[Pending]:
-        """Gather each node's part where it belongs: FSDP2's rank order is what it arrives in."""
+        """Gather each node's part into its place: parts arrive in FSDP2's rank order."""
         topology = self.topology
         if topology.ranks_per_node == 1:
             return []

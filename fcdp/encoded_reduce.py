@@ -1,4 +1,4 @@
-"""The encoded half of a reduction: what a reduce-scatter across nodes does, in fewer bytes."""
+"""Encoded reduce-scatters across nodes, the second half of a reduction, in fewer bytes."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class EncodedReduce:
     error_feedback: bool
 
     def __post_init__(self) -> None:
-        #: By the group's rank: what its parts have lost so far.
+        #: What parts have lost so far, by the group's rank that they go to.
         self._residuals: dict[int, torch.Tensor] = {}
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
@@ -68,7 +68,7 @@ class EncodedReduce:
         return [*works, Then(decode)]
 
     def forget(self) -> None:
-        """Drop what was lost: it belongs to parameters that are no more."""
+        """Drop the residuals: they belong to parameters that have been replaced."""
         self.ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
         self._residuals.clear()
 
@@ -93,7 +93,7 @@ class EncodedReduce:
 class ExactReduce:
     """Reduce-scatters one unit's partial sums over ``group``, bit for bit as without a codec.
 
-    Parts are told by their exponents, or whole where that takes less time.
+    Parts are sent coded by their exponents, or whole where that takes less time.
     """
 
     name: str
@@ -104,7 +104,7 @@ class ExactReduce:
     _ratio: float = 0.0
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
-        """As :meth:`EncodedReduce.start`, added up in the order and dtype of plain sums."""
+        """Do as :meth:`EncodedReduce.start`, but add up in the order and dtype of plain sums."""
         size, rank = self.group.size(), self.group.rank()
         parts = partial.view(size, -1).unbind()
         summands, sent, received = [*parts], [*parts], [*parts]
@@ -124,7 +124,7 @@ class ExactReduce:
         return [Then(read)]
 
     def write(self, part: torch.Tensor) -> torch.Tensor:
-        """The message (uint8) of a part (s), whose bytes the ledger counts."""
+        """Return the message (uint8) of a part (s), whose bytes the ledger counts."""
         begun = time.perf_counter()
         if self.economy.pays(self._ratio, others=1):
             encoded = message.write(part, None, message.ALONE)
@@ -139,7 +139,7 @@ class ExactReduce:
     def read(
         self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Wait for messages, each with the part (s) that is filled with what it tells.
+        """Wait for messages, and decode each into its part (s).
 
         Raises ``RuntimeError`` for a message that was damaged.
         """

@@ -84,7 +84,7 @@ class Engine:
         delta = codecs.differences
         self._sent: dict[Unit, Base] = {}
         self._sizes = None
-        #: Knowledge of the link, of the rules for gathers and for reductions.
+        #: Measurements of the link: those for gathers' differences, and those for reductions.
         economy = None if delta is None else Economy(delta.when)
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._economies = [each for each in (economy, self._exact) if each is not None]
@@ -131,20 +131,20 @@ class Engine:
                 safety=setup.safety,
             ),
         )
-        # Kept: host memory stays page-locked for as long as its arena lives.
+        # Referenced, as host memory stays page-locked for as long as its arena lives.
         self._partials = on_all_ranks(
             f"partial_gradients = {setup.partials!r}",
             topology,
             lambda: Partials(plan.partials, device, self.ledger),
         )
-        # One is kept: it is read by the gather inside the node while the next one is filled.
+        # One is retained: the gather inside the node reads it while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
         if self._economies and streams.on_host:
             prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
-        #: Collectives that were installed on each unit, to tell when somebody takes it away.
+        #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         for unit, entry in self.entries.items():
             gather = CachedAllGather(
@@ -252,13 +252,13 @@ class Engine:
         return begins
 
     def _wishes(self) -> list[bool]:
-        """Whether this rank's link has become faster, and whether it would tell a difference."""
+        """Whether this rank's link has become faster, and whether it would send a difference."""
         faster = any(economy.faster for economy in self._economies)
         tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
         return [faster, any(tell)]
 
     def _agreed(self, faster: bool = False, telling: bool = False) -> None:
-        """All ranks know what is stale, and what any of them wishes."""
+        """Act on what the ranks have agreed: each flag is set if any rank wished so."""
         if faster:
             for economy in self._economies:
                 economy.learn_again()

@@ -1,4 +1,4 @@
-"""Where passes over a model begin: what ran before may have written its parameters."""
+"""The beginnings of passes over a model, before which its parameters may be written."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ def untraced(hook: _Function) -> _Function:
 
 @dataclass(eq=False)
 class Passes:
-    """Tells the gathers that begin a pass from those that go on with one.
+    """Distinguishes the gathers that begin a pass from those that continue one.
 
     A forward of the model begins one, which goes on through its backward. So does the outermost
     FSDP2 module's forward or registered forward method that is called by itself, and every

@@ -219,7 +219,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
 
     def _hide(self) -> None:
-        """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
+        """Make gradients in ``.grad`` unreadable while others, which are added to them, wait."""
         for param in self._unit.params:
             grad: Any = param.grad
             if grad is not None and param.requires_grad and waiting_in(param) is None:
@@ -228,7 +228,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 hidden.before, grad._local_tensor = local, hidden
 
     def _show(self) -> None:
-        """Have ``.grad`` be what it is without what waits: FSDP2 may add the whole sum to that."""
+        """Restore ``.grad`` without what waits: FSDP2 may then add the whole sum to it."""
         for param in self._unit.params:
             if (waiting := waiting_in(param)) is not None:
                 if waiting.before is None:

@@ -37,7 +37,7 @@ class Staleness:
     collective, so no rank decides alone. A *pass* begins with a forward of the model, or with a
     gather outside of one (a sub-module's forward, a registered forward method, ``unshard()``).
     Before its first gather, and after an optimizer step or a load within it, ranks exchange two
-    bytes per unit, or three and two of their own where differences are told; a unit that any rank
+    bytes per unit, or three and two of their own where differences are sent; a unit that any rank
     saw written is stale everywhere. Which rank saw which write does not matter.
 
     What a rank sees of writes, from the cheapest:
@@ -62,10 +62,10 @@ class Staleness:
         wishes: Callable[[], list[bool]] | None = None,
         agreed: Callable[..., None] | None = None,
     ) -> None:
-        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
+        """``begins_pass`` says whether a unit's gather is the first of a pass outside a forward.
 
         ``without_gradients`` says whether the pass that has begun computes none.
-        ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
+        ``lacks_base`` says whether this rank cannot take part in exchanging a unit's differences.
         ``agreed`` is called on all ranks when they have agreed, before the first gather, with
         whether any of them had each of the ``wishes``.
         """

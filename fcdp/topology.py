@@ -25,7 +25,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Where every rank stands, built once and shared by all units.
+    """The place of every rank, built once and shared by all units.
 
     Ranks are numbered node by node, as torchrun does: ``rank = node · L + local_rank`` with
     ``L = ranks_per_node``. Make one with ``from_env`` or ``build`` for all ranks of the world,
@@ -199,8 +199,8 @@ class Topology:
         first = rank // size * size
         members = (ranks[first : first + size], ranks[rank % size :: size])
         backend = backends[mesh.device_type]
-        # As long as the mesh's own group waits for a rank that is silent, as the user has said: by
-        # default a new group would for half an hour, or ten minutes with NCCL.
+        # Groups wait for a silent rank as long as the mesh's own, set by the user: by default
+        # a new group would for half an hour, or ten minutes with NCCL.
         options = [getattr(each, "options", None) for each in backends_of(mesh.get_group())]
         time_out = max((each._timeout for each in options if each is not None), default=None)
         gathers = [
@@ -321,7 +321,7 @@ def _variable(name: str) -> int | None:
 def _launched_ranks_per_node(
     ranks: Sequence[int], local_ranks: Sequence[int | None], sizes: set[int | None]
 ) -> int:
-    """By the launcher's word: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
+    """Follow the launcher: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
     if None in sizes or None in local_ranks:
         raise ValueError(
             "environment: LOCAL_WORLD_SIZE or LOCAL_RANK not set; start the program with torchrun, "

@@ -24,7 +24,7 @@ logger = logging.getLogger("fcdp")
 
 @dataclass(frozen=True)
 class Safety:
-    """Checks, and what to pay for them: see ``fcdp.cache_parameters``."""
+    """Optional checks: see ``fcdp.cache_parameters``."""
 
     detect_writes: bool = True
     verify: bool = False
@@ -95,12 +95,12 @@ class Cache:
         #: Whether the model's last forward was for training.
         self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
-        #: Usage in this pass, asked for by the first that wants to know; and bytes of it then: of
-        #: tensors, where PyTorch's allocator knows, and of the device tier.
+        #: Device memory in use as first queried in this pass; and bytes then: of all tensors, where
+        #: PyTorch's allocator counts them, and of the device tier.
         self._seen: tuple[Usage, int | None, int] | None = None
         #: How many entries are staged.
         self._staged = 0
-        #: Slices that loads fill, each released once all that reads it is queued. None is kept:
+        #: Slices that loads fill, each released once all that reads it is queued. None is retained:
         #: while one is filled ahead, the one before it is being read.
         self.staging = Slices(streams, streams.copies_in, retain=0)
         self._tiers: dict[TierName, Tier] = {}
@@ -274,10 +274,10 @@ class Cache:
         return tuple(tier for tier in preference if tier != "device")
 
     def _usage_now(self, *, exact: bool) -> Usage:
-        """Memory in use: what the driver said in this pass, and what was taken since.
+        """Device memory in use: the driver's figure in this pass, and allocations since then.
 
-        That is all tensors where it is to be ``exact``: activations come while units are stored.
-        Of a load it is the tier's own, which costs the host nothing.
+        ``exact`` counts all tensors, as activations grow while units are stored. A load counts the
+        tier's own alone, which costs the host nothing.
         """
         in_tier = self._device_tier.nbytes
         if self._seen is None:

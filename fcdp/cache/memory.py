@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of one device as this moment finds it, in bytes."""
+    """Memory of one device at one moment, in bytes."""
 
     used: int
     #: The most that was used so far, as far as PyTorch's allocator knows.

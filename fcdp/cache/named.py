@@ -1,4 +1,4 @@
-"""Policies by name: what ``fcdp.shard`` takes as a text, and matrix files say."""
+"""Policies by name, as ``fcdp.shard`` and matrix files take them."""
 
 import re
 import tempfile
@@ -70,7 +70,7 @@ _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {
     "budget": _budget,
     "auto": _plain(Auto),
 }
-#: How each is written.
+#: The form in which each is written.
 FORMS = [
     {"threshold": "threshold(0.8)", "budget": "budget(device=1 GiB, host=4 GiB)"}.get(name, name)
     for name in _POLICIES

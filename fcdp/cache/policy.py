@@ -57,11 +57,11 @@ class CachePolicy(Protocol):
 
     @property
     def directory(self) -> Path | None:
-        """Where the disk tier's file goes, for policies that use it."""
+        """Folder of the disk tier's file, for policies that use it."""
         ...
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
-        """Which tiers each unit prefers.
+        """Choose the tiers that each unit prefers.
 
         Args:
             units: All units of the model, in the order of forward; each knows its bytes, and
@@ -359,7 +359,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _path(directory: Any) -> Path:
-    """A path, of a text too. Raises ``ValueError`` for anything else."""
+    """Return ``directory`` as a path. Raises ``ValueError`` for what is neither path nor text."""
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory = {directory!r}: must be a path")
     return Path(directory)

@@ -177,7 +177,7 @@ class HostTier(_MemoryTier):
         super().__init__(topology, device, streams)
         self._poison = poison
         self.nbytes = arena_bytes(planned, topology)
-        # Kept: memory stays page-locked for as long as its arena lives.
+        # Referenced, as memory stays page-locked for as long as its arena lives.
         self._arena = Arena(self.nbytes, device, poison=poison)
         for unit in planned:
             self._areas[unit] = _Area(self._rows(self._arena.take(self._size(unit)), unit))
@@ -225,7 +225,7 @@ _FREE = 1
 
 
 def _cost_of_taking(buffer: _Buffer) -> int:
-    """Empty, written, being written, expected to be loaded."""
+    """Rank what taking a buffer costs: empty, written, being written, expected by a load."""
     if buffer.unit is None:
         return 0
     if not buffer.writing:

@@ -120,7 +120,7 @@ class _Writer(FileSystemWriter):
         return written.then(lambda results: [*results.value(), *sums])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0, and only once all shards are on disk."""
+        """Complete the save; called on rank 0, once all shards are on disk."""
         files: dict[str, Checksum] = {}
         chunks: list[WriteResult] = []
         for result in (result for of_rank in results for result in of_rank):
@@ -266,8 +266,8 @@ class Background:
     def agree(self, build: Callable[[], _T]) -> _T:
         """Build on all ranks or on none. Collective.
 
-        Raises what ``build`` raised, and where it went well the same of the first rank where it
-        did not: ``ValueError`` as such, anything else as ``RuntimeError``.
+        Raises what ``build`` raised; where it succeeded, the error of the first rank on which it
+        did not: a ``ValueError`` as such, anything else as a ``RuntimeError``.
         """
         built: list[_T] = []
         error: Exception | None = None

@@ -28,7 +28,7 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.cache
     def loop() -> Callable[_P, _R]:
-        # Imported late: it takes half a second, which nobody waits for who codes nothing.
+        # Imported on first use: it takes half a second, which a run without codecs is spared.
         compiler = importlib.import_module("numba")
         try:
             made: Callable[_P, _R] = compiler.njit(nogil=True, cache=True)(function)

@@ -7,8 +7,8 @@ a small difference; one that changes its sign is large, and rare.
 Chunks are coded alone, each in the form that takes the least: nothing, codes of two bits without
 the words that are zero, codes of two, four or eight bits, or the new words as they are. What a
 code cannot hold follows as bytes, and what a byte cannot hold as words. Near its entropy a chunk
-takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`). Words of which
-nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.delta.exponents`).
+takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`). Words without an
+earlier version are coded by their exponents, in fewer bits (:mod:`fcdp.delta.exponents`).
 """
 
 import functools
@@ -42,7 +42,7 @@ Coding = Literal["packed", "entropy", "ordered"]
 class _Chunk(NamedTuple):
     """One row of the table that a difference begins with.
 
-    After the form the counts of what it has; of gaps those that they name.
+    The form is followed by counts of its parts; those of gaps are :class:`gaps.Sizes`.
     """
 
     form: int
@@ -59,9 +59,9 @@ def capacity(numel: int) -> int:
 
 
 def encode(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packed") -> torch.Tensor:
-    """What turns ``base`` (n, int16) to ``new`` (n, int16), as uint8; both are on the host.
+    """Encode the difference from ``base`` (n, int16) to ``new`` (n, int16), as uint8 on the host.
 
-    Without ``base``, what makes ``new`` of whatever there is.
+    Without ``base``, encode ``new`` by itself.
     """
     rows, parts = [], []
     chunks = new.split(CHUNK)
@@ -75,7 +75,7 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packe
 
 
 def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
-    """Turn ``base`` (n, int16) to what ``encoded`` was made of; returns the bytes that it took.
+    """Apply ``encoded`` to ``base`` (n, int16) in place; return how many of its bytes were read.
 
     ``encoded`` (uint8) begins at a multiple of four bytes and may be longer. Raises ``ValueError``
     for what ``encode`` cannot have made.
@@ -90,7 +90,7 @@ def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
 
 @functools.cache
 def prepare() -> None:
-    """Compile what coding runs, or load it: no rule is to take these seconds for coding's speed."""
+    """Compile the coder, or load it, before any rule measures coding: that takes seconds."""
     base = torch.zeros(GRANULE, dtype=torch.int16, device="cpu")
     new = base.clone()
     new[0] = 1
@@ -111,7 +111,7 @@ def _raw(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
 def _if_fewer(
     row: _Chunk, parts: Sequence[torch.Tensor], new: torch.Tensor
 ) -> tuple[_Chunk, list[torch.Tensor]]:
-    """A chunk of ``parts``, or of ``new`` as it is where these take no fewer bytes."""
+    """Make a chunk of ``parts``, or of ``new`` as it is where these take no fewer bytes."""
     body = [part.view(torch.uint8) for part in parts]
     if sum(part.numel() for part in body) % 2:
         body.append(body[-1].new_zeros(1))  # words begin at even bytes
@@ -119,7 +119,7 @@ def _if_fewer(
 
 
 def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
-    """New words by their exponents, where that is less than they are."""
+    """Encode new words by their exponents, where that takes fewer bytes."""
     if not new.numel():
         return _raw(new)
     encoded, rest = exponents.write(new)
@@ -169,7 +169,7 @@ def _filled(words: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(new: torch.Tensor, base: torch.Tensor) -> int:
-    """The form whose bytes are the fewest, judged by a sample where that is enough."""
+    """Choose the form that takes the fewest bytes, by a sample where that is enough."""
     # Odd: rows of a matrix, of so many words, are looked at in other columns each time.
     step = new.numel() // 8 // _SAMPLED | 1
     count, some, *beyond = sample(new.numpy(), base.numpy(), step)

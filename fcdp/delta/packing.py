@@ -83,9 +83,9 @@ class Codes:
 
 @compiled
 def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]:
-    """Count, of lines of groups of eight words, one in ``step``: groups, and those that differ.
+    """Sample one in ``step`` lines of groups of eight words: count groups, and those that differ.
 
-    And the words that differ by 2, 8 and 128 or more.
+    Count also the words that differ by 2, 8 and 128 or more.
     """
     count = some = two = eight = wide = 0
     for line in range(0, new.size, 8 * _BESIDE * step):
@@ -107,10 +107,10 @@ def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]
 def pack(
     new: Words, base: Words, bits: int, codes: Bytes, near: Near, wide: Words
 ) -> tuple[int, int]:
-    """Write what leads from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8).
+    """Encode the difference from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8).
 
-    What these do not hold goes to ``near`` (n at most), and is 0 there if a byte does not hold it
-    and it goes to ``wide`` (n at most). Returns how many numbers went to each.
+    A number that these do not hold goes to ``near`` (n at most), and is 0 there if a byte does not
+    hold it and it goes to ``wide`` (n at most). Returns how many numbers went to each.
     """
     low, high = np.int16(-(1 << bits - 1)), np.int16(1 << bits - 1)
     shift, blocks = bits // 4 + 1, codes.view(np.uint64)
@@ -155,9 +155,9 @@ def pack(
 
 @compiled
 def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
-    """Turn ``base`` (n) to what :func:`pack` has made ``codes``, ``near`` and ``wide`` of.
+    """Add to ``base`` (n) the numbers that :func:`pack` encoded as these three arrays.
 
-    Returns whether these are as many as codes leave out; if not, ``base`` is undefined.
+    Returns whether ``near`` and ``wide`` have as many as codes escape; else ``base`` is undefined.
     """
     escape, shift, blocks = -(1 << bits - 1), bits // 4 + 1, codes.view(np.uint64)
     lower = _LOW[shift]
@@ -238,7 +238,7 @@ def spread_changed(bitmap: Bytes, changed: Words, words: Words) -> bool:
 
 
 def places(flags: torch.Tensor) -> torch.Tensor:
-    """Where ``flags`` (n, bool) are set, as int64 (k): numpy is faster than torch at it."""
+    """Return the indices (k, int64) of set ``flags`` (n, bool), by numpy, which is faster."""
     return torch.from_numpy(np.flatnonzero(flags.numpy()))
 
 

@@ -35,7 +35,7 @@ def use(
 
     Call it on every rank before the trainer, or the ``Accelerator``, is made. It goes for all that
     are made in this process from then on. accelerate's FSDP plugin (the Trainer's ``fsdp_config``)
-    says what it says without FCDP: which classes are units, mixed precision, CPU offload,
+    means what it means without FCDP: which classes are units, mixed precision, CPU offload,
     RAM-efficient loading, activation checkpointing, ignored modules, ``reshard_after_forward``.
     Adapters are split from frozen weights, micro-batches accumulate by ``fcdp.accumulate``, TRL's
     reference models are sharded block by block, and the cache is told of ``sync_ref_model``. On
@@ -48,7 +48,7 @@ def use(
         options: Arguments of ``fcdp.shard`` that the plugin does not stand for.
 
     Returns:
-        What ends it: ``close()`` it, or use it in ``with``.
+        A context that ends it: ``close()`` it, or use it in ``with``.
 
     Raises:
         ValueError: For a release of accelerate or TRL that is not known, and for arguments that
@@ -68,7 +68,7 @@ def use(
 
 @functools.cache
 def _replace_accelerate() -> None:
-    """Once: what is replaced looks at ``_takeover``, however early others have imported it."""
+    """Replace accelerate's functions, once, by those that look at ``_takeover``."""
     init, prepare = AcceleratorState.__init__, Accelerator.prepare
     no_sync, backward = Accelerator.no_sync, Accelerator.backward
     shard = accelerate.accelerator.fsdp2_prepare_model
@@ -125,7 +125,7 @@ def _replace_accelerate() -> None:
 
 @functools.cache
 def _replace_trl() -> None:
-    """Once, as ``_replace_accelerate``."""
+    """Replace TRL's functions, once, as ``_replace_accelerate`` does."""
     prepare = import_module("trl.models.utils").prepare_fsdp
     callback = import_module("trl.trainer.callbacks").SyncRefModelCallback
     sync = callback.sync_target_model

@@ -74,7 +74,7 @@ class _Sharding:
 
 
 class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignore[misc]
-    """For ``Fabric(strategy=…)``: ``setup_module`` shards, ``no_backward_sync`` accumulates.
+    """Strategy of ``Fabric``: ``setup_module`` shards, ``no_backward_sync`` accumulates.
 
     Args:
         topology: Where the data-parallel ranks stand; by default torchrun's environment tells it.
@@ -115,9 +115,9 @@ class _Accumulating(_BackwardSyncControl):  # type: ignore[misc]
 
 
 class TrainerStrategy(_Sharding, of_trainer.ModelParallelStrategy):  # type: ignore[misc]
-    """For ``lightning.Trainer(strategy=…)``: the module is sharded after ``configure_model``.
+    """Strategy of ``lightning.Trainer``: shards the module after ``configure_model``, if there.
 
-    That need not be there. ``accumulate_grad_batches`` accumulates by ``fcdp.accumulate``.
+    ``accumulate_grad_batches`` accumulates by ``fcdp.accumulate``.
 
     Args:
         topology: As of ``FabricStrategy``, as are the other arguments.

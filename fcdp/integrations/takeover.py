@@ -55,7 +55,7 @@ def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) ->
 
 
 def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topology:
-    """The topology, which lies over the client's mesh; left out, that or torchrun tells it."""
+    """Return the topology over the client's mesh; ``None``: that of the mesh or of torchrun."""
     if mesh is not None and mesh.ndim > 1:
         raise ValueError(
             f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names}; must be one that "
@@ -74,7 +74,7 @@ def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topolog
 
 
 class Takeover:
-    """In use, stands in the place of ``fully_shard``, and shards when a root is asked for."""
+    """A stand-in for ``fully_shard`` that shards when a root is asked for."""
 
     def __init__(self) -> None:
         self._end: contextlib.ExitStack | None = None
@@ -111,9 +111,9 @@ class Takeover:
 
     @contextlib.contextmanager
     def of(self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts.
+        """Take the calls of ``owner.fully_shard`` in the body, and shard with that of ``root``.
 
-        Units of their own are ``apart`` too. Where this is not in use, it does nothing.
+        Modules ``apart`` become units too. Where this is not in use, it does nothing.
         """
         if not self.in_use:
             yield
@@ -161,7 +161,7 @@ class Takeover:
     def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
         """Modules that the client shards by itself, and the model's blocks if it left them whole.
 
-        Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
+        A list of modules that it keeps gathered joins the root's unit, which stays gathered too.
         """
         asked = [*apart]
         for module, kwargs in self._calls:

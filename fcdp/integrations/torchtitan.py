@@ -29,7 +29,7 @@ def use(
 ) -> contextlib.ExitStack:
     """Have torchtitan shard its decoders by ``fcdp.shard``, where it would by ``fully_shard``.
 
-    Call it on every rank before the ``Trainer`` is built. Its configuration says what it says
+    Call it on every rank before the ``Trainer`` is built. Its configuration means what it means
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
     compilation, ``fsdp_reshard_after_forward``. Micro-batches accumulate by ``fcdp.accumulate``.
 
@@ -40,7 +40,7 @@ def use(
         options: Arguments of ``fcdp.shard`` that the configuration does not stand for.
 
     Returns:
-        What ends it: ``close()`` it, or use it in ``with``.
+        A context that ends it: ``close()`` it, or use it in ``with``.
 
     Raises:
         ValueError: For a release of torchtitan that is not known, and for arguments that
@@ -55,7 +55,7 @@ def use(
 
 @functools.cache
 def _replace() -> None:
-    """Once: what is replaced looks at ``_takeover``, however early others have imported it."""
+    """Replace torchtitan's functions, once, by those that look at ``_takeover``."""
     apply = torchtitan.distributed.fsdp.apply_fsdp_to_decoder
     init, train_step = Trainer.__init__, Trainer.train_step
     micro_batch = Trainer.forward_backward_step

@@ -32,7 +32,7 @@ from fcdp.publication.files import (
     words,
 )
 
-#: Of the model: whatever else held a publisher, which knows the model, would never let go of it.
+#: The model's attribute: a publisher refers to its model, and must not outlive it elsewhere.
 _ATTRIBUTE = "_fcdp_publisher"
 
 
@@ -136,7 +136,7 @@ def publish(
     engine = engine_of(model)
     engine.staleness.conclude()
     options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
-    # Taken out: one that does not get to its end is not gone on with.
+    # Taken out until it succeeds: a publisher that has failed is not used again.
     publisher = model.__dict__.pop(_ATTRIBUTE, None)
     if publisher is None or publisher.options != options:
         publisher = _Publisher(model, engine, options)
@@ -156,7 +156,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Contents:
-    """This rank's parts of the model; equal to others as long as a difference tells all."""
+    """This rank's parts of the model; equal to others as long as a difference suffices."""
 
     #: Data type by part: what is trained, and buffers.
     followed: dict[Part, torch.dtype]
@@ -180,12 +180,12 @@ class _Publisher:
         self._what = f"place = {options.place}"
         self._place = on_all_ranks(self._what, engine.topology, lambda: Place(options.place))
         highest = on_all_ranks(self._what, engine.topology, self._place.highest)
-        # All go on behind what the first has found: another may see a part of the next already.
+        # All go on from the version that the first sees: others may see part of the next already.
         first: list[Any] = [highest, secrets.token_hex(8)]
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         for dim in range(mesh.ndim):
             dist.broadcast_object_list(first, group=mesh.get_group(dim), group_src=0)
-        #: The last version, and what tells its files from those of others who publish here.
+        #: The last version, and the id by which its files differ from those of other publishers.
         self._version, self._run = first
         self._contents: _Contents | None = None
         #: Versions of the last anchor, and of what is frozen.

@@ -48,9 +48,9 @@ class Subscriber:
         self.state: MutableMapping[str, torch.Tensor] = {} if state is None else state
         self.version: int | None = None
         self._frozen = 0
-        #: Who has published what is held: two who do not know of each other may share a place.
+        #: Which run published what is held: two may share a place, unaware of each other.
         self._run = ""
-        #: Parts by dtype, whose differences a rank tells together, by rank.
+        #: Parts by dtype, whose differences a rank encodes together, by rank.
         self._parts: list[dict[str, list[Part]]] = []
 
     def update(self) -> int | None:
