@@ -1,6 +1,6 @@
 """A process of its own for the accelerator, which PyTorch does not forget again.
 
-What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
+Tests of the files in ``ALSO`` run on ranks on the accelerator too.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Sends to ranks of the accelerator what tests send to processes with CPUs."""
+"""Runs on ranks of the accelerator the functions that tests run on processes with CPUs."""
 
 from collections.abc import Callable
 from typing import Any

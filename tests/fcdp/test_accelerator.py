@@ -1,4 +1,4 @@
-"""The accelerator to test on: it notices what nothing orders, and nothing else."""
+"""The accelerator for tests notices what nothing orders, and nothing else."""
 
 import struct
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def hosts_sum_up(on: Any, waits: bool) -> list[float]:
 
 
 def checksum_of_the_host(on: Any, waits: bool) -> list[float]:
-    """Memory that is read by its address."""
+    """The host reads memory by its address, as checksums do."""
     from fcdp.checksum import checksum
 
     return [float(checksum(landed(on, waits)))]

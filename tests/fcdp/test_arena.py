@@ -79,7 +79,7 @@ def test_an_arena_lives_as_long_as_what_uses_its_memory(
 
 
 def mapping_at(address: int) -> dict[str, str]:
-    """What the kernel says of the mapping that holds ``address``; empty where none does."""
+    """Return what the kernel says of the mapping that holds ``address``; empty where none does."""
     text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
         header, *lines = block.splitlines()
@@ -90,7 +90,7 @@ def mapping_at(address: int) -> dict[str, str]:
 
 
 def resident_pages(address: int, nbytes: int) -> int | None:
-    """How many pages exist; ``None`` where not all of this is mapped."""
+    """Count the pages that exist; ``None`` where not all of this is mapped."""
     flags = (ctypes.c_ubyte * (nbytes // ALIGNMENT))()
     failed = _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags)
     return None if failed else sum(flag & 1 for flag in flags)

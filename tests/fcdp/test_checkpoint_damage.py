@@ -53,7 +53,7 @@ def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator
 
 
 def refusal_of(run: Run, directory: Path) -> str:
-    """What a load says, which is a ``ValueError`` within a minute."""
+    """Return the message of a load, which raises ``ValueError`` within a minute."""
     start = time.monotonic()
     with pytest.raises(ValueError, match=".") as error:
         run.load(directory)
@@ -117,7 +117,7 @@ DAMAGE: Mapping[str, Damage] = {
 
 
 def damage_of(path: Path, number: int) -> dict[str, Damage]:
-    """Damage that may befall a file, and what is said of it besides its name."""
+    """Return damage that may befall a file, with the words of its error besides the name."""
     damage: dict[str, Damage] = {}
     for what, change in random_damage(path.stat().st_size, number).items():
         words = "are not as saved" if "flip" in what else "bytes; must have"
@@ -236,7 +236,7 @@ def test_a_forged_description_is_refused(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_no_pickle_from_disk_is_run(tmp_path: Path) -> None:
-    """One that runs code, in place of either file, with all checksums right."""
+    """A pickle that runs code takes the place of either file, with all checksums right."""
     run = trained(tmp_path / "checkpoint")
     where, exploded = tmp_path / "checkpoint", tmp_path / "exploded"
     state, metadata = path_of(where, "state.pt"), path_of(where, ".metadata")

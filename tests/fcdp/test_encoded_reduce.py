@@ -1,4 +1,4 @@
-"""Coded reductions: parts that are rounded once, and parts that are bit for bit what they were."""
+"""Coded reductions: parts that are rounded once, and parts that arrive bit for bit."""
 
 from typing import Any
 from unittest import mock

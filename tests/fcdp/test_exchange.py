@@ -42,7 +42,7 @@ def test_ranks_agree_on_the_host_in_groups_of_their_own(nodes: int, ranks_per_no
 
 
 class At(NoFailures):
-    """Flags of a rank that is at another exchange than it should be, perhaps."""
+    """Flags of a rank that may be at another exchange than it should be."""
 
     def __init__(self, place: int) -> None:
         self.place = place

@@ -1,4 +1,4 @@
-"""What other programs load is what the sharded model holds, to the bit."""
+"""Other programs load what the sharded model holds, to the bit."""
 
 import sys
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_a_model_of_ones_own_is_written_by_its_names(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
-    """As on a disk that fills up in the middle of a file."""
+    """The disk fills up in the middle of a file."""
     run = Run(Settings(2, 1, adapter_rank=3))
     first, writes = run.topology.rank == 0, (fcdp.export, fcdp.save_adapters)
     for write in writes:
@@ -147,7 +147,7 @@ class SavesItself(TinyLM):
 
 @on_ranks(4)
 def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) -> None:
-    """From rank 0, and no other: what its ``state_dict`` has."""
+    """Rank 0 alone passes it what its ``state_dict`` has."""
     torch.manual_seed(0)
     plain = SavesItself(0)
     state = {name: value.clone() for name, value in plain.state_dict().items()}

@@ -1,6 +1,6 @@
-"""State in two generations: what is read meanwhile, what a failure leaves, what is refused.
+"""State in two generations: reads meanwhile, the state after a failure, refusals.
 
-And files that are replaced whole, or stay as they were.
+Files are replaced whole, or stay as they were.
 """
 
 import errno
@@ -51,7 +51,7 @@ class _Training:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[_Training]:
-    """With steps 0 and 1 complete."""
+    """A training with steps 0 and 1 complete."""
     made = _Training(tmp_path)
     for step in (0, 1):
         made.write(step)

@@ -1,4 +1,4 @@
-"""Writes that nothing shows: healed before a pass that can still be, an error soon after."""
+"""Writes that nothing shows: healed where they are seen before a pass, else an error soon after."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_all_that_was_compared_can_be_waited_for() -> None:
 
 @on_ranks(2)
 def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(tmp_path: Path) -> None:
-    """Whatever writes it asks first, as the next pass would."""
+    """Calls that write it ask the guard first, as the next pass would."""
     for write in (fcdp.save, fcdp.save_adapters, fcdp.export, fcdp.publish):
         run = Run(FROZEN)
         loss = run.loss()
@@ -112,7 +112,7 @@ def by_data(param: DTensor) -> None:
 
 
 def by_collective(param: DTensor) -> None:
-    """As a trainer that averages replicas of its own."""
+    """Write as a trainer that averages replicas of its own."""
     shard = param.to_local().detach()
     dist.all_reduce(shard, op=dist.ReduceOp.MAX)
 
@@ -189,7 +189,7 @@ def test_a_pass_without_gradients_uses_what_was_written(
 
 
 def train_after(name: str) -> tuple[int, str]:
-    """How many training passes ran after an unseen write before the error, and what it says."""
+    """Return how many training passes ran from an unseen write to the error, and its message."""
     run = Run(SETTINGS)
     for _ in range(2):
         run.step()
@@ -208,7 +208,7 @@ def train_after(name: str) -> tuple[int, str]:
 def test_training_on_is_an_error_on_all_ranks_within_two_passes(
     apart: Pools, name: str, seed: int
 ) -> None:
-    """Whatever the host finds of the copy of the flags: the seed draws it."""
+    """The seed draws whether the host finds that the copy of the flags has landed."""
     outcomes = OnStreams(apart, schedules=0, seed=seed).run(4, train_after, name)
     assert len({passes for passes, _ in outcomes}) == 1
     for passes, text in outcomes:

@@ -1,4 +1,4 @@
-"""Who follows optimizers may end at any time."""
+"""Followers of optimizers may end at any time."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Blocks are found where nobody names them; what is split off them is joined, by kind, in order."""
+"""Blocks are found where nobody names them; parts split off them are joined by kind, in order."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
 
 
 class Uncalled(nn.Module):
-    """As ``ParameterList``: what it holds is used by others."""
+    """A module like ``ParameterList``, whose parameters others use."""
 
     def __init__(self, *held: nn.Parameter) -> None:
         super().__init__()

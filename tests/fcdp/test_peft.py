@@ -1,4 +1,4 @@
-"""What peft and users freeze, add and unfreeze trains like FSDP2 (paper: FCDP-Comm)."""
+"""Parameters that peft and users freeze, add and unfreeze train like FSDP2 (paper: FCDP-Comm)."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def set_up(model: nn.Module, blocks: list[nn.Module], topology: fcdp.Topology, how: str) -> None:
-    """By ``fcdp.shard``, or by ``fully_shard``, with ``fcdp.cache_parameters`` after it if so."""
+    """Shard by ``fcdp.shard`` or ``fully_shard``, and by ``fcdp.cache_parameters`` if asked."""
     if how == "shard":
         fcdp.shard(model, topology, units=blocks)
         return
@@ -165,7 +165,7 @@ def test_an_evaluation_after_adapters_were_merged(merge: str) -> None:
 
 
 def warned_of(how: str) -> tuple[str, int]:
-    """What set-up warns of, and what this rank's gathers send in the second step."""
+    """Return the warning of set-up, and the bytes that gathers send in the second step."""
     model, blocks = make_model("lora")
     with captured() as (_, warned):
         set_up(model, blocks, topology_of(2, 1), how)
@@ -205,7 +205,7 @@ def test_ignored_parameters_stay_whole() -> None:
 
 @on_ranks(2)
 def test_adapters_cross_once_per_step_beside_a_reference() -> None:
-    """Whose pass lies between a forward and its backward, as DPO's does."""
+    """The reference's pass lies between a forward and its backward, as in DPO."""
     model, blocks = make_model("lora")
     set_up(model, blocks, topology_of(2, 1), "shard")
     optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))

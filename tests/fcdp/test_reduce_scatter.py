@@ -1,4 +1,4 @@
-"""Micro-batches of one unit, reduced between ranks that are threads or only note what is asked."""
+"""Micro-batches of one unit, reduced between ranks that are threads or only note calls."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ class Weight:
         self.requires_grad = True
 
     def wait(self) -> None:
-        """Have a ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
+        """Set ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
         if waiting_in(self) is None:  # type: ignore[arg-type]
             self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
 
@@ -274,7 +274,7 @@ def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> 
 
 
 class Group:
-    """FSDP2's, of parameters that have a gradient or not."""
+    """A group like FSDP2's, of parameters that have a gradient or not."""
 
     def __init__(self, count: int) -> None:
         self.fsdp_params: Any = [Parameter() for _ in range(count)]
@@ -285,7 +285,7 @@ class Group:
 
 
 class Parameter:
-    """One of FSDP2's."""
+    """A parameter like FSDP2's."""
 
     def __init__(self) -> None:
         self.unsharded_accumulated_grad: torch.Tensor | None = None
@@ -349,7 +349,7 @@ INSIDE, ACROSS = "intra of reductions", "inter of reductions"
 @pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM], ids=str)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_gradients_are_scaled_once(ranks_per_node: int, op: Any, asked: list[Any]) -> None:
-    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
+    """FSDP2 asks NCCL for a sum of scaled gradients; with gloo it divides the sum."""
     gradients = torch.empty(2 * ranks_per_node)
     Reducer(Place(2, 0, ranks_per_node)).reduce(torch.empty(1), gradients, NO_GROUP, op)
     across = op if op == dist.ReduceOp.AVG or ranks_per_node == 1 else SUM

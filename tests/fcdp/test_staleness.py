@@ -1,4 +1,4 @@
-"""Causes of stale entries, ranks that decide alike, and what one rank takes for a write."""
+"""Causes of stale entries, ranks that decide alike, and writes as one rank sees them."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ ADAPTERS = ["blocks.0.first.down", "blocks.1.first.down"]
 
 
 def step_of_first_adapters(run: Run) -> None:
-    """By fused kernels, which leave the version counters as they are."""
+    """Step by fused kernels, which leave the version counters as they are."""
     torch.optim.AdamW(list(run.model.blocks[0].first.parameters()), fused=True).step()  # type: ignore[union-attr]
 
 
@@ -47,7 +47,7 @@ def local_write_on_rank_1(run: Run) -> None:
 
 
 def write_into_a_state_dict_on_rank_1(run: Run) -> None:
-    """As torch.distributed.checkpoint loads: behind an alias, where no version grows."""
+    """Write as torch.distributed.checkpoint loads: to an alias, where no version grows."""
     state = run.model.state_dict()
     if run.topology.rank == 1:
         state["blocks.1.up.weight"].detach().to_local().mul_(2)  # type: ignore[operator]
@@ -59,7 +59,7 @@ def load_of_a_layer(run: Run) -> None:
 
 
 def load_through_data(run: Run) -> None:
-    """By modules' own ways, as quantised ones have them: the same values, and no trace."""
+    """Load by modules' own methods, as quantised ones do: the same values, and no trace."""
     for module in run.model.modules():
         module._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
     run.model.load_state_dict(run.model.state_dict())
@@ -290,7 +290,7 @@ class Rank:
         )
 
     def update(self, *params: nn.Parameter) -> torch.optim.Optimizer:
-        """An optimizer that has told of its step, and left no trace of it."""
+        """Announce a step of an optimizer that leaves no other trace."""
         optimizer = torch.optim.SGD(params, lr=1.0)
         self.staleness.begin_step(optimizer)
         self.staleness.end_step(optimizer)

@@ -114,7 +114,7 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """And each tier copies on its streams."""
+    """Each tier also copies on its streams."""
     exhaustive = request.config.getoption("--exhaustive")
     first = 1000 * [*TRAININGS].index(name)
     seeds = range(first, first + (MANY_SCHEDULES if exhaustive else SCHEDULES))
@@ -153,7 +153,7 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
 
 
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
-    """Another of either would compute the same, and wait for what it need not wait for."""
+    """Another group or stream would compute the same, after needless waits."""
     ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)
     in_node = ("all-gather of 2 in fcdp_gather", "all_gather_stream")
     assert hierarchical == {

@@ -80,7 +80,7 @@ def sharded(layout: Layout) -> nn.Sequential:
 
 
 def trains(run: Run, layout: Layout, how: str) -> None:
-    """By ``fcdp.shard``, or by ``fully_shard`` and then ``fcdp.cache_parameters``."""
+    """Train, sharded by ``fcdp.shard`` or by ``fully_shard`` and ``fcdp.cache_parameters``."""
     if run.cached and how == "shard":
         model = sharded(layout)
     else:
@@ -97,7 +97,7 @@ def trains(run: Run, layout: Layout, how: str) -> None:
 
 
 def check_bytes(layout: Layout, model: nn.Module) -> None:
-    """Each shard crosses nodes once per step, as its gradients do: no other dimension's."""
+    """Each shard crosses nodes once per step, as its gradients do, and no other dimension's."""
     units = engine_of(model).units
     shards = sum(unit.shard_bytes for unit in units)
     assert shards == sum(param.to_local().nbytes for unit in units for param in unit.params)
@@ -129,7 +129,7 @@ def test_training_matches_fsdp2(ranks: Pools, layout: Layout, how: str) -> None:
 
 @on_ranks(4)
 def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
-    """As the launcher tells."""
+    """The launcher says how many there are."""
     layout = Layout(2, 1, launched=True)
     with launched(dist.get_rank() % TENSOR, TENSOR), captured() as (printed, _):
         sharded(layout)

@@ -1,4 +1,4 @@
-"""Where ranks stand, what is refused, and what the groups cost each process."""
+"""Places of ranks, refusals, and what the groups cost each process."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ def test_a_shape_that_is_not_the_world_is_refused() -> None:
 
 @on_ranks(6)
 def test_ranks_are_numbered_node_by_node() -> None:
-    """By how many ranks a node has, not by how many nodes there are."""
+    """Numbers are divided by the ranks of a node, not by the number of nodes."""
     topology, rank = topology_of(2, 3), dist.get_rank()
     node, local_rank = divmod(rank, 3)
     assert (topology.rank, topology.node, topology.local_rank) == (rank, node, local_rank)
@@ -66,7 +66,7 @@ def world_as(device_type: str) -> DeviceMesh:
 
 @on_ranks(4)
 def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() -> None:
-    """And none of them is over all ranks. Gloo stands for NCCL: it says that it serves CUDA too."""
+    """None of them is over all ranks. Gloo stands in for NCCL: it says that it serves CUDA too."""
     before = len(dist.distributed_c10d._world.pg_names)
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
@@ -92,7 +92,7 @@ def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> Non
 
 
 def initialise(device_type: str) -> tuple[str, str | None]:
-    """What the default group is initialised with, and whether gloo connects lazily then."""
+    """Return the backend of the default group, and whether gloo connects lazily then."""
     made: list[tuple[str, str | None]] = []
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
 

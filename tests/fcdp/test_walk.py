@@ -161,7 +161,7 @@ SABOTAGES: dict[str, tuple[Handler, str]] = {
 
 
 def problem_of(options: Options, sabotage: str, directory: Path) -> str:
-    """What a walk says that is led astray in its last event but one."""
+    """Return the problem that a walk reports where its last event but one was sabotaged."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
     HANDLERS[sabotage], _ = SABOTAGES[sabotage]
     try:

@@ -1,4 +1,4 @@
-"""An accelerator of PyTorch's: tensors on it are its own, and all that touches them is noted.
+"""An accelerator for PyTorch with tensors of its own, which notes all that touches them.
 
 Its tensors (``taped:0``) have memory of the CPU, and operations run when they are issued, in
 that order. What order a device could have run them in is the tape's to say: each is noted on the
@@ -68,7 +68,7 @@ class Event:
         here().host.wait_for(self._clock)
 
     def query(self) -> bool:
-        """Whether the host finds that it has come to pass: it may, or may not."""
+        """Whether the host sees the event as done: drawn, where it may be either."""
         if here().chance.random() < 0.5:
             return False
         self.synchronize()
@@ -135,7 +135,7 @@ class Device:
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[Timeline]:
-        """Be another thread of the host, started now."""
+        """Act as another thread of the host, started now."""
         before, self.host = self.host, self.tape.timeline(f"{name} of rank {self.rank}")
         self.host.wait_for(before.clock)
         try:
@@ -219,7 +219,7 @@ class Device:
         self.tape.note(stream, what, reads, self.touches(writes))
 
     def followed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the host that copies touch too."""
+        """List tensors of the host that copies touch too."""
         return [tensor for tensor in tensors if self.holds(tensor.untyped_storage())]
 
     def note_on_host(
@@ -263,7 +263,7 @@ class DeviceTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A result of a rank, sent elsewhere: a plain tensor."""
+        """Pickle as a plain tensor, as a result of a rank."""
         with torch._C._DisableTorchDispatch():
             return plain(self).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
@@ -275,7 +275,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def _others(types: Any) -> bool:
-    """Whether there is a subclass with tensors inside of it, which will come here."""
+    """Whether there is a subclass with tensors inside it, whose operations come here too."""
     return any(each is not torch.Tensor and each is not DeviceTensor for each in types)
 
 
@@ -376,7 +376,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _index(index: torch.Tensor | None) -> torch.Tensor | None:
-    """An index of a tensor of the device: of one that is on the host CUDA makes a copy."""
+    """An index for a tensor of the device; CUDA copies one that is on the host."""
     if index is None or isinstance(index, DeviceTensor):
         return index
     return _run(aten._to_copy.default, (index,), {"device": _device})
@@ -425,7 +425,7 @@ def _blocks(func: Any, args: Any, kwargs: Any, to_host: bool) -> bool:
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Sort what an operation is given into what it reads and what it writes."""
+    """Sort an operation's arguments into those that it reads and those that it writes."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
     for place, (name, reads, writes) in enumerate(_arguments(func)):

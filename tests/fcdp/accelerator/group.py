@@ -21,7 +21,7 @@ from tests.fcdp.accelerator.device import DeviceTensor, Event, Stream, here, pla
 from tests.fcdp.accelerator.tape import Clock
 
 BACKEND = "threads"
-#: Until ranks that wait for one another are given up.
+#: Seconds until ranks that wait for one another are given up.
 _PATIENCE_S = 60
 
 
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass
 class Hub:
-    """Where the threads of one run meet."""
+    """A meeting point of the threads of one run."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     tables: dict[Any, dict[int, Part]] = field(default_factory=lambda: defaultdict(dict))
@@ -53,7 +53,7 @@ class Hub:
     failed: bool = False
 
     def gather(self, key: Any, rank: int, size: int, part: Part) -> list[Part]:
-        """Wait for what all ranks bring; in rank order."""
+        """Wait for the parts of all ranks, and list them in rank order."""
         with self.changed:
             table = self.tables[key]
             table[rank] = part
@@ -133,7 +133,7 @@ class Group(dist.ProcessGroup):
         results: Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]],
         options: Any = None,
     ) -> Any:
-        """Exchange ``inputs``; ``results`` makes of all ranks' what goes to ``outputs``."""
+        """Exchange ``inputs``; ``results`` computes ``outputs`` from those of all ranks."""
         self._count += 1
         what = f"{what} of {self._size} in {self.group_desc}"
         key, device = (self.group_name, self._count), here()

@@ -62,13 +62,13 @@ class Region(NamedTuple):
     index: slice | np.ndarray
 
     def meets(self, other: Region) -> bool:
-        """Whether a byte is of both."""
+        """Whether both have a byte in common."""
         if max(self.first, other.first) >= min(self.end, other.end):
             return False
         return self.mask is other.mask is None or bool(_bits(self) & _bits(other))
 
     def covers(self, other: Region) -> bool:
-        """Whether all bytes of the other are of this one."""
+        """Whether this has all bytes of the other."""
         if other.first < self.first or self.end < other.end:
             return False
         return self.mask is None or not _bits(other) & ~self.mask
@@ -179,7 +179,7 @@ class Tape:
         block.touched = [*remaining, (operation, region, writing)]
 
     def replay(self, seed: int) -> str | None:
-        """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""
+        """Run all operations in an order drawn from ``seed``; return a wrong read, if any."""
         chance = random.Random(seed)
         memory = {block: held.copy() for block, held in self._at_first.items()}
         done = dict.fromkeys(self.timelines, 0)

@@ -1,6 +1,6 @@
-"""The cache on ranks: what is refused, what falls to the next tier, what is verified.
+"""The cache on ranks: refusals, falls to the next tier, verification.
 
-And what comes next, told from the pass before.
+It also foresees the next gathers from the pass before.
 """
 
 import errno
@@ -117,7 +117,7 @@ def test_a_device_entry_is_overwritten_in_place() -> None:
 def test_ranks_may_choose_different_tiers() -> None:
     """They begin the forward with different memory in use; each entry on the device adds to it.
 
-    And ask the allocator once per step.
+    They ask the allocator once per step.
     """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     root, first, _ = engine_of(run.model).units
@@ -132,9 +132,9 @@ def test_ranks_may_choose_different_tiers() -> None:
 
 @on_ranks(2)
 def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
-    """It would fill a device otherwise that was nearly empty as forward began.
+    """Otherwise it would fill a device that was nearly empty as forward began.
 
-    As on an accelerator, whose tensors take half of it while the second unit is stored.
+    As on an accelerator, tensors take half of it while the second unit is stored.
     """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     tensors = iter([10, 10, 50, 80])
@@ -150,7 +150,7 @@ def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
 
 @on_ranks(2)
 def test_auto_moves_entries_to_the_device_and_back() -> None:
-    """And asks the allocator once per step, not at each load."""
+    """It asks the allocator once per step, not at each load."""
     used, placed = [0], []
     with mock.patch(
         "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
@@ -178,7 +178,7 @@ def breaking(what: str, step: int) -> ExitStack:
 
 
 def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
-    """Losses, hits and misses; on rank 1 something breaks."""
+    """Return losses, hits and misses, while something breaks on rank 1."""
     run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
     losses = []
     for step in range(4):

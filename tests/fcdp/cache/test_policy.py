@@ -1,6 +1,6 @@
-"""Which tier each policy chooses, by arithmetic alone, and how much memory is left.
+"""The tier that each policy chooses, by arithmetic alone, and how much memory is left.
 
-And policies by name.
+Policies by name are parsed here too.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""Slices: what was let go is given out anew, to its own stream and in its own form alone."""
+"""Slices: a released one is reused on its own stream and in its own form alone."""
 
 from collections.abc import Callable
 from typing import Any

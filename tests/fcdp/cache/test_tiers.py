@@ -322,7 +322,7 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, gate: threading.Event) -> 
 def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody else writes to the file under the job, behind direct I/O's back."""
+    """Another process writes to the file during the job, past direct I/O."""
     units = entries(3)
     tier = disk_tier(tmp_path, *units, buffers=1)
     for value, unit in enumerate(units):

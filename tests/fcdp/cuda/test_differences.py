@@ -1,4 +1,4 @@
-"""Differences on a GPU: the coder beside a copy, and a step that tells them beside one without.
+"""Differences on a GPU: the coder beside a copy, and a step with them beside one without.
 
 The other node is imitated, and what goes to it is copied inside the device: a step says what coding
 costs, and nothing of a link.
@@ -39,7 +39,7 @@ def test_coding_is_fast(record_property: Callable[[str, object], None]) -> None:
 
 
 def speeds() -> dict[float, dict[str, float]]:
-    """By learning rate: bits per element, and 10⁹ bytes of a shard per second of each part."""
+    """Return, by learning rate, bits per element and 10⁹ bytes per second of each part."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def drawn() -> torch.Tensor:

@@ -96,7 +96,7 @@ def peaks(engine: str) -> dict[str, Any]:
 
 
 def test_the_imitation_lets_go_of_what_was_exchanged() -> None:
-    """Memory that it kept would be counted as the library's."""
+    """Memory that it retained would be counted as the library's."""
     assert alone(exchanged) == [False, False]
 
 

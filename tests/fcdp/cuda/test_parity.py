@@ -197,7 +197,7 @@ _joined = contextlib.ExitStack()
 
 
 def join(world: World, rank: int, world_size: int, store: Path) -> None:
-    """Be a rank of the world, whose kernels add in one order."""
+    """Join the world as a rank whose kernels add in one order."""
     torch.set_default_device(DEVICE)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""Loops are compiled when they run first, and where nothing can be kept as well."""
+"""Loops are compiled when they first run, and also where nothing can be cached."""
 
 import errno
 import os

@@ -1,6 +1,6 @@
 """A difference turns one version of a shard to the other, bit for bit, in few bytes.
 
-And a message leads from one version to the next, or is refused.
+A message leads from one version to the next, or is refused.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ def test_damage_and_another_version_are_detected(dtype: torch.dtype) -> None:
     written = message.write(new, base, 7)
     with pytest.raises(ValueError, match="from version 7 of a shard, of which 6 is here"):
         message.read(written, base.clone(), 6)
-    if dtype.itemsize == 2:  # of wider ones nothing is held here that is small to tell
+    if dtype.itemsize == 2:  # wider ones have no small difference from the base here
         with pytest.raises(ValueError, match="damaged|another checksum"):
             message.read(written, new.clone(), 7)  # not the base
     for length in (0, 8, 15, 16, 20):

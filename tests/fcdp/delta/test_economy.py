@@ -1,4 +1,4 @@
-"""Differences are told where they pay."""
+"""Differences are sent where they pay."""
 
 import time
 
@@ -10,7 +10,7 @@ SHARD = 2**20
 
 
 class Exchange:
-    """One whose end takes a time of its own, whatever it says before: gloo says nothing."""
+    """An exchange that takes a time of its own, and like gloo never says that it has ended."""
 
     def __init__(self, clock: list[float], seconds: float) -> None:
         self._clock, self._seconds = clock, seconds

@@ -39,7 +39,7 @@ def test_every_word_arrives_beside_every_mean() -> None:
 
 
 def test_encoded_bytes_stay_readable() -> None:
-    """Part by part, of two blocks: later versions read what this one has written."""
+    """Later versions read what this one has written: two blocks, part by part."""
     words = gradients(300)
     words[256:] = 0x3F80
     encoded, rest = exponents.write(words)
@@ -56,7 +56,7 @@ def test_gradients_take_about_eleven_bits_of_sixteen() -> None:
 
 
 def test_blocks_of_any_magnitude_take_as_few_bits() -> None:
-    """An exponent is told by its distance from those of its block."""
+    """An exponent is coded by its distance from those of its block."""
     words = torch.randn(2**16).bfloat16().view(torch.int16)
     alike, _ = exponents.write(words)
     encoded, _ = exponents.write(words + (torch.arange(2**16) // 256 % 50 << 7).to(torch.int16))

@@ -65,7 +65,7 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     assert bits <= 1.2 * entropy
     packed = 8 * encode(numbers, base).numel() / count
     assert bits < 0.7 * packed
-    # What changes depends on the old word's magnitude: told in its order it takes less.
+    # Changes depend on the old word's magnitude: coded in its order they take less.
     small = (torch.rand(count) < 0.5).short()
     words = (small * 0x3000 + (1 - small) * 0x3C00).short()
     some = numbers * small
@@ -94,7 +94,7 @@ def test_numbers_of_a_byte_take_hardly_more_than_it() -> None:
 
 
 def test_files_of_publications_stay_readable() -> None:
-    """Some numbers, byte by byte: later versions read what this one has written."""
+    """Later versions read what this one has written: some numbers, byte by byte."""
     tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
     others = [5, 0, *(300).to_bytes(2, "little")]
     numbers = torch.zeros(5000, dtype=torch.int16)

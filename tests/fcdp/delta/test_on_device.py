@@ -1,6 +1,6 @@
-"""Messages of known sizes: what an accelerator tells, by operations that nobody waits for.
+"""Messages of known sizes, which an accelerator codes without making the host wait.
 
-And what a step on the accelerator of tests waits for, exchanges and takes.
+A step on the accelerator of tests is compared by its waits, exchanges and memory too.
 """
 
 import traceback
@@ -208,7 +208,7 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
 
 
 def after_damage() -> list[str]:
-    """A rank's words about a message that was damaged at the second step, and when it says them."""
+    """Return a rank's errors, by step, about a message that was damaged at the second step."""
     run, errors = training.Run(replace(RAW, gather_codec=fcdp.Delta())), []
     optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Of which version a rank tells a difference, and when it tells none."""
+"""Versions that a rank sends differences from, and when it sends none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from tests.fcdp.stand_ins import StandInUnit
 
 
 def mock_economy() -> Any:
-    """Another rank's economy, which says that packed codes pay, and finer ones do not."""
+    """A stand-in for an economy, which says that packed codes pay, and finer ones do not."""
     means = {name: Mean() for name in ("encoding", "applied", "finer")}
     economy = mock.Mock(**means)
     economy.pays.return_value = True
@@ -30,7 +30,7 @@ def asked(question: mock.Mock) -> list[tuple[Any, ...]]:
 
 
 def sent_shard(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
-    """What was sent of a shard that all have kept, as generation 4."""
+    """Return the base of a shard that all ranks hold, as generation 4."""
     unit: Any = StandInUnit("unit", 8)
     entry, economy = Entry(unit), mock_economy()
     sent = Sent(entry, economy, nodes)
@@ -86,7 +86,7 @@ def test_entropy_codes_are_taken_where_they_pay_and_asked_by_what_they_took() ->
         (None, 4, 4, False),
         ("host", 3, 4, False),
         ("host", 5, 5, False),
-        ("host", 1, 1, False),  # until it is kept: the first version is told a difference of
+        ("host", 1, 1, False),  # until it is kept: the first difference leads from it
     ],
 )
 def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(

@@ -34,7 +34,7 @@ UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Trained(NamedTuple):
-    """Bits that one rank computed, and where and how it had them."""
+    """Bits that one rank computed, where they were cached and how they were sent."""
 
     #: Losses, logits after each write, and parameters.
     computed: list[torch.Tensor]

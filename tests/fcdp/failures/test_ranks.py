@@ -121,7 +121,7 @@ def ended(act: Act, exchanges: Exchanges) -> str:
 
 
 def acted(acts: Sequence[Act]) -> list[str]:
-    """How each of the acts has ended on this rank, one after another."""
+    """Run the acts one after another; return how each has ended on this rank."""
     with polling_often():
         exchanges = Exchanges(" and ".join(act.__name__ for act in acts))
         return [ended(act, exchanges) for act in acts]
@@ -165,7 +165,7 @@ def one_is_late_to_raise_alike(exchanges: Exchanges) -> None:
 
 
 def one_raises_where_it_leaves_nothing_out(exchanges: Exchanges) -> None:
-    """After its last exchange of a pass: nobody can tell that there is none."""
+    """It raises after its last exchange of a pass: nobody can know that it was the last."""
     for _ in range(2):
         exchanges.begin()
         if exchanges.rank == 2:
@@ -211,7 +211,7 @@ def one_backward_raises(exchanges: Exchanges) -> None:
 
 
 def one_resets_after_a_backward_that_raised(exchanges: Exchanges) -> None:
-    """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
+    """FSDP2's ``reset_iter_state`` does so, which waits for prefetched gathers."""
     exchanges.begin()
     exchanges.backward(raises=exchanges.rank == 0)
     if exchanges.rank == 0:
@@ -328,7 +328,7 @@ def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(n
 
 @on_ranks(2)
 def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
-    """Before and after one of them has waited for what it issued."""
+    """Places are equal before and after one of them has waited for what it issued."""
     with polling_often():
         exchanges = Exchanges("places")
         exchanges.failures.begins()
@@ -344,7 +344,7 @@ def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
 
 @on_ranks(2)
 def test_a_connection_that_breaks_is_announced_to_all() -> None:
-    """Rank 0's has broken in a wait: what the next exchanges of each say."""
+    """Rank 0's connection has broken in a wait: all learn of it in their next exchanges."""
     with polling_often():
         exchanges = Exchanges("broken")
 

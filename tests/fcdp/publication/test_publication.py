@@ -1,6 +1,6 @@
 """Readers hold what the trainer has, to the bit, or an earlier version, whole.
 
-Which files are a version, what they may tell, and which state they may be written to.
+Files make up a version, are valid or refused, and fit the state or are not written to it.
 """
 
 import gc
@@ -36,7 +36,7 @@ LORA = Settings(adapter_rank=3, param_dtype=torch.bfloat16)
 
 
 def held(model: TinyLM, settings: Settings) -> dict[str, torch.Tensor]:
-    """What the forward computes with, whole."""
+    """Return the whole tensors that the forward computes with."""
     return {
         name: whole(value).detach().to(settings.param_dtype).clone()
         for name, value in model.state_dict().items()
@@ -290,7 +290,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_writers_that_are_killed_leave_versions_whole(
     ranks: Pools, tmp_path: Path, rank: int, killed_at: int
 ) -> None:
-    """Then another run goes on there."""
+    """Another run then goes on in the same place."""
     pool = RankPool(2)
     with pytest.raises(RankFailure, match="its process has ended"):
         pool.run(publish_and_die, tmp_path, rank, killed_at)

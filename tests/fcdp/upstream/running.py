@@ -74,7 +74,7 @@ class Run:
             self.see(f"{name}.grad", param.grad)
 
     def settle(self) -> None:
-        """Wait for the device, as who reads what is not yet promised must."""
+        """Wait for the device, as a reader of unfinished results must."""
         torch.get_device_module(torch.get_default_device()).synchronize()
 
     def input(self, *shape: int, step: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:

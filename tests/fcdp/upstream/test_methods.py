@@ -152,7 +152,7 @@ def test_shard_placement_fn(run: Run) -> None:
 
 @cases()
 def test_slices_of_a_sharded_container(run: Run) -> None:
-    """What FSDP2 gives a module's class and indexing stays as it is."""
+    """A module's class and its indexing stay as FSDP2 has made them."""
     model = run.set_up(mlps(3, 4))
     assert type(model).__name__ == "FSDPSequential"
     part = model[:2]

@@ -132,7 +132,7 @@ def test_a_module_is_called_several_times(run: Run, reshard: bool) -> None:
 
 @cases((True, True), (True, False), (False, True), (False, False))
 def test_two_forwards_before_one_backward(run: Run, checkpointing: bool, reshard: bool) -> None:
-    """As preference training has it: one loss of two forwards."""
+    """Two forwards have one loss, as in preference training."""
     model = Transformer(checkpointing=checkpointing)
     inner = [part for layer in model.layers for part in (layer.mlp, layer)]
     run.set_up(model, [*inner, model], reshard_after_forward=reshard)

@@ -24,7 +24,7 @@ Micro = Literal["plain", "waits", "last"]
 
 @lru_cache
 def group_of(world: object) -> dist.ProcessGroup:
-    """For the walk's own questions: no other exchange can be taken for one of them."""
+    """Return a group for the walk's own exchanges, which cannot be taken for others."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -46,7 +46,7 @@ class Side:
         if options.divide_factor is not None:
             for unit in self.units():
                 unit.set_gradient_divide_factor(options.divide_factor)
-        #: A state dict that somebody has kept, and an average of the parameters.
+        #: A state dict of an earlier step, and an average of the parameters.
         self.old_state: dict[str, Any] | None = None
         self.average: dict[str, torch.Tensor] | None = None
         self.follow_parameters()
@@ -99,7 +99,7 @@ class Side:
             loss.backward()
 
     def accumulating(self, micro: Micro) -> contextlib.AbstractContextManager[None]:
-        """What FCDP is told about a micro-batch; FSDP2 adds up what each backward reduces."""
+        """Return FCDP's context for a micro-batch; FSDP2 adds up what each backward reduces."""
         if not self.cached or micro == "plain":
             return contextlib.nullcontext()
         return fcdp.accumulate(self.model, last=micro == "last")
@@ -110,7 +110,7 @@ class Side:
             fcdp.discard(self.model)
 
     def reset(self) -> None:
-        """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13): its gradients are lost.
+        """Reset as FSDP2 asks after an exception in a pass (torch ≥ 2.13): its gradients are lost.
 
         FSDP2 keeps those of whole parameters, though, and would add them to the next ones.
         """
@@ -119,7 +119,7 @@ class Side:
             self._forget_unsharded_gradients()
 
     def recover(self) -> None:
-        """After an error amid a pass: begin anew with the parameters as they are."""
+        """Begin anew with the parameters as they are, after an error within a pass."""
         self.reset()
         self.reshard()
         self.discard()
@@ -212,7 +212,7 @@ class Pair:
         return model
 
     def difference(self, *, gradients: bool) -> str | None:
-        """What differs between the copies on this rank: parameters, states, gradients."""
+        """Return what differs between the copies on this rank: parameters, states, gradients."""
         for name, param in self.reference.params.items():
             other = self.cached.params[name]
             if text := self._differ(name, other, param, param):
@@ -240,7 +240,7 @@ class Pair:
 
 
 def differ(what: str, value: Any, expected: Any) -> str | None:
-    """How FCDP's value differs from FSDP2's, bit for bit."""
+    """Return how FCDP's value differs from FSDP2's, bit for bit."""
     if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
         if torch.equal(value, expected):
             return None

@@ -16,7 +16,7 @@ from tests.fcdp.walk.pair import Side
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where FCDP's copy was written, and what FSDP2's held then."""
+    """The place of a checkpoint of FCDP's copy, and what FSDP2's held then."""
 
     directory: Path
     params: dict[str, torch.Tensor]
@@ -83,7 +83,7 @@ def save_by_dcp(walk: Walk) -> None:
 
 
 def load_by_dcp(walk: Walk) -> None:
-    """In place, into a state dict taken now or earlier."""
+    """Load in place, into a state dict taken now or earlier."""
     if not walk.dcp_checkpoints:
         save_by_dcp(walk)
     walk.tidy()
@@ -113,7 +113,7 @@ def save(walk: Walk) -> None:
 
 
 def resume(walk: Walk) -> None:
-    """From a checkpoint, into a fresh pair or into the one at hand."""
+    """Resume from a checkpoint, with a fresh pair or the present one."""
     if walk.waiting or walk.uneven:
         return
     if not walk.checkpoints:
