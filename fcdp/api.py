@@ -92,7 +92,7 @@ def shard(
 
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
-            the model, no units where the model's blocks cannot be told (it lists what they may be),
+            the model, no units where the model's blocks are ambiguous (it lists what they may be),
             or too little host memory.
 
     Example:

@@ -54,7 +54,7 @@ def open_alone(path: Path, field: str, *, direct: bool = True) -> File:
 
 
 def left_over(path: Path) -> bool:
-    """Whether there is a file that ``open_alone`` has made, and nobody has open any more."""
+    """Whether ``path`` is a file of ``open_alone`` that no process has open any more."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

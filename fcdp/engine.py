@@ -379,7 +379,7 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     if engine is None:
         raise ValueError("model: FCDP is set up on a part of it already")
     before = engine.setup
-    if setup.sharding is None:  # the model was sharded by whatever call: that is not asked for
+    if setup.sharding is None:  # ``cache_parameters`` asks for no arguments of the sharding
         before = replace(before, sharding=None)
     if before != setup:
         raise ValueError(

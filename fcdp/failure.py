@@ -168,7 +168,7 @@ class Failures:
 
     @property
     def place(self) -> int:
-        """16 bits that tell which exchange comes next, after which failures; alike on all ranks."""
+        """16 bits that identify the next exchange and the failures so far; alike on all ranks."""
         return zlib.crc32(f"{self._failed} {self._exchanges}".encode()) & 0xFFFF
 
     def raise_out_of_step(self) -> NoReturn:
@@ -339,7 +339,7 @@ class Failures:
         return reason
 
     def _end(self, reason: str) -> str:
-        """Break what waits here, and tell the others; returns the first reason of any rank."""
+        """End all waits here, and inform the others; return the first reason of any rank."""
         with contextlib.suppress(Exception):
             reason = self._give_up(reason)
         self._over = reason  # before the main thread sees what breaking does

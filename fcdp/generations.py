@@ -149,7 +149,7 @@ class Generations:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Tell who waits when the block fails, and have nothing written after it."""
+        """Raise the block's error in all that wait, and write nothing after it."""
         try:
             yield
         except BaseException as error:
@@ -157,7 +157,7 @@ class Generations:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Have whoever waits, or comes, raise this."""
+        """Make every caller that waits now, or comes later, raise ``error``."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -63,8 +63,8 @@ class Strays:
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.
 
-        All of them, or of the trained ones: the optimizer of another model is none of this one's
-        business.
+        Those of all parameters, or of the trained ones, count: the optimizer of another model is
+        not refused.
         """
         ours = [*model.parameters()]
         here = set(map(id, ours))

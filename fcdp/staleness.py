@@ -82,7 +82,7 @@ class Staleness:
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
-        #: Whether somebody promises that passes find parameters as the first of them did.
+        #: Whether the user promises that passes find parameters as the first of them did.
         self._unchanged = False
         #: Optimizers inside of ``step``, whose closures may gather what is half updated.
         self._stepping: WeakSet[Optimizer] = WeakSet()

@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody else's code is called with each gradient as soon as it is reduced."""
+        """Whether a hook of the user's is called with each gradient as soon as it is reduced."""
         return fsdp2.reduce_hook(self.group) is not None or any(
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )

@@ -37,7 +37,7 @@ class GatherOrder:
     A pass starts with a forward of the model and holds what follows it: forward 1…L, backward
     L…1, recomputations wherever checkpointing puts them.
 
-    Passes with gradients and without are told apart, so that an evaluation between two steps does
+    Passes with gradients and without are kept apart, so that an evaluation between two steps does
     not make the first step after it unknown.
     """
 
@@ -47,7 +47,7 @@ class GatherOrder:
         self._now: list[Entry] = []
 
     def begin(self, with_gradients: bool) -> None:
-        """Begin a pass; what was noted since the last call was one, if it was anything."""
+        """Begin a pass; gathers noted since the last call, if any, were the pass before."""
         if self._now:
             self._before[self._with_gradients], self._now = self._now, []
         self._with_gradients = with_gradients

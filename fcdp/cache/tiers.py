@@ -220,7 +220,7 @@ class _Buffer:
     access: Access = field(default_factory=Access)
 
 
-#: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
+#: Rank of :func:`_cost_of_taking` up to which no entry is lost and nothing is waited for.
 _FREE = 1
 
 

@@ -250,9 +250,9 @@ def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tenso
 
 
 class Background:
-    """A group for saves and loads, because training goes on in the others.
+    """A process group and a thread for saves and loads, as training goes on in other groups.
 
-    They come in one order on every rank, because that group is one.
+    Saves and loads have one order on every rank, because they share that group.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class Background:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
 
     def settle(self) -> None:
-        """Wait for the saves under way, whose futures tell how they went."""
+        """Wait for the saves under way, whose futures have their errors."""
         self.thread.submit(lambda: None).result()
 
     def agree(self, build: Callable[[], _T]) -> _T:

@@ -9,7 +9,7 @@ from fcdp.exchange import Pending, wait_all
 
 #: Weight of the last observation: a few steps outweigh the past.
 _WEIGHT = 0.25
-#: Smaller exchanges tell of the link's latency, not of its rate.
+#: Smaller exchanges show the link's latency, not its rate.
 _LEAST_BYTES = 2**16
 #: Exchanges of whole shards that are remembered, and how many there must be.
 _REMEMBERED, _ENOUGH = 8, 2

@@ -38,7 +38,7 @@ def use(
     means what it means without FCDP: which classes are units, mixed precision, CPU offload,
     RAM-efficient loading, activation checkpointing, ignored modules, ``reshard_after_forward``.
     Adapters are split from frozen weights, micro-batches accumulate by ``fcdp.accumulate``, TRL's
-    reference models are sharded block by block, and the cache is told of ``sync_ref_model``. On
+    reference models are sharded block by block, and the cache learns of ``sync_ref_model``. On
     CPUs it has accelerate take the plugin, which otherwise counts on accelerators only.
 
     Args:

@@ -92,9 +92,9 @@ def publish(
     (int32, in the whole flat parameter) and ``NAME.values``, which are vLLM's sparse patches, and
     in the header ``sparse``, ``model_version``, ``sparsity`` and ``changed_params``; ``anchors/``
     has full values. Other than there, a version has a file per rank, an anchor's tensors are the
-    rank's rows (``parts`` in the header tells of which), a difference leads to each anchor but the
+    rank's rows (``parts`` in the header says which), a difference leads to each anchor but the
     first too, frozen parameters are in ``frozen/`` once and no anchor repeats them, and the header
-    has a checksum of the file and, as ``run``, what tells it from those of others who publish here.
+    has a checksum of the file and, as ``run``, an id of the run that has published it.
 
     Each rank keeps what it published last in host memory: of the followed parameters its shards.
     It does so for one place and one set of options: with others the next publication starts anew.
