@@ -89,7 +89,7 @@ def output_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tup
 
 #: By shape and arguments: how the line begins that rank 0 prints, and the lines that it warns.
 PAIR = (2, 1)
-SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
+OUTPUT: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
     (PAIR, {"policy": "host"}, "3 units: 3 host; ", []),
     (PAIR, {"policy": "none"}, "3 units: 3 gathered across nodes\n", []),
     (PAIR, {"policy": "device"}, "3 units: 3 device\n", []),
@@ -119,7 +119,7 @@ SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), SAID)
+@pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), OUTPUT)
 def test_one_line_says_where_every_unit_lies_and_what_it_takes(
     ranks: Pools, shape: tuple[int, int], arguments: dict[str, Any], line: str, warnings: list[str]
 ) -> None:

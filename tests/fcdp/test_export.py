@@ -154,7 +154,7 @@ def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) 
     topology = topology_of(2, 2)
     model: Any = shard_with_fcdp(plain, topology, Settings(2, 2))
     fcdp.export(model, tmp_path)
-    assert hasattr(model, "given") == (topology.rank == 0)
+    assert hasattr(model, "state") == (topology.rank == 0)
     if topology.rank == 0:
         assert_equal(model.state, state)
         assert model.state["head.weight"] is model.state["embedding.weight"]

@@ -99,13 +99,13 @@ EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
 
 
 #: Writes that are seen without a look at the contents, or because somebody holds a state dict.
-TOLD = (data_write, write_into_a_state_dict_on_rank_1)
+SEEN = (data_write, write_into_a_state_dict_on_rank_1)
 
 
 @on_ranks(2)
 def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
     for number, (before, between, expected) in enumerate(EVENTS):
-        run = Run(replace(SETTINGS, detect_writes=between not in TOLD))
+        run = Run(replace(SETTINGS, detect_writes=between not in SEEN))
         engine, counts = engine_of(run.model), fcdp.ledger(run.model)
         if before is not None:
             before(run)

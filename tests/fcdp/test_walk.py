@@ -151,7 +151,7 @@ def refusal_on_one_rank(walk: Walk) -> None:
     walk.attempt(refuse)
 
 
-#: By name: what goes wrong, and what is found.
+#: By name: the sabotage, and the problem that it causes.
 SABOTAGES: dict[str, tuple[Handler, str]] = {
     "old parameters": (old_parameters, "logits: differs by up to"),
     "other gradient": (other_gradient, "blocks.1.up.weight.grad: differs by up to"),
@@ -166,8 +166,8 @@ def problem_of(options: Options, sabotage: str, directory: Path) -> str:
     HANDLERS[sabotage], _ = SABOTAGES[sabotage]
     try:
         walk_on_rank(options, events, directory)
-    except WalkFailed as found:
-        return str(found)
+    except WalkFailed as failure:
+        return str(failure)
     return ""
 
 
