@@ -76,7 +76,7 @@ def shard(
         mp_policy: As of ``fully_shard``.
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
-        ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
+        ignored_params: As of ``fully_shard``: they stay whole, and are left alone here.
         look_ahead: As of ``cache_parameters``, as are the arguments after it.
         partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
@@ -384,10 +384,10 @@ def ledger(model: nn.Module) -> Ledger:
 
     Example:
         >>> model(torch.ones(1, 8)).sum().backward()
-        >>> found = fcdp.ledger(model)
-        >>> found.hits, found.misses  # forward gathered both blocks, backward found them
+        >>> counts = fcdp.ledger(model)
+        >>> counts.hits, counts.misses  # forward gathered both blocks, backward found them
         (2, 2)
-        >>> found.total("inter_node") > 0
+        >>> counts.total("inter_node") > 0
         True
     """
     return engine_of(model).ledger
