@@ -17,8 +17,8 @@ _T = TypeVar("_T")
 def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     """Build on all ranks or on none. Collective.
 
-    Raises what ``build`` raised, and where only others failed a ``RuntimeError`` about ``what``
-    that tells the first of them and its error.
+    Raises what ``build`` raised; where only other ranks failed, a ``RuntimeError`` about ``what``
+    that names the first of them and its error.
     """
     built: list[_T] = []
     error = None

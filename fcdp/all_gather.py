@@ -17,7 +17,7 @@ from fcdp.counts import Ledger, Phase, in_backward, profiled
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.on_device import Sizes
-from fcdp.delta.sent import Kept, Sent
+from fcdp.delta.sent import Base, Sent
 from fcdp.exchange import (
     PARTS_MOST,
     Pending,
@@ -47,14 +47,14 @@ class CachedAllGather(AllGather):
     ranks gather the unit from their slices, by one more. A fresh unit: the slice comes from the
     cache (paper: FCDP-Sched; nothing crosses nodes).
 
-    Where exchanges are flat, a stale unit comes whole from all ranks, by one collective instead of
-    the two, and a fresh one as said.
+    With flat exchanges a stale unit is gathered whole from all ranks, by one collective instead of
+    two, and a fresh one as above.
 
     With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
     included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
 
-    Who touches what on an accelerator: FSDP2 fills the own row of the output on its copy-in stream,
-    and frees the output in the order of its own streams. The inter-node all-gather runs on a stream
+    Streams on an accelerator: FSDP2 fills this rank's row of the output on its copy-in stream, and
+    frees the output in the order of its own streams. The inter-node all-gather runs on a stream
     and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
     alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
     slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
@@ -71,10 +71,10 @@ class CachedAllGather(AllGather):
     streams: Streams
     ledger: Ledger
     codec: Codec | None
-    #: There where differences are told, and ``sizes`` too if on an accelerator.
-    sent: Kept | None
+    #: Set where gathers send differences; ``sizes`` on an accelerator only.
+    sent: Base | None
     sizes: Sizes | None
-    #: There where exchanges are flat.
+    #: Set where exchanges are flat.
     world: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -175,14 +175,14 @@ class CachedAllGather(AllGather):
         self.ledger.misses += 1
         self.cache.staging.drain()
         received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
-        # The shard that differences lead from, while ranks tell any; alike on every rank.
+        # The base of differences while ranks send any; the same on every rank.
         sent = self.sent
-        told = sent if sent is not None and sent.telling and self._unit.trainable else None
-        if told is not None and self.cache.has_base(self.entry):
-            if isinstance(told, Sent):
-                yield from self._differences(told, received, own, phase)
+        base = sent if sent is not None and sent.telling and self._unit.trainable else None
+        if base is not None and self.cache.has_base(self.entry):
+            if isinstance(base, Sent):
+                yield from self._differences(base, received, own, phase)
             else:
-                self._queue_differences(told, received, own, phase)
+                self._queue_differences(base, received, own, phase)
         else:
             if sent is not None:
                 sent.forget()
@@ -194,14 +194,14 @@ class CachedAllGather(AllGather):
                 if isinstance(sent, Sent):
                     sent.saw(watch, own, whole=True, written=False)
                 self._decode(arriving, received)
-        # Alike on every rank. The next gather tells what has changed since what was ``told``.
+        # Alike on every rank. The next gather's difference leads from this shard.
         resized = own.nbytes != self._unit.shard_bytes
-        if not resized and (told is not None or self.cache.worth_keeping(self.entry)):
+        if not resized and (base is not None or self.cache.worth_keeping(self.entry)):
             with profiled("cache_store", self._unit.name):
                 self.cache.store(self.entry, received, phase)
-            if told is not None:
+            if base is not None:
                 with self.streams.on(self.streams.inter_node):
-                    told.keep(own)
+                    base.keep(own)
                 # FSDP2 frees what it was copied from in the order of the current stream.
                 self.streams.current().wait_stream(self.streams.inter_node)
         # After the store: the first gather of backward may be that of the unit just stored.
@@ -212,8 +212,8 @@ class CachedAllGather(AllGather):
             self.streams.current().wait_stream(self.streams.inter_node)
         self.slices.release(received)
 
-    def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
-        """Fill the slice with what the other nodes' shards were, and apply what has changed."""
+    def _differences(self, base: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
+        """Load the other nodes' shards as last stored, and apply the differences that they send."""
         topology = self.topology
         self.entry.based = False  # until the ranks agree again
         # An entry that may be lost is read now: other units' gathers come before this one's end.
@@ -223,34 +223,34 @@ class CachedAllGather(AllGather):
         with profiled("gather_inter", self._unit.name):
             if self.guard is not None:
                 self.guard.remember(self._unit, own)
-            told = sent.write(own)
-            self.ledger.add("inter_node", phase, len(self._peers) * told.nbytes)
+            sent = base.write(own)
+            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             most = message.most_bytes(own)
             arriving = {
                 peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in self._peers
             }
             with topology.failures.waiting():
                 works = swap(
-                    [*arriving.items()], [(peer, told) for peer in self._peers], topology.inter
+                    [*arriving.items()], [(peer, sent) for peer in self._peers], topology.inter
                 )
         watch = Watch(works)
         yield [watch]
-        all_whole = all(map(message.is_whole, (told, *arriving.values())))
-        sent.saw(watch, own, whole=all_whole)
+        all_whole = all(map(message.is_whole, (sent, *arriving.values())))
+        base.saw(watch, own, whole=all_whole)
         if not all_whole and not ahead:
             self.cache.load_stale(self.entry, phase, received)
         self.cache.outdate(self.entry)
         for peer, arrived in arriving.items():
-            sent.read(arrived, received.memory[peer])
+            base.read(arrived, received.memory[peer])
 
     def _queue_differences(
-        self, kept: Kept, received: Slice, own: torch.Tensor, phase: Phase
+        self, base: Base, received: Slice, own: torch.Tensor, phase: Phase
     ) -> None:
-        """The same on an accelerator, whose host knows the sizes: all of it is queued."""
+        """Do the same on an accelerator, where sizes are known and everything is queued."""
         assert self.sizes is not None
-        told, node = self.sizes.of(self.entry), self.topology.node
+        encoding, node = self.sizes.of(self.entry), self.topology.node
         self.entry.based = False  # until the ranks agree again
-        kept.forget()
+        base.forget()
         self.cache.load_stale(self.entry, phase, received)
         stream = self.streams.inter_node
         stream.wait_stream(self._copy_in)
@@ -261,13 +261,13 @@ class CachedAllGather(AllGather):
         ):
             if self.guard is not None:
                 self.guard.remember(self._unit, own)
-            sent = told.write(own, kept.memory, node)
+            sent = encoding.write(own, base.memory, node)
             self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             arriving = sent.new_empty((self.topology.nodes, sent.numel()))
             with self.topology.failures.waiting():
                 all_gather([arriving.view(-1)], self.topology.inter, [sent])
             for peer in self._peers:
-                self.sizes.note(told.read(arriving[peer], received.memory[peer], peer))
+                self.sizes.note(encoding.read(arriving[peer], received.memory[peer], peer))
         self.cache.outdate(self.entry)
 
     def _inter_node(
@@ -314,7 +314,7 @@ class CachedAllGather(AllGather):
             return received.memory, []
 
     def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
-        """Fill the slice with what the other nodes' shards decode to."""
+        """Decode the other nodes' shards into the slice."""
         if self.codec is None:
             return
         for node, row in enumerate(received.memory.unbind()):
@@ -323,7 +323,7 @@ class CachedAllGather(AllGather):
                 self.codec.decode(encoded, row)
 
     def _encode(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return what crosses nodes of this rank's shard, which becomes what others make of it."""
+        """Encode this rank's shard, and round it in place to what the other nodes decode."""
         if self.codec is None:
             return shard
         encoded = self.codec.encode(shard)
@@ -358,7 +358,7 @@ class CachedAllGather(AllGather):
     def _gather_in_node(
         self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
     ) -> Sequence[Pending]:
-        """Gather each node's part where it belongs: FSDP2's rank order is what it arrives in."""
+        """Gather each node's part into its place: parts arrive in FSDP2's rank order."""
         topology = self.topology
         if topology.ranks_per_node == 1:
             return []

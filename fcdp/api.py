@@ -76,7 +76,7 @@ def shard(
         mp_policy: As of ``fully_shard``.
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
-        ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
+        ignored_params: As of ``fully_shard``: they stay whole, and are left alone here.
         look_ahead: As of ``cache_parameters``, as are the arguments after it.
         partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
@@ -92,7 +92,7 @@ def shard(
 
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
-            the model, no units where the model's blocks cannot be told (it lists what they may be),
+            the model, no units where the model's blocks are ambiguous (it lists what they may be),
             or too little host memory.
 
     Example:
@@ -156,7 +156,7 @@ def shard(
         topology,
         setup,
         before=before,
-        kept=[module for split in splits for module in split.modules] if keep else [],
+        not_resharded=[module for split in splits for module in split.modules] if keep else [],
     )
     return model
 
@@ -384,10 +384,10 @@ def ledger(model: nn.Module) -> Ledger:
 
     Example:
         >>> model(torch.ones(1, 8)).sum().backward()
-        >>> found = fcdp.ledger(model)
-        >>> found.hits, found.misses  # forward gathered both blocks, backward found them
+        >>> counts = fcdp.ledger(model)
+        >>> counts.hits, counts.misses  # forward gathered both blocks, backward found them
         (2, 2)
-        >>> found.total("inter_node") > 0
+        >>> counts.total("inter_node") > 0
         True
     """
     return engine_of(model).ledger

@@ -41,7 +41,7 @@ class Arena:
     """Memory of its own pages, registered with CUDA once, for the whole run.
 
     ``pin_memory()`` would round the block up to a power of two and never give it back. Tensors
-    that view the memory keep it mapped; page-locked it is for as long as the arena lives.
+    that view the memory keep it mapped; it is page-locked for as long as the arena lives.
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, poison: bool = False) -> None:
@@ -56,13 +56,13 @@ class Arena:
         _advise(mapping)
         if device.type == "cuda" and nbytes > 0:
             _register(block, device)
-            # Holds the mapping: memory that is unmapped first could not be given back.
+            # Holds the mapping: memory that is unmapped first could not be unregistered.
             weakref.finalize(self, _unregister, mapping, block.data_ptr(), os.getpid())
         if poison:
             self.memory.fill_(POISON)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next ``nbytes`` (uint8), aligned. The arena was sized to hold all that is taken."""
+        """Take the next ``nbytes`` (uint8), aligned. The arena was sized for all that is taken."""
         assert self._taken + nbytes <= self.memory.numel(), "the arena was planned too small"
         part = self.memory[self._taken : self._taken + nbytes]
         self._taken += aligned(nbytes)

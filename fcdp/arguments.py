@@ -66,7 +66,7 @@ class Setup:
                 )
 
     def differences(self, other: Setup) -> str:
-        """The arguments that are others in ``other``, as a user gives them, and both values."""
+        """List the arguments that differ in ``other``, as a user passes them, with both values."""
         theirs = other._arguments()
         different = [
             f"other {name}"
@@ -98,7 +98,7 @@ def check_kinds(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
 ) -> None:
-    """Raise ``ValueError`` if an argument is something else than what it is called."""
+    """Raise ``ValueError`` for an argument of another type than its name says."""
     for name, value, kind, what in (
         ("model", model, nn.Module, "torch.nn.Module"),
         (
@@ -222,7 +222,7 @@ def warn_of_mixed(units: Sequence[Unit], topology: Topology) -> None:
 
 
 def _bytes_by_kind(unit: Unit) -> tuple[int, int]:
-    """This rank's part of the gather: what is frozen, and what is trained."""
+    """Bytes of this rank's part of the gather: frozen ones, and trained ones."""
     parts = [0, 0]
     for param, (numel, dtype) in zip(unit.params, unit.parts, strict=True):
         parts[param.requires_grad] += numel * dtype.itemsize
@@ -230,7 +230,7 @@ def _bytes_by_kind(unit: Unit) -> tuple[int, int]:
 
 
 def _shown(value: Any) -> str:
-    """The value if it is a short text or number, else what it is."""
+    """Show the value if it is a text or a number, else its type."""
     if isinstance(value, str | int | float | None):
         return repr(value)
     if isinstance(value, type):

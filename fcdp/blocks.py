@@ -112,7 +112,7 @@ def _kind(module: nn.Module, whole: frozenset[str]) -> frozenset[str] | None:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Its class, or the one that FSDP2 has put its own in the place of."""
+    """Name the module's class, or the one that FSDP2 has replaced by its own."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 

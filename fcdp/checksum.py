@@ -1,4 +1,4 @@
-"""Checksums: they tell whether memory still holds what it held, at the speed of reading it."""
+"""Checksums, which show whether memory still holds what it held, at the speed of reading."""
 
 import ctypes
 import functools
@@ -66,7 +66,7 @@ def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch
 def _keys(device: torch.device, count: int) -> torch.Tensor:
     """Return an odd number per place that has nothing to do with the others.
 
-    Kept: making them would take more calls than using them, for each parameter.
+    Cached: making them would take more calls than using them, for each parameter.
     """
     if count < _BLOCK:
         return _keys(device, _BLOCK)[:count]

@@ -70,13 +70,13 @@ class Delta:
     codes. What is not held (the first step, a policy that keeps less) is sent whole.
 
     For ``gather_codec``. Each rank keeps its own shards as it last sent them, 1/(L·n) of the model,
-    where its parameters are. On an accelerator they are told wherever they are smaller.
+    where its parameters are. On an accelerator differences are sent wherever they are smaller.
 
     Args:
-        when: ``"pays"``: a rank tells a difference where coding it takes less time than is waited
-            for the bytes that it saves, and sends its shard whole otherwise; entropy codes, of half
+        when: ``"pays"``: a rank sends a difference where coding it takes less time than is waited
+            for the bytes that it saves, and its whole shard otherwise; with entropy codes, of half
             the bytes, where these save more than they take. ``"always"``: a difference whatever it
-            takes. ``"smallest"``: that with entropy codes.
+            takes. ``"smallest"``: always one with entropy codes.
 
     Raises:
         ValueError: another ``when``.
@@ -143,7 +143,7 @@ class Codecs:
 
     @property
     def differences(self) -> Delta | None:
-        """How gathers tell differences, if they do."""
+        """The codec of differences, if gathers send them."""
         return self.gather if isinstance(self.gather, Delta) else None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Files read and written past the page cache, checked by the checksums of what was written.
 
-What is moved is memory of an arena, whose pieces are aligned as direct I/O has it. These are
-functions, lest a thread keep alive whoever started it.
+The memory is an arena's, whose pieces are aligned as direct I/O needs them. Transfers are plain
+functions, so that a thread does not keep its caller alive.
 """
 
 import errno
@@ -29,9 +29,9 @@ class File:
 
 
 def open_alone(path: Path, field: str, *, direct: bool = True) -> File:
-    """The file at ``path``, made if it is not there, past the page cache; nobody else has it.
+    """Open the file at ``path`` past the page cache and lock it; make it if it is not there.
 
-    ``field`` is what its folder is called where it is chosen. Raises ``ValueError`` for a folder
+    ``field`` names the option that chose its folder. Raises ``ValueError`` for a folder
     that cannot be written or is in use, and where there is no direct I/O unless that need not be.
     """
     flags = os.O_RDWR | os.O_CREAT
@@ -54,7 +54,7 @@ def open_alone(path: Path, field: str, *, direct: bool = True) -> File:
 
 
 def left_over(path: Path) -> bool:
-    """Whether there is a file that ``open_alone`` has made, and nobody has open any more."""
+    """Whether ``path`` is a file of ``open_alone`` that no process has open any more."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -69,7 +69,7 @@ def left_over(path: Path) -> bool:
 
 
 def reserve(file: File, start: int, end: int, path: Path, field: str) -> None:
-    """Have the file system give the file these bytes now, that no write lacks them later.
+    """Reserve these bytes of the file now, so that no later write runs out of space.
 
     Raises ``ValueError`` where it has no room.
     """

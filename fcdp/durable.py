@@ -1,11 +1,11 @@
-"""Small files that are on the disk when a function returns, all of them or as they were."""
+"""Small files, replaced whole: on the disk when a function returns, or as they were."""
 
 import os
 import zlib
 from contextlib import suppress
 from pathlib import Path
 
-#: The file of a checkpoint that is replaced when the rest is complete; who asks needs no torch.
+#: The file of a checkpoint that is replaced when the rest is complete; named here, without torch.
 COMMIT = "state.pt"
 _MARK = b"fcdp crc32 "
 _DIGITS = 8
@@ -23,10 +23,10 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Have the file say this, or what it said before, whatever happens meanwhile.
+    """Replace a file's contents: it has the new ones or the old ones, whatever happens.
 
     Raises:
-        OSError: it cannot be written; it is as it was.
+        OSError: If it cannot be written; it is then as it was.
     """
     draft = path.with_name(f"{path.name}.new")
     try:

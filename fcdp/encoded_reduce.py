@@ -1,4 +1,4 @@
-"""The encoded half of a reduction: what a reduce-scatter across nodes does, in fewer bytes."""
+"""Encoded reduce-scatters across nodes, the second half of a reduction, in fewer bytes."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class EncodedReduce:
     error_feedback: bool
 
     def __post_init__(self) -> None:
-        #: By the group's rank: what its parts have lost so far.
+        #: What parts have lost so far, by the group's rank that they go to.
         self._residuals: dict[int, torch.Tensor] = {}
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
@@ -68,7 +68,7 @@ class EncodedReduce:
         return [*works, Then(decode)]
 
     def forget(self) -> None:
-        """Drop what was lost: it belongs to parameters that are no more."""
+        """Drop the residuals: they belong to parameters that have been replaced."""
         self.ledger.residual_bytes -= sum(lost.nbytes for lost in self._residuals.values())
         self._residuals.clear()
 
@@ -93,7 +93,7 @@ class EncodedReduce:
 class ExactReduce:
     """Reduce-scatters one unit's partial sums over ``group``, bit for bit as without a codec.
 
-    Parts are told by their exponents, or whole where that takes less time.
+    Parts are sent coded by their exponents, or whole where that takes less time.
     """
 
     name: str
@@ -104,7 +104,7 @@ class ExactReduce:
     _ratio: float = 0.0
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
-        """As :meth:`EncodedReduce.start`, added up in the order and dtype of plain sums."""
+        """Do as :meth:`EncodedReduce.start`, but add up in the order and dtype of plain sums."""
         size, rank = self.group.size(), self.group.rank()
         parts = partial.view(size, -1).unbind()
         summands, sent, received = [*parts], [*parts], [*parts]
@@ -124,35 +124,35 @@ class ExactReduce:
         return [Then(read)]
 
     def write(self, part: torch.Tensor) -> torch.Tensor:
-        """The message (uint8) of a part (s), whose bytes the ledger counts."""
+        """Return the message (uint8) of a part (s), whose bytes the ledger counts."""
         begun = time.perf_counter()
         if self.economy.pays(self._ratio, others=1):
-            told = message.write(part, None, message.ALONE)
+            encoded = message.write(part, None, message.ALONE)
             size = max(1, part.nbytes)
-            self._ratio = told.nbytes / size
-            self.economy.told.add((time.perf_counter() - begun) / size)
+            self._ratio = encoded.nbytes / size
+            self.economy.encoding.add((time.perf_counter() - begun) / size)
         else:
-            told = message.whole(part)
-        self.ledger.add("inter_node", "reduce", told.nbytes)
-        return told
+            encoded = message.whole(part)
+        self.ledger.add("inter_node", "reduce", encoded.nbytes)
+        return encoded
 
     def read(
         self, works: Sequence[Pending], arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Wait for messages, each with the part (s) that is filled with what it tells.
+        """Wait for messages, and decode each into its part (s).
 
         Raises ``RuntimeError`` for a message that was damaged.
         """
         watch = Watch(works)
         watch.wait()
         nbytes = sum(part.nbytes for _, part in arriving)
-        if all(message.is_whole(told) for told, _ in arriving):
+        if all(message.is_whole(arrived) for arrived, _ in arriving):
             self.economy.saw_whole(watch.waited, nbytes)
         else:
-            self.economy.saw_told(watch.took, nbytes)
-        for told, part in arriving:
+            self.economy.saw_coded(watch.took, nbytes)
+        for arrived, part in arriving:
             whose = f"{self.name}: gradients of another node"
-            apply(told, part, message.ALONE, self.economy, whose)
+            apply(arrived, part, message.ALONE, self.economy, whose)
 
 
 def check_exact(topology: Topology) -> None:
@@ -167,16 +167,16 @@ def check_exact(topology: Topology) -> None:
 
 def check_encodable(units: Sequence[Unit], codec: Codec | Delta) -> None:
     """Raises ``ValueError`` for a unit whose gather is not of one dtype that the codec takes."""
-    told = isinstance(codec, Delta)
+    is_delta = isinstance(codec, Delta)
     for unit in units:
         taken = (
-            dtype in message.DTYPES if told else dtype.is_floating_point
+            dtype in message.DTYPES if is_delta else dtype.is_floating_point
             for dtype in unit.gather_dtypes
         )
         if len(unit.gather_dtypes) > 1 or not all(taken):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
                 f"gather_codec = {codec}: {unit.name} gathers parameters of {dtypes}; each unit "
-                f"must gather one floating dtype{' of 2, 4 or 8 bytes' * told}, for example with "
-                "MixedPrecisionPolicy(param_dtype=...)"
+                f"must gather one floating dtype{' of 2, 4 or 8 bytes' * is_delta}, for example "
+                "with MixedPrecisionPolicy(param_dtype=...)"
             )

@@ -24,7 +24,7 @@ from fcdp.counts import Ledger
 from fcdp.delta.difference import prepare
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
-from fcdp.delta.sent import Kept, Sent
+from fcdp.delta.sent import Base, Sent
 from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
@@ -49,10 +49,10 @@ class Engine:
         topology: Topology,
         setup: Setup,
         *,
-        kept: Sequence[nn.Module] = (),
+        not_resharded: Sequence[nn.Module] = (),
         before: Iterable[weakref.ref[nn.Parameter]] = (),
     ) -> None:
-        """``kept`` are modules that stay gathered after forward because FCDP chose so.
+        """``not_resharded`` are modules that stay gathered after forward because FCDP chose so.
 
         ``before`` are the parameters that the model had before it was sharded.
         """
@@ -78,22 +78,23 @@ class Engine:
         detects = setup.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams) if detects else None
         self._strays = Strays(model, before)
-        self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
-        self._passes = Passes(model, self._kept)
+        ids = {*map(id, not_resharded)}
+        self._not_resharded = [unit for unit in self.units if id(unit.module) in ids]
+        self._passes = Passes(model, self._not_resharded)
         delta = codecs.differences
-        self._sent: dict[Unit, Kept] = {}
+        self._sent: dict[Unit, Base] = {}
         self._sizes = None
-        #: Knowledge of the link, of the rules for gathers and for reductions.
+        #: Measurements of the link: those for gathers' differences, and those for reductions.
         economy = None if delta is None else Economy(delta.when)
         self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
         self._economies = [each for each in (economy, self._exact) if each is not None]
         if economy is not None:
             for unit, entry in self.entries.items():
                 on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
-                self._sent[unit] = on_host or Kept(entry)
+                self._sent[unit] = on_host or Base(entry)
             if not streams.on_host:
-                own = {self.entries[unit]: each for unit, each in self._sent.items()}
-                self._sizes = Sizes(own, topology, streams, device)
+                by_entry = {self.entries[unit]: each for unit, each in self._sent.items()}
+                self._sizes = Sizes(by_entry, topology, streams, device)
         self.staleness = Staleness(
             [*self.entries.values()],
             topology,
@@ -130,20 +131,20 @@ class Engine:
                 safety=setup.safety,
             ),
         )
-        # Kept: host memory stays page-locked for as long as its arena lives.
+        # Referenced, as host memory stays page-locked for as long as its arena lives.
         self._partials = on_all_ranks(
             f"partial_gradients = {setup.partials!r}",
             topology,
             lambda: Partials(plan.partials, device, self.ledger),
         )
-        # One is kept: it is read by the gather inside the node while the next one is filled.
-        self._slices = slices = Slices(streams, streams.inter_node, kept=1)
+        # One is retained: the gather inside the node reads it while the next one is filled.
+        self._slices = slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
         if self._economies and streams.on_host:
             prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
-        #: Collectives that were installed on each unit, to tell when somebody takes it away.
+        #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         for unit, entry in self.entries.items():
             gather = CachedAllGather(
@@ -244,26 +245,25 @@ class Engine:
             fsdp2.drop_gradients(unit.group)
 
     def _begins_pass(self, unit: Unit) -> bool:
-        begins = self._passes.begins_with(unit)
-        if begins:
+        if begins := self._passes.begins_with(unit):
             self._count_pass()
-        if begins and self.cache.requires_sync:
-            self.cache.begin_pass()
+            if self.cache.requires_sync:
+                self.cache.begin_pass()
         return begins
 
     def _wishes(self) -> list[bool]:
-        """Whether this rank's link has become faster, and whether it would tell a difference."""
+        """Whether this rank's link has become faster, and whether it would send a difference."""
         faster = any(economy.faster for economy in self._economies)
         tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
         return [faster, any(tell)]
 
-    def _agreed(self, faster: bool = False, told: bool = False) -> None:
-        """All ranks know what is stale, and what any of them wishes."""
+    def _agreed(self, faster: bool = False, telling: bool = False) -> None:
+        """Act on what the ranks have agreed: each flag is set if any rank wished so."""
         if faster:
             for economy in self._economies:
                 economy.learn_again()
         for sent in self._sent.values():
-            sent.telling = told
+            sent.telling = telling
         if self._sizes is not None:
             self._sizes.learn()
 
@@ -289,7 +289,7 @@ class Engine:
         self._count_pass()
         self._check_collectives_in_place()
         drop_prefetched(self.units)
-        reshard(self._kept)  # a forward that raised, or whose backward never came, has left them
+        reshard(self._not_resharded)  # left by a forward that raised or had no backward
         self.staleness.begin()
         self.cache.begin_pass()
 
@@ -301,8 +301,8 @@ class Engine:
 
     def _check_collectives_in_place(self) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
-        for unit, given in self._collectives.items():
-            if fsdp2.collectives(unit.group) != given:
+        for unit, installed in self._collectives.items():
+            if fsdp2.collectives(unit.group) != installed:
                 raise RuntimeError(
                     f"{unit.name}: set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem "
                     "or set_allocate_memory_from_process_group has taken the place of FCDP's "
@@ -318,12 +318,12 @@ class Engine:
     def _after_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        given = (state.get(prefix + name) for name, _ in module.named_parameters(recurse=False))
+        tensors = (state.get(prefix + name) for name, _ in module.named_parameters(recurse=False))
         # With ``keep_vars`` they are the parameters themselves, whose counters are looked at.
         self.staleness.hand_out(
-            each
-            for each in given
-            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+            tensor
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
         )
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -333,7 +333,7 @@ class Engine:
         """
         self._strays.refuse(optimizer)
         self.staleness.begin_step(optimizer)
-        reshard(self._kept)
+        reshard(self._not_resharded)
         self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
         self.cache.staging.drain()
@@ -379,7 +379,7 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     if engine is None:
         raise ValueError("model: FCDP is set up on a part of it already")
     before = engine.setup
-    if setup.sharding is None:  # the model was sharded by whatever call: that is not asked for
+    if setup.sharding is None:  # ``cache_parameters`` asks for no arguments of the sharding
         before = replace(before, sharding=None)
     if before != setup:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The exchanges that everything here is made of, moving no byte more than needed.
+"""The exchanges that all collectives here consist of, which move no byte more than needed.
 
 Tensors on the CPU travel by gloo's point-to-point messages, whose collectives send more than the
 minimum or copy through buffers of their own. Tensors on an accelerator travel by one collective,
@@ -88,38 +88,38 @@ def swap(
 
 
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
-    """Each of ``flags``, set if it is set on any rank.
+    """Return ``flags``, each set if it is set on any rank.
 
-    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1). With
-    them goes the place of this exchange among all: raises ``RankFailed`` on all ranks if they are
-    not at the same, and every later exchange would carry what another rank means otherwise.
+    It takes two messages, first inside the node and then across, where an all-reduce takes 2·(W−1).
+    They carry the place of this exchange among all: raises ``RankFailed`` on all ranks if places
+    differ, as every later exchange would then be matched with another one.
     """
     place = topology.failures.place
     here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
-    # Whatever bit differs is set in one of the two on some rank and in the other on another.
-    elsewhere = [not bit for bit in here]
-    known = torch.tensor([*flags, *here, *elsewhere], dtype=torch.uint8, device="cpu")
+    # A bit that differs between ranks is set on one of them, and its inverse on another.
+    inverse = [not bit for bit in here]
+    known = torch.tensor([*flags, *here, *inverse], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
-        for given in _given_by_all(known, group, topology):
-            known = known | given
-    *found, there = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
-    if bool((found[1] & there).any()):
+        for part in _gathered(known, group, topology):
+            known = known | part
+    merged, bits, inverses = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
+    if bool((bits & inverses).any()):
         topology.failures.raise_out_of_step()
-    return [bool(flag) for flag in found[0].tolist()]
+    return [bool(flag) for flag in merged.tolist()]
 
 
 def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Gather ``values`` (k), in host memory, of all ranks: (W, k) in rank order."""
     known = values[None]
     for group in (topology.control_intra, topology.control_inter):
-        known = torch.cat(_given_by_all(known, group, topology))
+        known = torch.cat(_gathered(known, group, topology))
     return known
 
 
-def _given_by_all(
+def _gathered(
     own: torch.Tensor, group: dist.ProcessGroup, topology: Topology
 ) -> list[torch.Tensor]:
-    """Give ``own`` to a group's ranks; list what each gives, in rank order.
+    """Gather ``own`` of all ranks of a group, in rank order, by messages of the host.
 
     In a group that sends nothing (torch's "fake") all are this rank's own.
     """
@@ -139,15 +139,15 @@ def all_gather(
     """Gather each output (g·s) from the group's g ranks, by one collective.
 
     On an accelerator it is queued when this returns, and there is nothing to wait for. Each rank
-    gives an input (s) per output; without ``inputs`` it is in its place in the output already. Each
+    has an input (s) per output; without ``inputs`` it is in its place in the output already. Each
     rank sends (g−1)·s elements per output.
     """
     if _on_host(outputs[0]):
         views = [output.view(group.size(), -1) for output in outputs]
         own = [view[group.rank()] for view in views]
-        for place, given in zip(own, inputs or own, strict=True):
-            if place.data_ptr() != given.data_ptr():
-                place.copy_(given)
+        for place, source in zip(own, inputs or own, strict=True):
+            if place.data_ptr() != source.data_ptr():
+                place.copy_(source)
         others = _others(group)
         return [
             *swap(
@@ -192,7 +192,7 @@ def reduce_scatter(
 
 
 def _queued(work: dist.Work | None) -> list[Pending]:
-    """Order the current stream after a collective; NCCL's are queued on it, and give no work."""
+    """Order the current stream after a collective; NCCL's are queued on it, and return no work."""
     wait_all([] if work is None else [work])
     return []
 

@@ -138,15 +138,15 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
 
     Every rank sees each tensor whole, one at a time.
     """
-    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     wholes: dict[int, torch.Tensor] = {}
-    for value in found.values():
+    for value in tensors.values():
         if id(value) not in wholes:
             whole = value.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
-    return {name: wholes[id(value)] for name, value in found.items()} if keep else {}
+    return {name: wholes[id(value)] for name, value in tensors.items()} if keep else {}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Failures of single ranks: told to the others, who then stop waiting for what cannot come.
+"""Failures of single ranks, announced to the others, which then stop waiting for them.
 
 A rank that raises between exchanges leaves the others in an exchange that it never joins. It
 announces its error in the process group's store. A thread on each rank looks there once the main
@@ -121,7 +121,7 @@ class Failures:
         self._ranks = max(group.size() for group in groups)
         self._backends = [backend for group in groups for backend in backends_of(group)]
         self._on_accelerator = not all(map(_is_gloo, self._backends))
-        #: ``None``: there is nobody to tell, or nowhere, as where the process group is a fake.
+        #: ``None``: there is no other rank, or no store, as where the process group is a fake.
         self._board: Board | None = None
         #: Why nothing can be exchanged any more.
         self._over: str | None = None
@@ -168,7 +168,7 @@ class Failures:
 
     @property
     def place(self) -> int:
-        """16 bits that tell which exchange comes next, after which failures; alike on all ranks."""
+        """16 bits that identify the next exchange and the failures so far; alike on all ranks."""
         return zlib.crc32(f"{self._failed} {self._exchanges}".encode()) & 0xFFFF
 
     def raise_out_of_step(self) -> NoReturn:
@@ -339,7 +339,7 @@ class Failures:
         return reason
 
     def _end(self, reason: str) -> str:
-        """Break what waits here, and tell the others; returns the first reason of any rank."""
+        """End all waits here, and inform the others; return the first reason of any rank."""
         with contextlib.suppress(Exception):
             reason = self._give_up(reason)
         self._over = reason  # before the main thread sees what breaking does

@@ -1,7 +1,7 @@
-"""FSDP2's private names that FCDP relies on, and what of each; no other file has one.
+"""FSDP2's private names that FCDP relies on; no other file uses one.
 
-A torch without one of them is refused when the library is imported. What a gather calls is read by
-``attrgetter``, which is as fast as the name itself.
+A torch without one of them is refused when the library is imported. Attributes that a gather needs
+are read by ``attrgetter``, which is as fast as the name itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ except ImportError as error:
 
 
 def _of(kind: type, *names: str) -> attrgetter[Any]:
-    """A reader of an instance's names, which its class or what sets it up must have."""
+    """Return a getter of an instance's attributes, which its class or its set-up must have."""
     there = {*dir(kind), *getattr(kind, "__annotations__", ())}
     for made in (vars(kind).get("__init__"), vars(kind).get("init")):
         there.update(getattr(getattr(made, "__code__", None), "co_names", ()))
@@ -164,10 +164,10 @@ def _surround(
     """Have functions called before an object's method and after it, unless it raises."""
     plain = getattr(owner, name)
 
-    def method(*args: Any, **given: Any) -> None:
+    def method(*args: Any, **kwargs: Any) -> None:
         if before is not None:
             before()
-        plain(*args, **given)
+        plain(*args, **kwargs)
         if after is not None:
             after()
 
@@ -217,7 +217,7 @@ def with_gradients(group: Any) -> set[Any]:
 
 
 def give_zeros(param: Any) -> None:
-    """Have FSDP2 reduce zeros of a parameter that has received no gradient."""
+    """Have FSDP2 reduce zeros for a parameter that has received no gradient."""
     param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
 
 

@@ -48,8 +48,8 @@ class Generations:
     ) -> None:
         """Open the file, or make it with all the room that it will need.
 
-        ``field`` is what the folder is called where it is chosen; ``about`` says of what the state
-        is; ``more``: bytes behind it (``end``) for what need not survive; ``direct``: the file
+        ``field`` names the option that chose the folder; ``about`` identifies what the state is of;
+        ``more`` are bytes behind it (``end``) that need not survive; with ``direct`` the file
         system must have direct I/O.
 
         Raises ``ValueError`` for a folder without room or in use, and for state that is damaged or
@@ -94,7 +94,7 @@ class Generations:
             return None if self._step < 0 else self._step
 
     def find(self, key: str, step: int) -> tuple[int, int | None]:
-        """Where a region is as it is after ``step``, and its checksum if it was noted with one.
+        """Return the place of a region as of ``step``, and its checksum if it was noted with one.
 
         Waits until it is written. Raises what went wrong in a write.
         """
@@ -114,7 +114,7 @@ class Generations:
             return self._place(key, step), sums[key]
 
     def room(self, key: str, step: int) -> int:
-        """Where to write a region as it is after ``step``, once the step before is complete.
+        """Return the place to write a region as of ``step``, once the step before is complete.
 
         Raises what went wrong before: nothing is written after that.
         """
@@ -149,7 +149,7 @@ class Generations:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Tell who waits when the block fails, and have nothing written after it."""
+        """Raise the block's error in all that wait, and write nothing after it."""
         try:
             yield
         except BaseException as error:
@@ -157,7 +157,7 @@ class Generations:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Have whoever waits, or comes, raise this."""
+        """Make every caller that waits now, or comes later, raise ``error``."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -95,7 +95,7 @@ class Guard:
         for row in self._of.values():
             row.used = 0
 
-    def found(self) -> list[bool]:
+    def poll(self) -> list[bool]:
         """List per unit whether a mismatch has become known, and ask for the next copy.
 
         Called once per pass, before its first gather, on the stream of the gathers.
@@ -115,7 +115,7 @@ class Guard:
         return differ
 
     def check(self) -> tuple[list[bool], list[bool]]:
-        """List per unit whether the own shard is other than gathered, and as ``found`` does.
+        """List per unit whether the own shard is other than gathered, and as ``poll`` does.
 
         All of it is known when this returns: the host waits for the device, once.
         """

@@ -61,7 +61,7 @@ class InFlight:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._crossings: list[Crossing] = []
-        #: Whose end was interrupted: gloo may still write to their memory.
+        #: Exchanges whose end was interrupted: gloo may still write to their memory.
         self._interrupted: list[list[Pending]] = []
         #: The backward that will call back at its end; one that fails does not.
         self._followed = -1

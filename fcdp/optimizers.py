@@ -1,4 +1,4 @@
-"""Every optimizer of the process, made by whomever, tells when it steps."""
+"""Calls around each step of every optimizer of the process, whoever made it."""
 
 import weakref
 from collections import Counter
@@ -19,7 +19,7 @@ from fcdp.passes import untraced
 
 class Follower(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: what it is given to compute gradients has done so."""
+        """An optimizer is about to step; its closure, if any, has computed gradients."""
 
     def after_step(self, optimizer: Optimizer) -> None: ...
 
@@ -63,8 +63,8 @@ class Strays:
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.
 
-        All of them, or of the trained ones: the optimizer of another model is none of this one's
-        business.
+        Those of all parameters, or of the trained ones, count: the optimizer of another model is
+        not refused.
         """
         ours = [*model.parameters()]
         here = set(map(id, ours))
@@ -102,20 +102,20 @@ def follow_optimizers(follower: Follower) -> None:
 
 @untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Tell that a step begins: with a closure, not before it has first computed gradients."""
+    """Call followers before a step: one with a closure, once that has computed gradients."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _tell(optimizer)
         return None
-    told = False
+    announced = False
 
     def evaluated(*given: Any, **named: Any) -> Any:
-        nonlocal told
-        found = closure(*given, **named)
-        if not told:
-            told = True
+        nonlocal announced
+        loss = closure(*given, **named)
+        if not announced:
+            announced = True
             _tell(optimizer)
-        return found
+        return loss
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluated}

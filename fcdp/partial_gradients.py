@@ -47,7 +47,7 @@ class PartialGradients:
         return 0 if self._sum is None else self._sum.numel()
 
     def add(self, partial: torch.Tensor, *, owned: bool) -> None:
-        """Add one micro-batch's.
+        """Add the partial gradients of one micro-batch.
 
         ``owned``: nobody else will use its memory, so that the first need not be copied.
         """

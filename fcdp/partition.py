@@ -1,4 +1,4 @@
-"""Which modules share a unit: blocks one by one, what differs in kind apart from them."""
+"""The split of modules into units: blocks one by one, other kinds of parameters apart."""
 
 import warnings
 from collections import Counter, defaultdict
@@ -41,12 +41,12 @@ def split_off(
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
-    """Where to cut a parameter; ``None``: by rows, as FSDP2 does, filled up to a row for each rank.
+    """Return the dimension to shard a parameter along; ``None``: by rows, padded, as FSDP2 does.
 
-    Of a low-rank factor with fewer rows than ranks most would be filling. It is cut along another
+    A low-rank factor of fewer rows than ranks would be mostly padding. It is sharded along another
     dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
     """
-    # A DTensor's part that tensor parallelism has left here is cut.
+    # Of a DTensor, the part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
     if len(shape) < 2 or shape[0] >= world_size:
         return None

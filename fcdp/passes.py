@@ -1,4 +1,4 @@
-"""Where passes over a model begin: what ran before may have written its parameters."""
+"""The beginnings of passes over a model, before which its parameters may be written."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ def untraced(hook: _Function) -> _Function:
 
 @dataclass(eq=False)
 class Passes:
-    """Tells the gathers that begin a pass from those that go on with one.
+    """Distinguishes the gathers that begin a pass from those that continue one.
 
     A forward of the model begins one, which goes on through its backward. So does the outermost
     FSDP2 module's forward or registered forward method that is called by itself, and every
@@ -31,7 +31,7 @@ class Passes:
 
     model: nn.Module
     #: Units that stay gathered after forward where FSDP2 would reshard them.
-    kept: Sequence[Unit]
+    not_resharded: Sequence[Unit]
     #: Whether the pass under way computes no gradients.
     without_gradients: bool = False
 
@@ -94,7 +94,7 @@ class Passes:
         A later pass would use it as it is now, whatever an optimizer has written since.
         """
         if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            reshard(self.kept)
+            reshard(self.not_resharded)
 
     def _close(self) -> None:
         """Forget the outermost module, whose forward or forward method has ended."""

@@ -1,4 +1,4 @@
-"""The names that ``fcdp`` has: no module below it has one of them, which would hide it there."""
+"""The public names of ``fcdp``: no module below it has one of them, which would hide it."""
 
 from fcdp.api import (
     accumulate,

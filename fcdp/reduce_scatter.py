@@ -65,7 +65,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._waiting: list[Waiting] = []
         self._input_numel = 0
         #: FSDP2's parameters that earlier micro-batches gave gradients to.
-        self._given: set[Any] = set()
+        self._with_gradients: set[Any] = set()
 
     @property
     def pending(self) -> bool:
@@ -168,10 +168,10 @@ class HierarchicalReduceScatter(ReduceScatter):
         if not self.pending:
             return
         held = {id(waiting_in(param)) for param in self._unit.params}
-        kept = [each for each in self._waiting if id(each) in held and not each.zeroed]
-        if not kept:
+        remaining = [each for each in self._waiting if id(each) in held and not each.zeroed]
+        if not remaining:
             self.discard()
-        elif len(kept) < len(self._waiting):
+        elif len(remaining) < len(self._waiting):
             raise RuntimeError(
                 f"{self._unit.name}: .grad of some of its parameters were zeroed or set to None "
                 "while gradients of earlier micro-batches wait to cross nodes; where a step is "
@@ -191,11 +191,11 @@ class HierarchicalReduceScatter(ReduceScatter):
             self.drop_abandoned()  # in this body, perhaps
             having = fsdp2.with_gradients(group)
             if not self.pending:
-                self._given.clear()
+                self._with_gradients.clear()
             elif having or not reduced:
-                for param in self._given - having:
+                for param in self._with_gradients - having:
                     fsdp2.give_zeros(param)
-            self._given |= having
+            self._with_gradients |= having
             reduced = True
 
         def note_waiting() -> None:
@@ -219,7 +219,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
 
     def _hide(self) -> None:
-        """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
+        """Make gradients in ``.grad`` unreadable while others, which are added to them, wait."""
         for param in self._unit.params:
             grad: Any = param.grad
             if grad is not None and param.requires_grad and waiting_in(param) is None:
@@ -228,7 +228,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 hidden.before, grad._local_tensor = local, hidden
 
     def _show(self) -> None:
-        """Have ``.grad`` be what it is without what waits: FSDP2 may add the whole sum to that."""
+        """Restore ``.grad`` without what waits: FSDP2 may then add the whole sum to it."""
         for param in self._unit.params:
             if (waiting := waiting_in(param)) is not None:
                 if waiting.before is None:

@@ -37,7 +37,7 @@ class Staleness:
     collective, so no rank decides alone. A *pass* begins with a forward of the model, or with a
     gather outside of one (a sub-module's forward, a registered forward method, ``unshard()``).
     Before its first gather, and after an optimizer step or a load within it, ranks exchange two
-    bytes per unit, or three and two of their own where differences are told; a unit that any rank
+    bytes per unit, or three and two of their own where differences are sent; a unit that any rank
     saw written is stale everywhere. Which rank saw which write does not matter.
 
     What a rank sees of writes, from the cheapest:
@@ -62,10 +62,10 @@ class Staleness:
         wishes: Callable[[], list[bool]] | None = None,
         agreed: Callable[..., None] | None = None,
     ) -> None:
-        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
+        """``begins_pass`` says whether a unit's gather is the first of a pass outside a forward.
 
         ``without_gradients`` says whether the pass that has begun computes none.
-        ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
+        ``lacks_base`` says whether this rank cannot take part in exchanging a unit's differences.
         ``agreed`` is called on all ranks when they have agreed, before the first gather, with
         whether any of them had each of the ``wishes``.
         """
@@ -82,7 +82,7 @@ class Staleness:
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
-        #: Whether somebody promises that passes find parameters as the first of them did.
+        #: Whether the user promises that passes find parameters as the first of them did.
         self._unchanged = False
         #: Optimizers inside of ``step``, whose closures may gather what is half updated.
         self._stepping: WeakSet[Optimizer] = WeakSet()
@@ -116,15 +116,15 @@ class Staleness:
         """Declare a unit written on this rank: its parameters are other tensors now."""
         self._watched[unit].written = True
 
-    def hand_out(self, given: Iterable[torch.Tensor]) -> None:
+    def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what units hold: somebody is given their memory and may write to it unseen.
 
-        ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared
-        whenever the ranks agree for as long as any of ``given`` is alive: one pass over this rank's
-        shards, which the host waits for.
+        ``torch.distributed.checkpoint`` loads this way, into a ``state_dict``. For as long as any
+        of ``tensors`` is alive, contents are compared whenever the ranks agree: one pass over this
+        rank's shards, which the host waits for.
         """
         if not self._compares:
-            self._handed_out += [weakref.ref(tensor) for tensor in given]
+            self._handed_out += [weakref.ref(tensor) for tensor in tensors]
             for unit, watched in self._watched.items():
                 watched.contents = watched.contents or contents(unit)
 
@@ -194,10 +194,10 @@ class Staleness:
         ]
         differ = [False] * len(written)
         if self._guard is not None and not self._compares and self._without_gradients():
-            other, differ = self._guard.check()
-            written = [*map(operator.or_, written, other)]
+            changed, differ = self._guard.check()
+            written = [*map(operator.or_, written, changed)]
         elif self._guard is not None:
-            differ = self._guard.found()
+            differ = self._guard.poll()
         lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
         wishes = [] if self._wishes is None else self._wishes()
         flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
@@ -206,7 +206,7 @@ class Staleness:
         written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
         for (_, each), lacking in zip(watched, lacks, strict=False):
             each.entry.based = not lacking
-        self._handed_out = [given for given in self._handed_out if given() is not None]
+        self._handed_out = [ref for ref in self._handed_out if ref() is not None]
         compares = self._compares or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
             each.entry.generation += stale

@@ -9,8 +9,8 @@ import torch
 class Streams:
     """Four streams of an accelerator, so that each kind of transfer has a queue of its own.
 
-    Who may touch what when is written down by :class:`fcdp.cache.entry.Access` on each piece of
-    memory. On the CPU these are ``torch.cpu``'s, which order nothing.
+    :class:`fcdp.cache.entry.Access` orders accesses to each piece of memory. On the CPU these are
+    ``torch.cpu``'s streams, which order nothing.
 
     - ``inter_node``: all-gathers across nodes. They run ahead of the gathers inside the node, which
       FSDP2 queues on its own all-gather stream, and wait only for FSDP2's copy-in of their shard.

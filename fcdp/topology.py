@@ -25,7 +25,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Where every rank stands, built once and shared by all units.
+    """The place of every rank, built once and shared by all units.
 
     Ranks are numbered node by node, as torchrun does: ``rank = node · L + local_rank`` with
     ``L = ranks_per_node``. Make one with ``from_env`` or ``build`` for all ranks of the world,
@@ -199,10 +199,10 @@ class Topology:
         first = rank // size * size
         members = (ranks[first : first + size], ranks[rank % size :: size])
         backend = backends[mesh.device_type]
-        # As long as the mesh's own group waits for a rank that is silent, as the user has said: by
-        # default a new group would for half an hour, or ten minutes with NCCL.
-        found = [getattr(each, "options", None) for each in backends_of(mesh.get_group())]
-        time_out = max((each._timeout for each in found if each is not None), default=None)
+        # Groups wait for a silent rank as long as the mesh's own, set by the user: by default
+        # a new group would for half an hour, or ten minutes with NCCL.
+        options = [getattr(each, "options", None) for each in backends_of(mesh.get_group())]
+        time_out = max((each._timeout for each in options if each is not None), default=None)
         gathers = [
             mesh.get_group() if own == ranks else _group(own, backend, "gather", time_out)
             for own in members
@@ -296,8 +296,8 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
     mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), groups
     facts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(facts, mine, group=mesh.get_group())
-    told, local_ranks, sizes, groups_of_each = zip(*facts, strict=True)
-    counts, answers = sorted({*groups_of_each}), {*told}
+    requested, local_ranks, sizes, groups_of_each = zip(*facts, strict=True)
+    counts, answers = sorted({*groups_of_each}), {*requested}
     if len(counts) > 1:
         raise ValueError(
             f"mesh: its ranks are members of {' and '.join(map(str, counts))} process groups; "
@@ -306,7 +306,7 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
     if len(answers) > 1:
         raise ValueError(f"ranks_per_node = {asked}: ranks differ, {answers}; must be equal")
     if asked is None:
-        return _found_ranks_per_node(ranks, local_ranks, {*sizes})
+        return _launched_ranks_per_node(ranks, local_ranks, {*sizes})
     if asked < 1 or len(ranks) % asked:
         raise ValueError(
             f"ranks_per_node = {asked}: must be positive and divide the mesh's {len(ranks)} ranks"
@@ -318,10 +318,10 @@ def _variable(name: str) -> int | None:
     return int(os.environ[name]) if name in os.environ else None
 
 
-def _found_ranks_per_node(
+def _launched_ranks_per_node(
     ranks: Sequence[int], local_ranks: Sequence[int | None], sizes: set[int | None]
 ) -> int:
-    """By the launcher's word: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
+    """Follow the launcher: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
     if None in sizes or None in local_ranks:
         raise ValueError(
             "environment: LOCAL_WORLD_SIZE or LOCAL_RANK not set; start the program with torchrun, "

@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody else's code is called with each gradient as soon as it is reduced."""
+        """Whether a hook of the user's is called with each gradient as soon as it is reduced."""
         return fsdp2.reduce_hook(self.group) is not None or any(
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )
@@ -95,8 +95,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
                 "FCDP needs one mesh a module"
             )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
-        kept = not name and fsdp2.keeps_root(state)
-        units += [_unit(name or "root", module, group, topology, kept) for group in groups]
+        gathered = not name and fsdp2.keeps_root(state)
+        units += [_unit(name or "root", module, group, topology, gathered) for group in groups]
     if not units:
         raise ValueError(
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
@@ -105,9 +105,9 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     return units
 
 
-def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
+def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, gathered: bool) -> Unit:
     _check(name, group, topology)
-    in_backward = fsdp2.gathers_in_backward(group) and not kept
+    in_backward = fsdp2.gathers_in_backward(group) and not gathered
     frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))
     parts = fsdp2.shards(group)
     return Unit(

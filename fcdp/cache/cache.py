@@ -24,7 +24,7 @@ logger = logging.getLogger("fcdp")
 
 @dataclass(frozen=True)
 class Safety:
-    """Checks, and what to pay for them: see ``fcdp.cache_parameters``."""
+    """Optional checks: see ``fcdp.cache_parameters``."""
 
     detect_writes: bool = True
     verify: bool = False
@@ -37,7 +37,7 @@ class GatherOrder:
     A pass starts with a forward of the model and holds what follows it: forward 1…L, backward
     L…1, recomputations wherever checkpointing puts them.
 
-    Passes with gradients and without are told apart, so that an evaluation between two steps does
+    Passes with gradients and without are kept apart, so that an evaluation between two steps does
     not make the first step after it unknown.
     """
 
@@ -47,7 +47,7 @@ class GatherOrder:
         self._now: list[Entry] = []
 
     def begin(self, with_gradients: bool) -> None:
-        """Begin a pass; what was noted since the last call was one, if it was anything."""
+        """Begin a pass; gathers noted since the last call, if any, were the pass before."""
         if self._now:
             self._before[self._with_gradients], self._now = self._now, []
         self._with_gradients = with_gradients
@@ -95,14 +95,14 @@ class Cache:
         #: Whether the model's last forward was for training.
         self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
-        #: Usage in this pass, asked for by the first that wants to know; and bytes of it then: of
-        #: tensors, where PyTorch's allocator knows, and of the device tier.
+        #: Device memory in use as first queried in this pass; and bytes then: of all tensors, where
+        #: PyTorch's allocator counts them, and of the device tier.
         self._seen: tuple[Usage, int | None, int] | None = None
         #: How many entries are staged.
         self._staged = 0
-        #: Slices that loads fill, each released once all that reads it is queued. None is kept:
+        #: Slices that loads fill, each released once all that reads it is queued. None is retained:
         #: while one is filled ahead, the one before it is being read.
-        self.staging = Slices(streams, streams.copies_in, kept=0)
+        self.staging = Slices(streams, streams.copies_in, retain=0)
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
         self._host_tier = self._tiers["host"] = HostTier(
@@ -154,13 +154,13 @@ class Cache:
         entry.passed_over = entry.generation
         return entry.missed
 
-    def store(self, entry: Entry, given: Slice, phase: Phase) -> None:
+    def store(self, entry: Entry, source: Slice, phase: Phase) -> None:
         """Keep the other nodes' rows of a slice that every rank was given."""
         entry.offered = entry.generation
         if self.placement.guarded:
             # Admission depends on memory without the entry that is to be replaced.
             self._forget(entry)
-        self._put(entry, given, phase, self._wanted(entry.unit, stored=True))
+        self._put(entry, source, phase, self._preference(entry.unit, stored=True))
 
     def load(self, entry: Entry, phase: Phase, output: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.
@@ -169,28 +169,28 @@ class Cache:
         ``RuntimeError`` with ``verify`` if the rows are not what was stored.
         """
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
-        wanted = self._take_staged(entry)
-        if wanted is None:
-            wanted = self.staging.take_for(output, self._topology, home, own=False)
-            self._tiers[entry.tier].load(entry.unit, wanted)
+        loaded = self._take_staged(entry)
+        if loaded is None:
+            loaded = self.staging.take_for(output, self._topology, home, own=False)
+            self._tiers[entry.tier].load(entry.unit, loaded)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
-        if stored is not None and not torch.equal(stored, self._checksums(wanted)):
+        if stored is not None and not torch.equal(stored, self._checksums(loaded)):
             raise RuntimeError(
                 f"{entry.unit.name}: rank {self._topology.rank} read from the {entry.tier} cache "
                 f"other bytes than it stored (generation {entry.generation})"
             )
         if self.placement.moves:
-            preference = self._wanted(entry.unit, stored=False)
+            preference = self._preference(entry.unit, stored=False)
             if preference and preference[0] != entry.tier:
                 self._forget(entry)
-                self._put(entry, wanted, phase, preference)
-        return wanted
+                self._put(entry, loaded, phase, preference)
+        return loaded
 
-    def load_stale(self, entry: Entry, phase: Phase, wanted: Slice) -> None:
-        """Fill ``wanted`` with what this rank holds of a stale entry."""
+    def load_stale(self, entry: Entry, phase: Phase, target: Slice) -> None:
+        """Fill ``target`` with what this rank holds of a stale entry."""
         assert entry.tier is not None, f"{entry.unit.name}: nothing is held"
-        self._tiers[entry.tier].load(entry.unit, wanted)
+        self._tiers[entry.tier].load(entry.unit, target)
         self._count(entry.unit, entry.tier, phase, inward=False)
 
     def has_base(self, entry: Entry) -> bool:
@@ -264,7 +264,7 @@ class Cache:
         if (staged := self._take_staged(entry)) is not None:
             self.staging.release(staged)
 
-    def _wanted(self, unit: Unit, *, stored: bool) -> tuple[TierName, ...]:
+    def _preference(self, unit: Unit, *, stored: bool) -> tuple[TierName, ...]:
         """The unit's tiers in order of preference, as memory is now or, of a load, in this pass."""
         preference = self.placement.preferences[unit]
         if "device" not in preference or not self.placement.guarded:
@@ -274,10 +274,10 @@ class Cache:
         return tuple(tier for tier in preference if tier != "device")
 
     def _usage_now(self, *, exact: bool) -> Usage:
-        """Memory in use: what the driver said in this pass, and what was taken since.
+        """Device memory in use: the driver's figure in this pass, and allocations since then.
 
-        That is all tensors where it is to be ``exact``: activations come while units are stored.
-        Of a load it is the tier's own, which costs the host nothing.
+        ``exact`` counts all tensors, as activations grow while units are stored. A load counts the
+        tier's own alone, which costs the host nothing.
         """
         in_tier = self._device_tier.nbytes
         if self._seen is None:
@@ -289,13 +289,13 @@ class Cache:
         return replace(usage, used=usage.used + since)
 
     def _put(
-        self, entry: Entry, given: Slice, phase: Phase, preference: Sequence[TierName]
+        self, entry: Entry, source: Slice, phase: Phase, preference: Sequence[TierName]
     ) -> None:
         unit, before = entry.unit, entry.tier
         entry.tier = None
         for tier in preference:
             try:
-                self._tiers[tier].store(unit, given)
+                self._tiers[tier].store(unit, source)
             except TierUnavailable as reason:
                 if tier not in self._fallen:
                     self._fallen.add(tier)
@@ -307,7 +307,7 @@ class Cache:
                     )
                 continue
             entry.tier, entry.held = tier, entry.generation
-            entry.checksums = self._checksums(given) if self._safety.verify else None
+            entry.checksums = self._checksums(source) if self._safety.verify else None
             self._count(unit, tier, phase, inward=True)
             break
         if before is not None and before != entry.tier:
@@ -332,9 +332,9 @@ class Cache:
         buffers = self._disk_tier.nbytes if self._disk_tier is not None else 0
         self._ledger.host_cache_bytes = self._host_tier.nbytes + buffers
 
-    def _checksums(self, given: Slice) -> torch.Tensor:
+    def _checksums(self, source: Slice) -> torch.Tensor:
         """One checksum per row of the other nodes, in the order of the current stream."""
-        with given.access.reading(self._streams.current()):
+        with source.access.reading(self._streams.current()):
             # As bytes: what is fetched ahead has no other dtype, and sums depend on it.
-            rows = [row for run in given.others() for row in run.view(torch.uint8)]
+            rows = [row for run in source.others() for row in run.view(torch.uint8)]
             return torch.stack(list(map(checksum, rows)))

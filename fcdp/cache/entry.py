@@ -129,21 +129,21 @@ class Slices:
 
     The memory is the caching allocator's and goes back to it on the stream that it came from, after
     that stream has been ordered behind all that touches it: no ``record_stream``, which would keep
-    the allocator from reusing anything until the device has caught up with the host. Who takes one
-    more makes the stream wait for all but the ``kept`` latest.
+    the allocator from reusing anything until the device has caught up with the host. Taking one
+    more slice makes the stream wait for all but the ``retain`` latest.
     """
 
-    def __init__(self, streams: Streams, stream: Any, kept: int) -> None:
+    def __init__(self, streams: Streams, stream: Any, retain: int) -> None:
         self._streams = streams
         self._stream = stream
-        self._kept = kept
+        self._retain = retain
         self._released: deque[Slice] = deque()
 
     def take(
         self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
     ) -> Slice:
-        """Give out ``rows`` rows of ``numel`` elements: what was let go if it has that form."""
-        free = self.drain(self._kept)
+        """Return a slice of ``rows`` × ``numel`` elements: a released one if it has that form."""
+        free = self.drain(self._retain)
         if free is not None and free.home is self._stream:
             form = *free.memory.shape, free.memory.dtype
             if form == (rows, numel, dtype):
@@ -155,10 +155,10 @@ class Slices:
         return Slice(memory, own, self._stream)
 
     def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
-        """Where a gather's rows go: of all nodes if ``own``, or of the other ones.
+        """Return the slice for a gather's rows: of all nodes if ``own``, else of the other ones.
 
-        On an accelerator to memory apart. With one rank per node the slice is the whole unit, and
-        the ``output`` (n·L·s) serves as it is, of the stream ``home``; as on the CPU.
+        On an accelerator it has memory of its own. With one rank per node, and on the CPU, it is a
+        view of ``output`` (n·L·s), which was allocated on the stream ``home``.
         """
         nodes, node, ranks = topology.nodes, topology.node, topology.ranks_per_node
         if self._streams.on_host or ranks == 1:
@@ -174,13 +174,13 @@ class Slices:
             # it is kept for a copy to the host only.
             if not done.access.busy:
                 return
-            self.drain(self._kept)
+            self.drain(self._retain)
         self._released.append(done)
 
-    def drain(self, kept: int = 0) -> Slice | None:
-        """Let go of all but the latest slices, in the order of their streams; return the last."""
+    def drain(self, retain: int = 0) -> Slice | None:
+        """Free all but the ``retain`` latest slices, in stream order; return the last freed."""
         oldest = None
-        while len(self._released) > kept:
+        while len(self._released) > retain:
             oldest = self._released.popleft()
             oldest.access.freed_for(oldest.home)
         return oldest
@@ -197,24 +197,24 @@ class Entry:
     """
 
     unit: Unit
-    #: Which contents the parameters have now; grows with each write, alike on every rank.
+    #: Version of the parameters; grows with each write, alike on every rank.
     generation: int = 1
-    #: Which contents the ranks were last given to keep; alike on every rank.
+    #: Version that was last offered to every rank's cache; alike on every rank.
     offered: int = 0
-    #: Where this rank keeps a slice, and of which contents. ``None``: nowhere.
+    #: Where this rank keeps a slice, and of which version. ``None``: nowhere.
     tier: TierName | None = None
     held: int = 0
     #: A copy on the device, ahead of the gather that will read it.
     staged: Slice | None = None
     #: Every rank holds it, in memory that stays: nobody needs to ask. Alike on every rank.
     settled: bool = False
-    #: Every rank can tell and apply a difference from what was last offered, as the ranks agreed
+    #: Every rank can send and apply a difference from the version last offered, as the ranks agreed
     #: before this pass. Alike on every rank.
     based: bool = False
-    #: Which contents were last not worth keeping; and whether a gather then missed them.
+    #: Version that was last not worth caching; and whether a gather then missed it.
     passed_over: int = 0
     missed: bool = False
-    #: The unit's dtype has changed since set-up, which was said.
+    #: The unit's dtype has changed since set-up, and a warning was logged.
     resized: bool = False
     #: With ``verify``: checksums of the slice's rows as stored.
     checksums: torch.Tensor | None = None

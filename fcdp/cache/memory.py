@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of one device as this moment finds it, in bytes."""
+    """Memory of one device at one moment, in bytes."""
 
     used: int
     #: The most that was used so far, as far as PyTorch's allocator knows.
@@ -68,11 +68,11 @@ _V2 = "memory.max", "memory.current", "active_file", "inactive_file"
 
 
 def _left_to_groups(
-    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+    groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[int]:
     """Bytes that each limited control group around this process may still take."""
     try:
-        lines = own.read_text(encoding="ascii").splitlines()
+        lines = membership.read_text(encoding="ascii").splitlines()
     except OSError:
         return []
     left: list[int | None] = []

@@ -1,4 +1,4 @@
-"""Where entries will lie, and how much host memory that takes: known before any is taken."""
+"""The plan of where entries lie and how much host memory they take, before any is taken."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryPlan:
         partials_place: PartialsPlace,
         differences: bool = False,
     ) -> MemoryPlan:
-        """``differences`` is whether own shards are kept on the host as they were sent."""
+        """``differences``: whether host memory keeps each rank's own shards as last sent."""
         placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []
@@ -107,7 +107,7 @@ class MemoryPlan:
 
 
 def _where(placement: Placement, unit: Unit) -> str:
-    """Where a unit's entry lies, in words."""
+    """Describe where a unit's entry lies."""
     tiers = [tier for tier in (_planned_tier(placement, unit),) if tier]
     if placement.guarded and "device" in placement.preferences[unit]:
         tiers.insert(0, "device")

@@ -1,4 +1,4 @@
-"""Policies by name: what ``fcdp.shard`` takes as a text, and matrix files say."""
+"""Policies by name, as ``fcdp.shard`` and matrix files take them."""
 
 import re
 import tempfile
@@ -55,10 +55,10 @@ def _threshold(arguments: dict[str, str]) -> CachePolicy:
 
 
 def _budget(arguments: dict[str, str]) -> CachePolicy:
-    given = {name: sizes.parse(value) for name, value in arguments.items()}
-    if not given or not set(given) <= {"device", "host", "disk"}:
+    nbytes = {name: sizes.parse(value) for name, value in arguments.items()}
+    if not nbytes or not set(nbytes) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return Budget(**given, directory=Path(tempfile.gettempdir()) if given.get("disk") else None)
+    return Budget(**nbytes, directory=Path(tempfile.gettempdir()) if nbytes.get("disk") else None)
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {
@@ -70,7 +70,7 @@ _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {
     "budget": _budget,
     "auto": _plain(Auto),
 }
-#: How each is written.
+#: The form in which each is written.
 FORMS = [
     {"threshold": "threshold(0.8)", "budget": "budget(device=1 GiB, host=4 GiB)"}.get(name, name)
     for name in _POLICIES

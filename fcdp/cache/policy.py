@@ -57,11 +57,11 @@ class CachePolicy(Protocol):
 
     @property
     def directory(self) -> Path | None:
-        """Where the disk tier's file goes, for policies that use it."""
+        """Folder of the disk tier's file, for policies that use it."""
         ...
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
-        """Which tiers each unit prefers.
+        """Choose the tiers that each unit prefers.
 
         Args:
             units: All units of the model, in the order of forward; each knows its bytes, and
@@ -240,10 +240,10 @@ class Budget:
 
     def __repr__(self) -> str:
         sizes = {"device": self.device, "host": self.host, "disk": self.disk}
-        given = [f"{name}={in_words(size)}" for name, size in sizes.items() if size]
+        arguments = [f"{name}={in_words(size)}" for name, size in sizes.items() if size]
         if self.directory is not None:
-            given.append(f"directory={str(self.directory)!r}")
-        return f"Budget({', '.join(given)})"
+            arguments.append(f"directory={str(self.directory)!r}")
+        return f"Budget({', '.join(arguments)})"
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
@@ -323,30 +323,30 @@ class _AutoPlacement:
     moves = True
     _gathers: Counter[Unit] = field(default_factory=Counter)
     #: Units that the device keeps; ``None`` while measuring.
-    _kept: set[Unit] | None = None
+    _on_device: set[Unit] | None = None
 
     def admits(self, unit: Unit, usage: Usage) -> bool:
         self._gathers[unit] += 1
-        if self._kept is None:
+        if self._on_device is None:
             if self._gathers[unit] <= self.measured_gathers:
                 return False
-            self._kept = self._choose(usage)
+            self._on_device = self._choose(usage)
         if usage.free < self.reserve * usage.total:
-            self._kept.discard(unit)
-        return unit in self._kept
+            self._on_device.discard(unit)
+        return unit in self._on_device
 
     def _choose(self, usage: Usage) -> set[Unit]:
         headroom = (1 - self.reserve) * usage.total - usage.peak
-        kept: set[Unit] = set()
+        chosen: set[Unit] = set()
         for unit in self.best_first:
             headroom -= self.others * unit.shard_bytes
             if headroom < 0:
                 break
-            kept.add(unit)
+            chosen.add(unit)
         logger.info(
-            "auto cache: %d of %d units stay on the device", len(kept), len(self.best_first)
+            "auto cache: %d of %d units stay on the device", len(chosen), len(self.best_first)
         )
-        return kept
+        return chosen
 
 
 def _best_first(units: Sequence[Unit]) -> list[Unit]:
@@ -359,7 +359,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _path(directory: Any) -> Path:
-    """A path, of a text too. Raises ``ValueError`` for anything else."""
+    """Return ``directory`` as a path. Raises ``ValueError`` for what is neither path nor text."""
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory = {directory!r}: must be a path")
     return Path(directory)

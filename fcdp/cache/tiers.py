@@ -40,14 +40,14 @@ class Tier(ABC):
         self._streams = streams
 
     @abstractmethod
-    def store(self, unit: Unit, given: Slice) -> None:
+    def store(self, unit: Unit, source: Slice) -> None:
         """Take a copy of the other nodes' rows, once they have been written.
 
         Raises :class:`TierUnavailable` before anything was copied.
         """
 
     @abstractmethod
-    def load(self, unit: Unit, wanted: Slice) -> None:
+    def load(self, unit: Unit, target: Slice) -> None:
         """Fill the other nodes' rows, on the stream that is the slice's home."""
 
     def expect(self, unit: Unit) -> None:  # noqa: B027 - memory needs nothing here
@@ -68,18 +68,18 @@ class Tier(ABC):
         """An entry's bytes as uint8 (nodes − 1, shard bytes): the other nodes' in node order."""
         return memory[: self._size(unit)].view(self._others, unit.shard_bytes)
 
-    def _copy_in(self, given: Slice, rows: torch.Tensor, access: Access) -> None:
+    def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
         stream = self._streams.copies_out
-        with self._streams.on(stream), given.access.reading(stream), access.writing(stream):
-            for stored, part in self._runs(rows, given):
+        with self._streams.on(stream), source.access.reading(stream), access.writing(stream):
+            for stored, part in self._runs(rows, source):
                 stored.copy_(part, non_blocking=True)
 
-    def _copy_out(self, rows: torch.Tensor, access: Access, wanted: Slice) -> None:
+    def _copy_out(self, rows: torch.Tensor, access: Access, target: Slice) -> None:
         """Queue a copy of ``rows`` to a slice."""
-        stream = wanted.home
-        with self._streams.on(stream), access.reading(stream), wanted.access.writing(stream):
-            for stored, part in self._runs(rows, wanted):
+        stream = target.home
+        with self._streams.on(stream), access.reading(stream), target.access.writing(stream):
+            for stored, part in self._runs(rows, target):
                 part.copy_(stored, non_blocking=True)
 
     def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -114,15 +114,15 @@ class _MemoryTier(Tier):
     def _take(self, unit: Unit) -> _Area:
         """Take memory for a unit that has none. Raises :class:`TierUnavailable`."""
 
-    def store(self, unit: Unit, given: Slice) -> None:
+    def store(self, unit: Unit, source: Slice) -> None:
         if unit not in self._areas:
             self._areas[unit] = self._take(unit)
         area = self._areas[unit]
-        self._copy_in(given, area.rows, area.access)
+        self._copy_in(source, area.rows, area.access)
 
-    def load(self, unit: Unit, wanted: Slice) -> None:
+    def load(self, unit: Unit, target: Slice) -> None:
         area = self._areas[unit]
-        self._copy_out(area.rows, area.access, wanted)
+        self._copy_out(area.rows, area.access, target)
 
 
 class DeviceTier(_MemoryTier):
@@ -177,7 +177,7 @@ class HostTier(_MemoryTier):
         super().__init__(topology, device, streams)
         self._poison = poison
         self.nbytes = arena_bytes(planned, topology)
-        # Kept: memory stays page-locked for as long as its arena lives.
+        # Referenced, as memory stays page-locked for as long as its arena lives.
         self._arena = Arena(self.nbytes, device, poison=poison)
         for unit in planned:
             self._areas[unit] = _Area(self._rows(self._arena.take(self._size(unit)), unit))
@@ -220,12 +220,12 @@ class _Buffer:
     access: Access = field(default_factory=Access)
 
 
-#: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
+#: Rank of :func:`_cost_of_taking` up to which no entry is lost and nothing is waited for.
 _FREE = 1
 
 
 def _cost_of_taking(buffer: _Buffer) -> int:
-    """Empty, written, being written, expected to be loaded."""
+    """Rank what taking a buffer costs: empty, written, being written, expected by a load."""
     if buffer.unit is None:
         return 0
     if not buffer.writing:
@@ -265,7 +265,7 @@ class DiskTier(Tier):
         #: Checksum of each entry in the file.
         self._sums: dict[Unit, int] = {}
         self._failed: set[Unit] = set()
-        self._said = False
+        self._warned = False
         self.nbytes = buffer_bytes(planned, topology, buffers)
         self._arena = Arena(self.nbytes, device)
         size = self.nbytes // buffers
@@ -275,18 +275,18 @@ class DiskTier(Tier):
         # thread holds the very locks that joining another takes.
         self._threads = ThreadPoolExecutor(buffers, "fcdp-disk")
 
-    def store(self, unit: Unit, given: Slice) -> None:
+    def store(self, unit: Unit, source: Slice) -> None:
         if unit not in self._offsets:
             raise TierUnavailable("was not planned for it")
         self.drop(unit)
         buffer = self._take_buffer()
-        self._copy_in(given, self._rows(buffer.memory, unit), buffer.access)
+        self._copy_in(source, self._rows(buffer.memory, unit), buffer.access)
         self._begin(write, buffer, unit)
 
-    def load(self, unit: Unit, wanted: Slice) -> None:
+    def load(self, unit: Unit, target: Slice) -> None:
         buffer = self._holding(unit)
         assert buffer is not None, f"{unit.name}: loaded without intact()"
-        self._copy_out(self._rows(buffer.memory, unit), buffer.access, wanted)
+        self._copy_out(self._rows(buffer.memory, unit), buffer.access, target)
         if not buffer.writing:
             buffer.unit = None
 
@@ -348,8 +348,8 @@ class DiskTier(Tier):
             self._sums[unit] = buffer.transfer.result()
         except OSError as error:
             self._failed.add(unit)
-            if not self._said:
-                self._said = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
                     "disk cache: %s (%s); what it cannot hold is gathered across nodes again",
                     error.strerror or os.strerror(error.errno or errno.EIO),

@@ -119,7 +119,7 @@ def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: in
 
 
 def _damage(path: Path, expected: Checksum, block: int) -> str | None:
-    """Tell what is wrong with one block of a file, or with all of it; ``None``: nothing."""
+    """Say what is wrong with one block of a file, or with all of it; ``None``: nothing."""
     start = block * BLOCK
     end = min(start + BLOCK, expected.size)
     try:

@@ -120,7 +120,7 @@ class _Writer(FileSystemWriter):
         return written.then(lambda results: [*results.value(), *sums])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0, and only once all shards are on disk."""
+        """Complete the save; called on rank 0, once all shards are on disk."""
         files: dict[str, Checksum] = {}
         chunks: list[WriteResult] = []
         for result in (result for of_rank in results for result in of_rank):
@@ -250,9 +250,9 @@ def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tenso
 
 
 class Background:
-    """A group for saves and loads, because training goes on in the others.
+    """A process group and a thread for saves and loads, as training goes on in other groups.
 
-    They come in one order on every rank, because that group is one.
+    Saves and loads have one order on every rank, because they share that group.
     """
 
     def __init__(self) -> None:
@@ -260,14 +260,14 @@ class Background:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
 
     def settle(self) -> None:
-        """Wait for the saves under way, whose futures tell how they went."""
+        """Wait for the saves under way, whose futures have their errors."""
         self.thread.submit(lambda: None).result()
 
     def agree(self, build: Callable[[], _T]) -> _T:
         """Build on all ranks or on none. Collective.
 
-        Raises what ``build`` raised, and where it went well the same of the first rank where it
-        did not: ``ValueError`` as such, anything else as ``RuntimeError``.
+        Raises what ``build`` raised; where it succeeded, the error of the first rank on which it
+        did not: a ``ValueError`` as such, anything else as a ``RuntimeError``.
         """
         built: list[_T] = []
         error: Exception | None = None

@@ -15,11 +15,11 @@ Longs = NDArray[np.uint64]
 #: Numbers that a byte holds.
 Near = NDArray[np.int8]
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def compiled(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a function of arrays and numbers when it is called first.
 
     It runs without Python's lock. What was compiled is kept beside the source, or in the user's
@@ -27,17 +27,17 @@ def compiled(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """
 
     @functools.cache
-    def loop() -> Callable[_Given, _Made]:
-        # Imported late: it takes half a second, which nobody waits for who codes nothing.
+    def loop() -> Callable[_P, _R]:
+        # Imported on first use: it takes half a second, which a run without codecs is spared.
         compiler = importlib.import_module("numba")
         try:
-            made: Callable[_Given, _Made] = compiler.njit(nogil=True, cache=True)(function)
+            made: Callable[_P, _R] = compiler.njit(nogil=True, cache=True)(function)
         except RuntimeError:  # neither place can be written
             made = compiler.njit(nogil=True)(function)
         return made
 
     @functools.wraps(function)
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return loop()(*args, **kwargs)
         except OSError:  # a full disk keeps nothing, but it is compiled

@@ -7,8 +7,8 @@ a small difference; one that changes its sign is large, and rare.
 Chunks are coded alone, each in the form that takes the least: nothing, codes of two bits without
 the words that are zero, codes of two, four or eight bits, or the new words as they are. What a
 code cannot hold follows as bytes, and what a byte cannot hold as words. Near its entropy a chunk
-takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`). Words of which
-nothing is held before have exponents that are told in fewer bits (:mod:`fcdp.delta.exponents`).
+takes a third to a half of that and up to twice as long (:mod:`fcdp.delta.gaps`). Words without an
+earlier version are coded by their exponents, in fewer bits (:mod:`fcdp.delta.exponents`).
 """
 
 import functools
@@ -42,7 +42,7 @@ Coding = Literal["packed", "entropy", "ordered"]
 class _Chunk(NamedTuple):
     """One row of the table that a difference begins with.
 
-    After the form the counts of what it has; of gaps those that they name.
+    The form is followed by counts of its parts; those of gaps are :class:`gaps.Sizes`.
     """
 
     form: int
@@ -59,9 +59,9 @@ def capacity(numel: int) -> int:
 
 
 def encode(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packed") -> torch.Tensor:
-    """What turns ``base`` (n, int16) to ``new`` (n, int16), as uint8; both are on the host.
+    """Encode the difference from ``base`` (n, int16) to ``new`` (n, int16), as uint8 on the host.
 
-    Without ``base``, what makes ``new`` of whatever there is.
+    Without ``base``, encode ``new`` by itself.
     """
     rows, parts = [], []
     chunks = new.split(CHUNK)
@@ -75,7 +75,7 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packe
 
 
 def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
-    """Turn ``base`` (n, int16) to what ``encoded`` was made of; returns the bytes that it took.
+    """Apply ``encoded`` to ``base`` (n, int16) in place; return how many of its bytes were read.
 
     ``encoded`` (uint8) begins at a multiple of four bytes and may be longer. Raises ``ValueError``
     for what ``encode`` cannot have made.
@@ -90,7 +90,7 @@ def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
 
 @functools.cache
 def prepare() -> None:
-    """Compile what coding runs, or load it: no rule is to take these seconds for coding's speed."""
+    """Compile the coder, or load it, before any rule measures coding: that takes seconds."""
     base = torch.zeros(GRANULE, dtype=torch.int16, device="cpu")
     new = base.clone()
     new[0] = 1
@@ -111,7 +111,7 @@ def _raw(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
 def _if_fewer(
     row: _Chunk, parts: Sequence[torch.Tensor], new: torch.Tensor
 ) -> tuple[_Chunk, list[torch.Tensor]]:
-    """A chunk of ``parts``, or of ``new`` as it is where these take no fewer bytes."""
+    """Make a chunk of ``parts``, or of ``new`` as it is where these take no fewer bytes."""
     body = [part.view(torch.uint8) for part in parts]
     if sum(part.numel() for part in body) % 2:
         body.append(body[-1].new_zeros(1))  # words begin at even bytes
@@ -119,11 +119,11 @@ def _if_fewer(
 
 
 def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
-    """New words by their exponents, where that is less than they are."""
+    """Encode new words by their exponents, where that takes fewer bytes."""
     if not new.numel():
         return _raw(new)
-    told, rest = exponents.write(new)
-    return _if_fewer(_Chunk(_EXPONENTS, told.numel(), 0, 0), [told, rest], new)
+    encoded, rest = exponents.write(new)
+    return _if_fewer(_Chunk(_EXPONENTS, encoded.numel(), 0, 0), [encoded, rest], new)
 
 
 def _encode(
@@ -137,12 +137,12 @@ def _encode(
     if coding == "packed":
         return _if_fewer(*_by_codes(form, new, base), new)
     if coding == "entropy":
-        sizes, told = gaps.write(new - base, window=17)
-        return _if_fewer(_Chunk(_GAPS, *sizes), [told], new)
+        sizes, encoded = gaps.write(new - base, window=17)
+        return _if_fewer(_Chunk(_GAPS, *sizes), [encoded], new)
     # In order frequencies change on the way.
     numbers = (new - base).index_select(0, gaps.by_magnitude(base))
-    sizes, told = gaps.write(numbers, window=12)
-    return _if_fewer(_Chunk(_ORDERED, *sizes), [told], new)
+    sizes, encoded = gaps.write(numbers, window=12)
+    return _if_fewer(_Chunk(_ORDERED, *sizes), [encoded], new)
 
 
 def _by_codes(
@@ -155,8 +155,8 @@ def _by_codes(
     escaped, far = pack(*arrays)
     words, bitmap = codes.view(torch.int16), codes[:0]
     if form == _SPARSE:
-        bitmap, kept = codes.new_empty(words.numel() // 8), torch.empty_like(words)
-        words = kept[: keep_changed(words.numpy(), bitmap.numpy(), kept.numpy())]
+        bitmap, changed = codes.new_empty(words.numel() // 8), torch.empty_like(words)
+        words = changed[: keep_changed(words.numpy(), bitmap.numpy(), changed.numpy())]
     row = _Chunk(form, words.numel(), escaped, far)
     # Copies: a view would keep all that there was room for until the last chunk is coded.
     return row, [bitmap, words, wide[:far].clone(), near[:escaped].clone()]
@@ -169,7 +169,7 @@ def _filled(words: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(new: torch.Tensor, base: torch.Tensor) -> int:
-    """The form whose bytes are the fewest, judged by a sample where that is enough."""
+    """Choose the form that takes the fewest bytes, by a sample where that is enough."""
     # Odd: rows of a matrix, of so many words, are looked at in other columns each time.
     step = new.numel() // 8 // _SAMPLED | 1
     count, some, *beyond = sample(new.numpy(), base.numpy(), step)
@@ -204,8 +204,8 @@ def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
         base.copy_(reader.take(base.numel(), torch.int16))
     elif row.form == _EXPONENTS:
         _check(row.escaped == row.wide == 0)
-        told, rest = reader.take(row.words, torch.uint8), reader.take(base.numel(), torch.uint8)
-        _check(exponents.read(told, rest, base))
+        encoded, rest = reader.take(row.words, torch.uint8), reader.take(base.numel(), torch.uint8)
+        _check(exponents.read(encoded, rest, base))
         reader.take((row.words + base.numel()) % 2, torch.uint8)
     elif row.form in (_GAPS, _ORDERED):
         sizes = gaps.Sizes(*row[1:])
@@ -230,8 +230,8 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
     words = torch.zeros(count, dtype=torch.int16, device="cpu")
     if row.form == _SPARSE:
         bitmap = reader.take(words.numel() // 8, torch.uint8)
-        kept = reader.take(row.words, torch.int16)
-        _check(spread_changed(bitmap.numpy(), kept.numpy(), words.numpy()))
+        changed = reader.take(row.words, torch.int16)
+        _check(spread_changed(bitmap.numpy(), changed.numpy(), words.numpy()))
     else:
         words.copy_(reader.take(words.numel(), torch.int16))
     wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)

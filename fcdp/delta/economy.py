@@ -1,4 +1,4 @@
-"""When differences pay: what coding takes against the waiting for bytes that it saves."""
+"""The decision when differences pay: coding time against the waiting that it saves."""
 
 import time
 from collections import deque
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fcdp.codec import When
 from fcdp.exchange import Pending, wait_all
 
-#: Weight of the last observation: a few steps forget what was.
+#: Weight of the last observation: a few steps outweigh the past.
 _WEIGHT = 0.25
-#: Smaller exchanges tell of the link's latency, not of its rate.
+#: Smaller exchanges show the link's latency, not its rate.
 _LEAST_BYTES = 2**16
 #: Exchanges of whole shards that are remembered, and how many there must be.
 _REMEMBERED, _ENOUGH = 8, 2
@@ -28,7 +28,7 @@ class Mean:
 
 
 class Watch:
-    """An exchange that has begun, the seconds that somebody waited for it, and that it took."""
+    """An exchange under way, the seconds spent waiting for it, and those that it took."""
 
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
@@ -43,12 +43,12 @@ class Watch:
 
 
 class Economy:
-    """What one rank knows of its waits and of its own speed.
+    """One rank's measurements of its waits and of its speed of coding.
 
-    Each rank decides for its own shards, and what it sends says how it is to be read: ranks need
-    not decide alike. What counts is not the link's rate but the time that was waited for whole
-    shards: as long as computation hides their exchanges, nothing is to be saved. Of the last ones
-    the shortest wait counts, as a long one may have been for a rank that came late.
+    Each rank decides for its own shards, and its messages say how to read them: ranks need not
+    decide alike. Not the link's rate counts but the time that was waited for whole shards: as long
+    as computation hides their exchanges, nothing is to be saved. Of the last waits the shortest
+    counts, as a long one may have been for a rank that came late.
     """
 
     def __init__(self, when: When) -> None:
@@ -59,9 +59,9 @@ class Economy:
         #: first ones since the link was learned.
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
         self._usual: float | None = None
-        #: Seconds per byte of a shard: to tell a difference, and to apply one.
-        self.told, self.applied = Mean(), Mean()
-        #: To tell one with entropy codes; applying them takes about as long.
+        #: Seconds per byte of a shard: to encode a difference, and to apply one.
+        self.encoding, self.applied = Mean(), Mean()
+        #: To encode one with entropy codes; applying it takes about as long.
         self.finer = Mean()
 
     def saw_whole(self, waited: float, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class Economy:
         if nbytes >= _LEAST_BYTES:
             self._waits.append(waited / nbytes)
 
-    def saw_told(self, took: float, nbytes: int) -> None:
+    def saw_coded(self, took: float, nbytes: int) -> None:
         """Note how long a coded exchange took, in seconds, of shards of so many bytes."""
         self._took.append(took / max(1, nbytes))
         if self._usual is None and len(self._took) == _REMEMBERED:
@@ -81,23 +81,23 @@ class Economy:
         return self._usual is not None and max(self._took) < _FASTER * self._usual
 
     def learn_again(self) -> None:
-        """Tell shards whole until the link is known: all ranks at once, or nobody learns."""
+        """Send shards whole until the link is known: all ranks at once, or nobody learns."""
         self._waits.clear()
         self._took.clear()
         self._usual = None
 
     def pays(self, ratio: float, others: int) -> bool:
-        """Whether to tell ``others`` nodes a difference of ``ratio`` times the shard's bytes."""
+        """Whether to send ``others`` nodes a difference of ``ratio`` times the shard's bytes."""
         if self._when != "pays":
             return True
         if len(self._waits) < _ENOUGH:
             return False
-        coding = (self.told.value or 0.0) + others * (self.applied.value or 0.0)
+        coding = (self.encoding.value or 0.0) + others * (self.applied.value or 0.0)
         return coding < others * (1 - ratio) * min(self._waits)
 
     def finer_pays(self, ratio: float, finer: float, others: int) -> bool:
-        """Whether to tell it with entropy codes, in ``finer`` times the shard's bytes."""
+        """Whether to encode it with entropy codes, in ``finer`` times the shard's bytes."""
         if self._when != "pays":
             return self._when == "smallest"
-        coding = (self.finer.value or 0.0) - (self.told.value or 0.0)
+        coding = (self.finer.value or 0.0) - (self.encoding.value or 0.0)
         return coding < others * (ratio - finer) * min(self._waits)

@@ -1,7 +1,7 @@
 """Floating-point numbers by themselves: exponents in few bits, signs and mantissas as they are.
 
-Numbers near each other in a tensor are of one magnitude. Each block tells its mean exponent, and
-each number how far it is from that, by Huffman codes: about 11 of bf16's 16 bits for gradients.
+Numbers near each other in a tensor are of one magnitude. Each block stores its mean exponent, and
+each number its distance from that, in Huffman codes: about 11 of bf16's 16 bits for gradients.
 """
 
 import torch
@@ -16,23 +16,23 @@ _WINDOW = 15
 
 
 def write(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponents of ``words`` (n, int16) as bytes (uint8), and the rest of them (n, uint8)."""
+    """Encode the exponents of ``words`` (n, int16); return them and the rest (n), as uint8."""
     distances, rest = torch.empty(2, words.numel(), dtype=torch.uint8, device="cpu")
     means = torch.empty(-(-words.numel() // _BLOCK), dtype=torch.uint8, device="cpu")
     _part(words.numpy(), distances.numpy(), means.numpy(), rest.numpy())
     return huffman.write([distances, means], _WINDOW), rest
 
 
-def read(told: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
-    """Fill ``out`` (n, int16) with what ``write`` has made both (uint8) of.
+def read(encoded: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
+    """Decode both outputs (uint8) of ``write`` into ``out`` (n, int16).
 
-    Returns whether it can have made them; if not, ``out`` is undefined.
+    Returns whether they are valid; if not, ``out`` is undefined.
     """
     means = -(-out.numel() // _BLOCK)
-    given = huffman.read(told, out.numel() + means)
-    if given is None or given.numel() != out.numel() + means:
+    decoded = huffman.read(encoded, out.numel() + means)
+    if decoded is None or decoded.numel() != out.numel() + means:
         return False
-    distances, means_of = given.split([out.numel(), means])
+    distances, means_of = decoded.split([out.numel(), means])
     _join(distances.numpy(), means_of.numpy(), rest.numpy(), out.numpy())
     return True
 
@@ -55,7 +55,7 @@ def _part(words: Words, distances: Bytes, means: Bytes, rest: Bytes) -> None:
 
 @compiled
 def _join(distances: Bytes, means: Bytes, rest: Bytes, out: Words) -> None:
-    """Write the words of which :func:`_part` has made the others."""
+    """Write the words that :func:`_part` has taken apart."""
     for block in range(means.size):
         for at in range(block * _BLOCK, min((block + 1) * _BLOCK, out.size)):
             exponent = distances[at] + means[block] & 0xFF

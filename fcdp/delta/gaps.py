@@ -15,7 +15,7 @@ from fcdp.delta import huffman
 from fcdp.delta.compiled import Bytes, Longs, Near, Words, compiled
 from fcdp.delta.packing import BIT, DE_BRUIJN, HIGHEST_SIX, NONE, pack_flags
 
-#: Zeros that one byte tells of. A byte more tells of as many runs of so many.
+#: Zeros that one byte encodes. One more byte encodes up to as many runs of that length.
 _RUN = 64
 #: The two lowest bits of a byte: 1, −1, a number that follows, and no number but only zeros.
 _OTHER, _ZEROS = 2, 3
@@ -32,14 +32,14 @@ class Sizes(NamedTuple):
 
 
 def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
-    """``numbers`` (n, int16), of which one at least is not zero, as bytes (uint8).
+    """Encode ``numbers`` (n, int16), of which at least one is not zero, as bytes (uint8).
 
     ``window`` is that of :func:`huffman.write`.
     """
     if fill := -numbers.numel() % 64:
         numbers = F.pad(numbers, (0, fill))
     flags = pack_flags(numbers.to(torch.bool)).numpy().view(np.uint64)
-    # A token of zeros tells of so many that there is one for each number at most.
+    # A token of zeros encodes so many that there is at most one for each number.
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
     near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
     arrays = [each.numpy() for each in (numbers, tokens, near, wide)]
@@ -49,19 +49,19 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
 
 
 def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
-    """Set of ``numbers`` (n, int16, all zero) those that ``data`` (uint8) tells of.
+    """Decode ``data`` (uint8) into ``numbers`` (n, int16, all zero).
 
-    Returns whether ``write`` can have made it; if not, ``numbers`` is undefined.
+    Returns whether it is valid; if not, ``numbers`` is undefined.
     """
     tokens, others, _ = sizes
     if not (0 < tokens <= numbers.numel() and 0 <= others <= tokens):
         return False
-    if (told := huffman.read(data, tokens + 3 * others)) is None:
+    if (decoded := huffman.read(data, tokens + 3 * others)) is None:
         return False
-    wide_bytes = told.numel() - tokens - others
+    wide_bytes = decoded.numel() - tokens - others
     if wide_bytes < 0 or wide_bytes % 2:
         return False
-    codes, near, wide = told.split([tokens, others, wide_bytes])
+    codes, near, wide = decoded.split([tokens, others, wide_bytes])
     near, wide = near.view(torch.int8), wide.clone().view(torch.int16)  # at an even place
     return _set(codes.numpy(), near.numpy(), wide.numpy(), numbers.numpy())
 
@@ -70,7 +70,7 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
 def _tell(
     flags: Longs, numbers: Words, tokens: Bytes, near: Near, wide: Words
 ) -> tuple[int, int, int]:
-    """Write what tells of ``numbers`` (n); ``flags`` (n / 64) have a bit for each that is not 0.
+    """Write the tokens of ``numbers`` (n); ``flags`` (n / 64) have a bit for each that is not 0.
 
     Numbers that follow go to ``near``, and are 0 there if a byte does not hold them and they go to
     ``wide``. Returns how many tokens there are, and numbers in each.
@@ -109,7 +109,7 @@ def _tell(
 
 @compiled
 def _set(tokens: Bytes, near: Near, wide: Words, numbers: Words) -> bool:
-    """Set the ``numbers`` (n) that were told of; returns whether they fit, and all are used."""
+    """Set the ``numbers`` (n) of the tokens; return whether they fit, and all are used."""
     some = far = 0
     at = -1
     for token in tokens:
@@ -133,7 +133,7 @@ def _set(tokens: Bytes, near: Near, wide: Words, numbers: Words) -> bool:
 
 
 def by_magnitude(words: torch.Tensor) -> torch.Tensor:
-    """The order of ``words`` (n, int16) by what they are of numbers: exponents, the sign left out.
+    """Return the order of ``words`` (n, int16) by the exponents of their numbers.
 
     What an update changes depends on how large it is against the number: words of one exponent,
     one after the other, have frequencies of their own.

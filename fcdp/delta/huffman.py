@@ -27,7 +27,7 @@ _OPTIONS: Mapping[int, int] = {
 
 
 def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
-    """The ``parts`` (contiguous, on the host), each by codes of its own, as uint8.
+    """Encode the ``parts`` (contiguous, on the host), each with its own codes, as uint8.
 
     Codes are chosen anew each 2^window bytes, 10 ≤ window ≤ 17; each choice takes some 60 bytes.
     """
@@ -38,12 +38,12 @@ def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
 
 
 def read(data: torch.Tensor, most: int) -> torch.Tensor | None:
-    """The bytes (uint8) that ``data`` (uint8) was made of; ``None`` if not of 1 to ``most``."""
+    """Decode ``data`` (uint8) to bytes (uint8); ``None`` if damaged or not 1 to ``most``."""
     coder = zstd.ZstdDecompressor()
     try:
-        given = bytearray(coder.decompress(bytes_of(data), most + 1))
+        decoded = bytearray(coder.decompress(bytes_of(data), most + 1))
     except zstd.ZstdError:
         return None
-    if not coder.eof or coder.unused_data or not 0 < len(given) <= most:
+    if not coder.eof or coder.unused_data or not 0 < len(decoded) <= most:
         return None
-    return torch.frombuffer(given, dtype=torch.uint8)
+    return torch.frombuffer(decoded, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What one rank sends of its shard to those that hold an earlier version of it."""
+"""Messages of one rank's shard to the ranks that hold an earlier version of it."""
 
 import sys
 
@@ -7,16 +7,16 @@ import torch
 from fcdp.checksum import checksum
 from fcdp.delta import difference
 
-#: Dtypes whose shards are told as differences. Of four and eight bytes, all but the highest two are
-#: told as they are: an update changes them whatever its size.
+#: Dtypes whose shards are sent as differences. Of four and eight bytes, all but the highest two are
+#: sent as they are: an update changes them whatever its size.
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
-#: Which version the difference is from, and the checksum of the one that it leads to: of a shard
-#: that is told whole, no version and none.
+#: The version that a difference leads from, and the checksum of the one that it leads to; of a
+#: whole shard neither.
 _PREAMBLE = torch.int64
 _PREAMBLE_BYTES = 2 * _PREAMBLE.itemsize
 _WHOLE = -1
-#: In place of a version where a shard is told without one, and yet in fewer bytes than it has.
+#: In place of a version where a shard is encoded without one, in fewer bytes than it has.
 ALONE = -2
 
 
@@ -26,7 +26,7 @@ def most_bytes(shard: torch.Tensor) -> int:
 
 
 def whole(new: torch.Tensor) -> torch.Tensor:
-    """The message of a shard (n, contiguous, on the host) to those that may hold nothing of it."""
+    """Return the message of a whole shard (n, contiguous, on the host), which needs no base."""
     preamble = torch.tensor([_WHOLE, 0], dtype=_PREAMBLE, device="cpu")
     return torch.cat([preamble.view(torch.uint8), new.view(torch.uint8)])
 
@@ -39,7 +39,7 @@ def is_whole(message: torch.Tensor) -> bool:
 def write(
     new: torch.Tensor, base: torch.Tensor | None, version: int, coding: difference.Coding = "packed"
 ) -> torch.Tensor:
-    """What leads from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
+    """Encode the difference from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
 
     Both are contiguous, on the host, and of the same one of :data:`DTYPES`. Without ``base`` the
     version is :data:`ALONE`.
@@ -59,14 +59,12 @@ def write(
 
 
 def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
-    """Turn ``row`` (n, contiguous), which is ``version``, to what ``message`` leads to.
+    """Apply ``message`` to ``row`` (n, contiguous), which is ``version``, in place.
 
-    Returns whether that was told as a difference.
-
-    ``message`` (uint8) may be longer than what was written. Raises ``ValueError`` for one that
-    leads from another version, and for one that was damaged.
+    Returns whether it was a difference. ``message`` (uint8) may be longer than what was written.
+    Raises ``ValueError`` for one that leads from another version, and for one that was damaged.
     """
-    base, told = _preamble(message)
+    base, expected = _preamble(message)
     if base == _WHOLE:
         _check_length(message, row.nbytes)
         row.copy_(message[_PREAMBLE_BYTES : _PREAMBLE_BYTES + row.nbytes].view(row.dtype))
@@ -83,7 +81,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
         high.copy_(changed)
     else:
         difference.apply(rest, words)
-    if int(checksum(row)) != told:
+    if int(checksum(row)) != expected:
         raise ValueError("a difference between versions of a shard: leads to another checksum")
     return True
 
@@ -99,14 +97,14 @@ def _check_length(message: torch.Tensor, nbytes: int) -> None:
 
 
 def low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All but the highest two bytes of each number (n, itemsize / 2 − 1), and these (n)."""
+    """Split off the highest two bytes (n) of each number from the rest (n, itemsize / 2 − 1)."""
     assert sys.byteorder == "little"
     table = words.view(-1, itemsize // 2)
     return table[:, :-1], table[:, -1]
 
 
 def packed(words: torch.Tensor) -> torch.Tensor:
-    """The words one after the other; a single one of a view with gaps is not, for torch."""
+    """Copy words to adjacent ones: torch takes a view of one word for contiguous already."""
     packed = words.new_empty(words.numel())
     packed.view(words.shape).copy_(words)
     return packed

@@ -8,7 +8,7 @@ differences. Codes are those of :mod:`fcdp.delta.difference`, of a whole shard a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fcdp.cache.entry import Entry
 from fcdp.checksum import sum_of_words
 from fcdp.delta.message import low_and_high, packed
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, unpack_flags
-from fcdp.delta.sent import Kept
+from fcdp.delta.sent import Base
 from fcdp.exchange import all_gather
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -32,7 +32,7 @@ _ALIGNED = 8
 
 
 class Counts(NamedTuple):
-    """What tells the size of one shard's difference in each form."""
+    """Counts that give the size of one shard's difference in each form."""
 
     #: Words of two-bit codes that are not zero.
     some: int
@@ -54,24 +54,26 @@ class Counts(NamedTuple):
 
 
 def count(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The :class:`Counts` (5, int64) of what leads from ``base`` (n) to ``new`` (n)."""
+    """Compute the :class:`Counts` (5, int64) of the difference from ``base`` (n) to ``new`` (n)."""
     numbers = _numbers(new, base)
     flags = [_CODES[form].escapes(numbers) for form in (2, 4, 8)]
     flags = [numbers.view(-1, 8).any(1), *flags, numbers.to(torch.int8) != numbers]
     return torch.stack([each.sum() for each in flags])
 
 
-class Told(NamedTuple):
-    """One unit's difference as all nodes tell it: known to every rank of a gather."""
+class Encoding(NamedTuple):
+    """The encoding of one unit's differences on all nodes, known to every rank of a gather."""
 
+    #: Version that the differences lead to.
     generation: int
+    #: Bits of a code, ``_SPARSE`` or ``_RAW``.
     form: int
     #: By node.
     counts: Sequence[Counts]
 
     @classmethod
-    def smallest(cls, generation: int, counts: Sequence[Counts], numel: int) -> Told:
-        """In the form in which the longest message is the shortest."""
+    def smallest(cls, generation: int, counts: Sequence[Counts], numel: int) -> Encoding:
+        """Choose the form in which the longest message is the shortest."""
 
         def most(form: int) -> int:
             return max(sum(each.parts(form, numel)) for each in counts)
@@ -79,22 +81,22 @@ class Told(NamedTuple):
         return cls(generation, min((*_CODES, _RAW), key=most), counts)
 
     def row_bytes(self, shard: torch.Tensor) -> int:
-        """Bytes of each node's message: a checksum, what is told as it is, and the difference."""
+        """Bytes of each node's message: a checksum, bytes sent as they are, and the difference."""
         numel = shard.numel()
         most = max(sum(each.parts(self.form, numel)) for each in self.counts)
         nbytes = _ALIGNED + (shard.itemsize - 2) * numel + most
         return nbytes + -nbytes % _ALIGNED
 
     def write(self, new: torch.Tensor, base: torch.Tensor, node: int) -> torch.Tensor:
-        """The message (uint8) of this rank's ``new`` (n), by operations that nobody waits for."""
+        """Return the message (uint8) of this rank's ``new`` (n); the host waits for nothing."""
         low, high = low_and_high(new.view(torch.int16), new.itemsize)
         coded = self._coded(packed(high), _numbers(new, base), node)
         parts = [sum_of_words(new).view(1), packed(low), *coded]
-        told = torch.cat([part.view(torch.uint8) for part in parts])
-        return F.pad(told, (0, self.row_bytes(new) - told.numel()))
+        message = torch.cat([part.view(torch.uint8) for part in parts])
+        return F.pad(message, (0, self.row_bytes(new) - message.numel()))
 
     def read(self, message: torch.Tensor, row: torch.Tensor, node: int) -> torch.Tensor:
-        """Turn ``row`` (n) to what a node's message leads to; whether that is another (bool)."""
+        """Apply a node's message to ``row`` (n); return whether its checksum is wrong (bool)."""
         low, high = low_and_high(row.view(torch.int16), row.itemsize)
         sizes = [_ALIGNED, low.numel() * 2, *self.counts[node].parts(self.form, row.numel())]
         checksum, as_is, *parts = message[: sum(sizes)].split(sizes)
@@ -131,19 +133,19 @@ class Told(NamedTuple):
 
 
 class Sizes:
-    """What all nodes are about to tell of all units."""
+    """Encodings of the differences that all nodes are about to send."""
 
     def __init__(
-        self, kept: Mapping[Entry, Kept], topology: Topology, streams: Streams, device: torch.device
+        self, bases: dict[Entry, Base], topology: Topology, streams: Streams, device: torch.device
     ) -> None:
-        self._kept = kept
+        self._bases = bases
         self._topology = topology
         self._streams = streams
         self._device = device
-        self._known: dict[Unit, Told] = {}
-        #: Whether a message of this rank's has led elsewhere, in the form of counts.
+        self._known: dict[Unit, Encoding] = {}
+        #: Whether a message has led to a wrong checksum on this rank, in the shape of counts.
         self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=device)
-        most = topology.nodes * (len(kept) + 1) * self._wrong.numel()
+        most = topology.nodes * (len(bases) + 1) * self._wrong.numel()
         # Page-locked where there is an accelerator, or the copy would block the host.
         pinned = device.type == "cuda"
         self._landing = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -151,11 +153,11 @@ class Sizes:
     def learn(self) -> None:
         """Exchange the counts of what has changed, once the ranks have agreed on that.
 
-        Raises ``RuntimeError`` where a message has led elsewhere since the last time.
+        Raises ``RuntimeError`` if a message since the last time led to a wrong checksum.
         """
         coming = [
-            (entry, kept)
-            for entry, kept in self._kept.items()
+            (entry, base)
+            for entry, base in self._bases.items()
             if entry.based and not entry.fresh and not self._knows(entry)
         ]
         if not coming:
@@ -163,7 +165,7 @@ class Sizes:
         stream, nodes = self._streams.inter_node, self._topology.nodes
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            rows = [count(entry.unit.shard(self._device), kept.memory) for entry, kept in coming]
+            rows = [count(entry.unit.shard(self._device), base.memory) for entry, base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
             with self._topology.failures.waiting():
@@ -173,25 +175,25 @@ class Sizes:
             landed = stream.record_event()
             self._wrong.zero_()
         landed.synchronize()
-        found = torch.tensor(landing.tolist(), device="cpu").view(table.shape)
-        if found[:, 0].any():
+        gathered = torch.tensor(landing.tolist(), device="cpu").view(table.shape)
+        if gathered[:, 0].any():
             raise RuntimeError(
                 "a difference between versions of a shard led to another checksum: damaged on its "
                 "way, or parameters were written during a pass; results since the last step are "
                 "wrong: go on from the last checkpoint"
             )
-        for (entry, _), counts in zip(coming, found[:, 1:].unbind(1), strict=True):
+        for (entry, _), counts in zip(coming, gathered[:, 1:].unbind(1), strict=True):
             by_node = [Counts(*each) for each in counts.tolist()]
-            told = Told.smallest(entry.generation, by_node, entry.unit.shard_numel)
-            self._known[entry.unit] = told
+            encoding = Encoding.smallest(entry.generation, by_node, entry.unit.shard_numel)
+            self._known[entry.unit] = encoding
 
-    def of(self, entry: Entry) -> Told:
-        """What is told of an entry that has changed."""
+    def of(self, entry: Entry) -> Encoding:
+        """Return the encoding of an entry that has changed."""
         assert self._knows(entry), f"{entry.unit.name}: nothing was counted"
         return self._known[entry.unit]
 
     def note(self, wrong: torch.Tensor) -> None:
-        """Note, in the order of the current stream, whether a message has led elsewhere."""
+        """Note, in the order of the current stream, whether a message led to a wrong checksum."""
         self._wrong += wrong
 
     def _knows(self, entry: Entry) -> bool:
@@ -208,7 +210,7 @@ def _numbers(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def _where(values: torch.Tensor, flags: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``values`` (n) of ``count`` flags that are set, in order; others if they are not."""
+    """Return the ``values`` (n) of the ``count`` set flags, in order; others if fewer are set."""
     at = torch.nonzero_static(flags, size=count, fill_value=0).view(-1)
     return values.index_select(0, at)
 
@@ -216,7 +218,7 @@ def _where(values: torch.Tensor, flags: torch.Tensor, count: int) -> torch.Tenso
 def _spread(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
     """One of ``values`` after the other where ``flags`` (n) are set, and zeros elsewhere.
 
-    Of a message that was damaged others than there are may be set.
+    A damaged message may set more flags than there are values.
     """
     if not values.numel():
         return values.new_zeros(flags.numel())

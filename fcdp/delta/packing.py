@@ -83,9 +83,9 @@ class Codes:
 
 @compiled
 def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]:
-    """Count, of lines of groups of eight words, one in ``step``: groups, and those that differ.
+    """Sample one in ``step`` lines of groups of eight words: count groups, and those that differ.
 
-    And the words that differ by 2, 8 and 128 or more.
+    Count also the words that differ by 2, 8 and 128 or more.
     """
     count = some = two = eight = wide = 0
     for line in range(0, new.size, 8 * _BESIDE * step):
@@ -107,10 +107,10 @@ def sample(new: Words, base: Words, step: int) -> tuple[int, int, int, int, int]
 def pack(
     new: Words, base: Words, bits: int, codes: Bytes, near: Near, wide: Words
 ) -> tuple[int, int]:
-    """Write what leads from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8).
+    """Encode the difference from ``base`` (n) to ``new`` (n) as ``codes`` (n · bits / 8).
 
-    What these do not hold goes to ``near`` (n at most), and is 0 there if a byte does not hold it
-    and it goes to ``wide`` (n at most). Returns how many numbers went to each.
+    A number that these do not hold goes to ``near`` (n at most), and is 0 there if a byte does not
+    hold it and it goes to ``wide`` (n at most). Returns how many numbers went to each.
     """
     low, high = np.int16(-(1 << bits - 1)), np.int16(1 << bits - 1)
     shift, blocks = bits // 4 + 1, codes.view(np.uint64)
@@ -155,9 +155,9 @@ def pack(
 
 @compiled
 def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
-    """Turn ``base`` (n) to what :func:`pack` has made ``codes``, ``near`` and ``wide`` of.
+    """Add to ``base`` (n) the numbers that :func:`pack` encoded as these three arrays.
 
-    Returns whether these are as many as codes leave out; if not, ``base`` is undefined.
+    Returns whether ``near`` and ``wide`` have as many as codes escape; else ``base`` is undefined.
     """
     escape, shift, blocks = -(1 << bits - 1), bits // 4 + 1, codes.view(np.uint64)
     lower = _LOW[shift]
@@ -165,22 +165,22 @@ def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
     some = far = 0
     for begin in range(0, base.size, _NEAR):
         words = base[begin : begin + _NEAR]
-        given = codes[begin * bits // 8 : (begin + _NEAR) * bits // 8]
+        packed = codes[begin * bits // 8 : (begin + _NEAR) * bits // 8]
         # The highest bit of a code is its sign.
         if bits == 2:
-            for at in range(given.size):
-                code = given[at]
+            for at in range(packed.size):
+                code = packed[at]
                 numbers[4 * at] = ((code & 3) ^ 2) - 2
                 numbers[4 * at + 1] = ((code >> 2 & 3) ^ 2) - 2
                 numbers[4 * at + 2] = ((code >> 4 & 3) ^ 2) - 2
                 numbers[4 * at + 3] = (code >> 6 ^ 2) - 2
         elif bits == 4:
-            for at in range(given.size):
-                numbers[2 * at] = ((given[at] & 15) ^ 8) - 8
-                numbers[2 * at + 1] = (given[at] >> 4 ^ 8) - 8
+            for at in range(packed.size):
+                numbers[2 * at] = ((packed[at] & 15) ^ 8) - 8
+                numbers[2 * at + 1] = (packed[at] >> 4 ^ 8) - 8
         else:
-            for at in range(given.size):
-                numbers[at] = given[at]
+            for at in range(packed.size):
+                numbers[at] = packed[at]
         for at in range(words.size):
             words[at] += numbers[at]
         for block in range(begin * bits // 64, min((begin + _NEAR) * bits // 64, blocks.size)):
@@ -204,8 +204,8 @@ def add(codes: Bytes, bits: int, near: Near, wide: Words, base: Words) -> bool:
 
 
 @compiled
-def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
-    """Write those of ``words`` (m) that are not zero to ``kept`` (m); returns how many.
+def keep_changed(words: Words, bitmap: Bytes, changed: Words) -> int:
+    """Write those of ``words`` (m) that are not zero to ``changed`` (m); returns how many.
 
     ``bitmap`` (m / 8) has a bit for each of ``words``, the first in the lowest, set for those.
     """
@@ -214,7 +214,7 @@ def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
         flags = 0
         for at in range(8):
             word = words[8 * eight + at]
-            kept[count] = word
+            changed[count] = word
             count += word != 0
             flags |= (word != 0) << at
         bitmap[eight] = flags
@@ -222,23 +222,23 @@ def keep_changed(words: Words, bitmap: Bytes, kept: Words) -> int:
 
 
 @compiled
-def spread_changed(bitmap: Bytes, kept: Words, words: Words) -> bool:
-    """Set those of ``words`` (m, all zero) that ``bitmap`` (m / 8) names to ``kept``, in order.
+def spread_changed(bitmap: Bytes, changed: Words, words: Words) -> bool:
+    """Set those of ``words`` (m, all zero) that ``bitmap`` (m / 8) names to ``changed``, in order.
 
     Returns whether they are as many.
     """
     count = 0
     for at in range(words.size):
         if bitmap[at // 8] >> at % 8 & 1:
-            if count == kept.size:
+            if count == changed.size:
                 return False
-            words[at] = kept[count]
+            words[at] = changed[count]
             count += 1
-    return count == kept.size
+    return count == changed.size
 
 
 def places(flags: torch.Tensor) -> torch.Tensor:
-    """Where ``flags`` (n, bool) are set, as int64 (k): numpy is faster than torch at it."""
+    """Return the indices (k, int64) of set ``flags`` (n, bool), by numpy, which is faster."""
     return torch.from_numpy(np.flatnonzero(flags.numpy()))
 
 

@@ -1,4 +1,4 @@
-"""This rank's own shard as the other nodes hold it: what differences lead from."""
+"""This rank's own shard as the other nodes hold it, the base of its differences."""
 
 import time
 
@@ -13,8 +13,8 @@ from fcdp.delta.economy import Economy, Watch
 _MEASURED_AFTER = 16
 
 
-class Kept:
-    """The last version of one unit's own shard that every node has been given to keep.
+class Base:
+    """The last version of one unit's own shard that was offered to every node's cache.
 
     Takes the shard's size in the memory that the shard is in, from the first gather on. On an
     accelerator the stream of gathers across nodes alone reads and writes it.
@@ -24,12 +24,12 @@ class Kept:
         self._entry = entry
         self._memory: torch.Tensor | None = None
         self._version = 0
-        #: Whether any rank tells a difference in this pass; else nothing is kept.
+        #: Whether any rank sends a difference in this pass; else nothing is kept.
         self.telling = True
 
     @property
     def usable(self) -> bool:
-        """Whether this rank can tell a difference, and apply those of the others."""
+        """Whether this rank can encode a difference, and apply those of the others."""
         entry = self._entry
         held = entry.tier is not None and entry.held == entry.offered
         return held and entry.offered > 0 and self._version == entry.offered
@@ -41,11 +41,11 @@ class Kept:
         return self._memory
 
     def wishes_to_tell(self) -> bool:
-        """Whether this rank would tell a difference in the pass that begins."""
+        """Whether this rank would send a difference in the pass that begins."""
         return True
 
     def forget(self) -> None:
-        """Note that what the other nodes hold is about to change, whether all of them get it."""
+        """Note that the other nodes' copies are about to change, on some of them perhaps."""
         self._version = 0
 
     def keep(self, own: torch.Tensor) -> None:
@@ -62,8 +62,8 @@ class Kept:
         self._version = self._entry.offered
 
 
-class Sent(Kept):
-    """What differences lead from on the CPU, and what this rank knows of telling them."""
+class Sent(Base):
+    """The base of differences on the CPU, with this rank's measurements of coding them."""
 
     def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
         super().__init__(entry)
@@ -75,7 +75,7 @@ class Sent(Kept):
         self._since = 0
 
     def write(self, own: torch.Tensor) -> torch.Tensor:
-        """The message (uint8) that leads from what the other nodes hold to ``own`` (s)."""
+        """Return the message (uint8) that turns the other nodes' copies into ``own`` (s)."""
         assert self.usable, self._entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
@@ -95,7 +95,7 @@ class Sent(Kept):
         else:
             self._since = 0
             self._ratio = written.nbytes / size
-            economy.told.add(took)
+            economy.encoding.add(took)
         return written
 
     @property
@@ -107,28 +107,28 @@ class Sent(Kept):
         return self._economy.pays(self._expected, self._others)
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:
-        """Apply the message of another node to its ``row`` (s) as it was, or fill that.
+        """Apply the message of another node to its ``row`` (s), or fill that if it is whole.
 
         Raises ``RuntimeError`` for one that does not fit it.
         """
         apply(arrived, row, self._entry.offered, self._economy, self._entry.unit.name)
 
     def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool, written: bool = True) -> None:
-        """Note the end of an exchange of shards like ``own``, of every node ``whole`` or not.
+        """Note the end of an exchange of shards like ``own``, ``whole`` from every node or not.
 
-        Where no rank has ``written`` a message, all were.
+        Where no rank has ``written`` a message, all were whole.
         """
         self._since += not written
         if whole:
             self._economy.saw_whole(watch.waited, self._others * own.nbytes)
         else:
-            self._economy.saw_told(watch.took, own.nbytes)
+            self._economy.saw_coded(watch.took, own.nbytes)
 
 
 def apply(
     arrived: torch.Tensor, row: torch.Tensor, version: int, economy: Economy, name: str
 ) -> None:
-    """Read a message into the ``row`` (s) that is ``version``; ``economy`` learns what it takes.
+    """Apply a message to the ``row`` (s), which is ``version``; ``economy`` learns the time.
 
     Raises ``RuntimeError``, which begins with ``name``, for a message that does not fit it.
     """

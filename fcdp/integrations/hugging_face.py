@@ -35,10 +35,10 @@ def use(
 
     Call it on every rank before the trainer, or the ``Accelerator``, is made. It goes for all that
     are made in this process from then on. accelerate's FSDP plugin (the Trainer's ``fsdp_config``)
-    says what it says without FCDP: which classes are units, mixed precision, CPU offload,
+    means what it means without FCDP: which classes are units, mixed precision, CPU offload,
     RAM-efficient loading, activation checkpointing, ignored modules, ``reshard_after_forward``.
     Adapters are split from frozen weights, micro-batches accumulate by ``fcdp.accumulate``, TRL's
-    reference models are sharded block by block, and the cache is told of ``sync_ref_model``. On
+    reference models are sharded block by block, and the cache learns of ``sync_ref_model``. On
     CPUs it has accelerate take the plugin, which otherwise counts on accelerators only.
 
     Args:
@@ -48,7 +48,7 @@ def use(
         options: Arguments of ``fcdp.shard`` that the plugin does not stand for.
 
     Returns:
-        What ends it: ``close()`` it, or use it in ``with``.
+        A context that ends it: ``close()`` it, or use it in ``with``.
 
     Raises:
         ValueError: For a release of accelerate or TRL that is not known, and for arguments that
@@ -68,25 +68,25 @@ def use(
 
 @functools.cache
 def _replace_accelerate() -> None:
-    """Once: what is replaced looks at ``_takeover``, however early others have imported it."""
+    """Replace accelerate's functions, once, by those that look at ``_takeover``."""
     init, prepare = AcceleratorState.__init__, Accelerator.prepare
     no_sync, backward = Accelerator.no_sync, Accelerator.backward
     shard = accelerate.accelerator.fsdp2_prepare_model
 
     @functools.wraps(init)
-    def init_here(self: AcceleratorState, *args: Any, **given: Any) -> None:
-        init(self, *args, **given)
-        if _takeover.in_use and given.get("_from_accelerator"):
-            _check_plugin(self, given.get("fsdp_plugin"))
-            allow_cpus(self, given["fsdp_plugin"])
+    def init_here(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _takeover.in_use and kwargs.get("_from_accelerator"):
+            _check_plugin(self, kwargs.get("fsdp_plugin"))
+            allow_cpus(self, kwargs["fsdp_plugin"])
 
     @functools.wraps(prepare)
-    def prepare_here(self: Accelerator, *args: Any, **given: Any) -> Any:
+    def prepare_here(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         for model in args:
             if _takeover.in_use and isinstance(model, nn.Module):
                 _check_plain(model)
                 _check_plugin(self.state, getattr(self.state, "fsdp_plugin", None))
-        return prepare(self, *args, **given)
+        return prepare(self, *args, **kwargs)
 
     @functools.wraps(shard)
     def shard_here(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -110,12 +110,12 @@ def _replace_accelerate() -> None:
             _deferring.discard(model)
 
     @functools.wraps(backward)
-    def backward_here(self: Accelerator, loss: Any, **given: Any) -> None:
+    def backward_here(self: Accelerator, loss: Any, **kwargs: Any) -> None:
         with contextlib.ExitStack() as models:
             for model in self._models:
                 if model in _takeover.models and model not in _deferring:
                     models.enter_context(accumulate(model, last=True))
-            backward(self, loss, **given)
+            backward(self, loss, **kwargs)
 
     AcceleratorState.__init__ = init_here
     Accelerator.prepare, Accelerator.no_sync = prepare_here, no_sync_here
@@ -125,7 +125,7 @@ def _replace_accelerate() -> None:
 
 @functools.cache
 def _replace_trl() -> None:
-    """Once, as ``_replace_accelerate``."""
+    """Replace TRL's functions, once, as ``_replace_accelerate`` does."""
     prepare = import_module("trl.models.utils").prepare_fsdp
     callback = import_module("trl.trainer.callbacks").SyncRefModelCallback
     sync = callback.sync_target_model

@@ -74,7 +74,7 @@ class _Sharding:
 
 
 class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignore[misc]
-    """For ``Fabric(strategy=…)``: ``setup_module`` shards, ``no_backward_sync`` accumulates.
+    """Strategy of ``Fabric``: ``setup_module`` shards, ``no_backward_sync`` accumulates.
 
     Args:
         topology: Where the data-parallel ranks stand; by default torchrun's environment tells it.
@@ -82,7 +82,7 @@ class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignor
         tensor_parallel_size: As of Lightning's ``ModelParallelStrategy``; the other ranks are
             data-parallel.
         parallelize_fn: As there, for tensor parallelism alone; called before the model is sharded.
-        given: ``save_distributed_checkpoint``, as there, and other arguments of ``fcdp.shard``.
+        options: ``save_distributed_checkpoint``, as there, and other arguments of ``fcdp.shard``.
 
     Raises:
         ValueError: For a release of Lightning that is not known, and for arguments that
@@ -95,7 +95,7 @@ class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignor
         policy: CachePolicy | str = HostCache(),
         *,
         parallelize_fn: _Parallelize | None = None,
-        **given: Any,
+        **options: Any,
     ) -> None:
         def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if parallelize_fn is not None:
@@ -103,7 +103,7 @@ class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignor
             self._shard(module)
             return module
 
-        super().__init__(topology, policy, parallelize, **given)
+        super().__init__(topology, policy, parallelize, **options)
         self._backward_sync_control = _Accumulating()
 
 
@@ -115,9 +115,9 @@ class _Accumulating(_BackwardSyncControl):  # type: ignore[misc]
 
 
 class TrainerStrategy(_Sharding, of_trainer.ModelParallelStrategy):  # type: ignore[misc]
-    """For ``lightning.Trainer(strategy=…)``: the module is sharded after ``configure_model``.
+    """Strategy of ``lightning.Trainer``: shards the module after ``configure_model``, if there.
 
-    That need not be there. ``accumulate_grad_batches`` accumulates by ``fcdp.accumulate``.
+    ``accumulate_grad_batches`` accumulates by ``fcdp.accumulate``.
 
     Args:
         topology: As of ``FabricStrategy``, as are the other arguments.
@@ -159,7 +159,7 @@ class TrainerStrategy(_Sharding, of_trainer.ModelParallelStrategy):  # type: ign
         finally:
             self._last = True
 
-    def backward(self, *args: Any, **given: Any) -> Any:
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Have what waits of earlier micro-batches cross nodes with the last."""
         with accumulate(self.model, last=True) if self._last else contextlib.nullcontext():
-            return super().backward(*args, **given)
+            return super().backward(*args, **kwargs)

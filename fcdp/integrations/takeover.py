@@ -27,11 +27,11 @@ _THEIRS = ("units", "mp_policy", "offload_policy", "reshard_after_forward", "ign
 
 def check_version(package: str, known: str) -> None:
     """Raise ``ValueError`` unless a client is of the release that was read and is tested."""
-    found = version(package)
-    if found.split(".")[:2] != known.split(".")[:2]:
+    installed = version(package)
+    if installed.split(".")[:2] != known.split(".")[:2]:
         raise ValueError(
-            f"{package} {found}: fcdp.integrations knows {known}; install {package}=={known}.*, or "
-            "shard the model by fcdp.shard in a loop of your own"
+            f"{package} {installed}: fcdp.integrations knows {known}; install {package}=={known}.*"
+            ", or shard the model by fcdp.shard in a loop of your own"
         )
 
 
@@ -55,7 +55,7 @@ def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) ->
 
 
 def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topology:
-    """The topology, which lies over the client's mesh; left out, that or torchrun tells it."""
+    """Return the topology over the client's mesh; ``None``: that of the mesh or of torchrun."""
     if mesh is not None and mesh.ndim > 1:
         raise ValueError(
             f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names}; must be one that "
@@ -74,7 +74,7 @@ def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topolog
 
 
 class Takeover:
-    """In use, stands in the place of ``fully_shard``, and shards when a root is asked for."""
+    """A stand-in for ``fully_shard`` that shards when a root is asked for."""
 
     def __init__(self) -> None:
         self._end: contextlib.ExitStack | None = None
@@ -111,19 +111,19 @@ class Takeover:
 
     @contextlib.contextmanager
     def of(self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts.
+        """Take the calls of ``owner.fully_shard`` in the body, and shard with that of ``root``.
 
-        Units of their own are ``apart`` too. Where this is not in use, it does nothing.
+        Modules ``apart`` become units too. Where this is not in use, it does nothing.
         """
         if not self.in_use:
             yield
             return
 
-        def take(module: nn.Module | list[nn.Module], **given: Any) -> Any:
+        def take(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
             if module is root:
-                self._shard(root, given, apart)
+                self._shard(root, kwargs, apart)
             else:
-                self._calls.append((module, given))
+                self._calls.append((module, kwargs))
             return module
 
         plain, owner.fully_shard = owner.fully_shard, take
@@ -133,27 +133,27 @@ class Takeover:
             owner.fully_shard = plain
             self._calls.clear()
 
-    def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
-        single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
+    def _shard(self, root: nn.Module, kwargs: dict[str, Any], apart: Sequence[nn.Module]) -> None:
+        single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [kwargs]
         reshard = {each.get("reshard_after_forward", True) for each in single}
-        kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, given]}
+        kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, kwargs]}
         if len(kinds | reshard) > 2:
             raise ValueError(
                 f"{type(root).__name__}: mp_policy or reshard_after_forward differs between its "
                 "modules; must be one for all"
             )
         (keep,) = reshard
-        self._topology = topology_over(given.get("mesh"), self._topology)
+        self._topology = topology_over(kwargs.get("mesh"), self._topology)
         shard(
             root,
             self._topology,
             units=self._units(root, apart),
             policy=self._policy,
             mp_policy=kinds.pop(),
-            offload_policy=given.get("offload_policy") or OffloadPolicy(),
+            offload_policy=kwargs.get("offload_policy") or OffloadPolicy(),
             # By FSDP2's default blocks do not stay gathered, and a root does.
-            reshard_after_forward=given.get("reshard_after_forward") if keep is True else keep,
-            ignored_params=given.get("ignored_params") or (),
+            reshard_after_forward=kwargs.get("reshard_after_forward") if keep is True else keep,
+            ignored_params=kwargs.get("ignored_params") or (),
             **self._options,
         )
         self.models.add(root)
@@ -161,13 +161,13 @@ class Takeover:
     def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
         """Modules that the client shards by itself, and the model's blocks if it left them whole.
 
-        Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
+        A list of modules that it keeps gathered joins the root's unit, which stays gathered too.
         """
         asked = [*apart]
-        for module, given in self._calls:
+        for module, kwargs in self._calls:
             if isinstance(module, nn.Module):
                 asked.append(module)
-            elif given.get("reshard_after_forward") is not False:
+            elif kwargs.get("reshard_after_forward") is not False:
                 asked += module
         try:
             blocks = find_blocks(root)

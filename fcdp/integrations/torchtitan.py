@@ -29,7 +29,7 @@ def use(
 ) -> contextlib.ExitStack:
     """Have torchtitan shard its decoders by ``fcdp.shard``, where it would by ``fully_shard``.
 
-    Call it on every rank before the ``Trainer`` is built. Its configuration says what it says
+    Call it on every rank before the ``Trainer`` is built. Its configuration means what it means
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
     compilation, ``fsdp_reshard_after_forward``. Micro-batches accumulate by ``fcdp.accumulate``.
 
@@ -40,7 +40,7 @@ def use(
         options: Arguments of ``fcdp.shard`` that the configuration does not stand for.
 
     Returns:
-        What ends it: ``close()`` it, or use it in ``with``.
+        A context that ends it: ``close()`` it, or use it in ``with``.
 
     Raises:
         ValueError: For a release of torchtitan that is not known, and for arguments that
@@ -55,17 +55,17 @@ def use(
 
 @functools.cache
 def _replace() -> None:
-    """Once: what is replaced looks at ``_takeover``, however early others have imported it."""
+    """Replace torchtitan's functions, once, by those that look at ``_takeover``."""
     apply = torchtitan.distributed.fsdp.apply_fsdp_to_decoder
     init, train_step = Trainer.__init__, Trainer.train_step
     micro_batch = Trainer.forward_backward_step
 
     @functools.wraps(apply)
-    def apply_here(model: Any, *args: Any, **given: Any) -> None:
+    def apply_here(model: Any, *args: Any, **kwargs: Any) -> None:
         # The chunked loss calls it by itself, outside of the model's forward.
         head = [] if model.enable_weight_tying else [model.lm_head]
         with _takeover.of(model, torchtitan.distributed.fsdp, apart=head):
-            apply(model, *args, **given)
+            apply(model, *args, **kwargs)
 
     @functools.wraps(init)
     def init_here(self: Trainer, config: Any) -> None:
@@ -80,22 +80,22 @@ def _replace() -> None:
             )
 
     @functools.wraps(train_step)
-    def train_step_here(self: Trainer, *args: Any, **given: Any) -> Any:
+    def train_step_here(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         self._fcdp_micro_batches = 0
-        return train_step(self, *args, **given)
+        return train_step(self, *args, **kwargs)
 
     @functools.wraps(micro_batch)
-    def micro_batch_here(self: Trainer, **given: Any) -> Any:
+    def micro_batch_here(self: Trainer, **kwargs: Any) -> Any:
         model: nn.Module = self.model_parts[0]
         if model not in _takeover.models:
-            return micro_batch(self, **given)
+            return micro_batch(self, **kwargs)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
         # Not around the last: a decoder uses all its units, and of several backwards, one for each
         # chunk of the loss, the first would have what waits of all of them reduced.
         deferring = contextlib.nullcontext() if last else accumulate(model, last=False)
         with deferring:
-            return micro_batch(self, **given)
+            return micro_batch(self, **kwargs)
 
     if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
         # Process groups keep the timeouts that they were made with.

@@ -22,14 +22,14 @@ from fcdp import durable
 
 #: Integers as wide as the elements of a tensor: what is compared are bits.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Begins the name of a tensor that tells the differences of all parts of one dtype, which follows.
+#: Prefix of a tensor that encodes the differences of all parts of one dtype, whose name follows.
 COMPRESSED = "__compressed__."
 #: Where the checksum stands, which is taken with these digits in its place. A name or a text of the
 #: header has its quotation marks escaped: nothing else there reads so.
 _MARK = b'"crc32":"'
 _DIGITS = b"00000000"
-#: Full values of what is trained, what leads to a version from the one before, and full values of
-#: what is frozen: the folders of a place.
+#: Full values of what is trained, differences from the version before, and full values of what is
+#: frozen: the folders of a place.
 Kind = Literal["anchors", "deltas", "frozen"]
 
 _NAME = re.compile(r"step_(\d{6,})-(\d{5,})-of-(\d{5,})\.safetensors")
@@ -121,7 +121,7 @@ class File(NamedTuple):
 
 
 class Place:
-    """Files are there whole or not at all, whenever their writers are killed."""
+    """A folder or URL where files are whole or missing, whenever their writers are killed."""
 
     def __init__(self, name: str | os.PathLike[str]) -> None:
         self.name = os.fspath(name)
@@ -132,7 +132,7 @@ class Place:
         return f"{self._root}/{file}"
 
     def write(self, file: File, data: bytes) -> None:
-        """Have a file. In object stores it is there with its last byte; else by being renamed."""
+        """Write a file. In object stores it is there with its last byte; else by a rename."""
         folder = f"{self._root}/{file.kind}"
         self._files.makedirs(folder, exist_ok=True)
         if self._local:
@@ -151,8 +151,8 @@ class Place:
         except FileNotFoundError:
             return
         for path in paths:
-            if found := _NAME.fullmatch(str(path).rpartition("/")[2]):
-                version, part, parts = map(int, found.groups())
+            if match := _NAME.fullmatch(str(path).rpartition("/")[2]):
+                version, part, parts = map(int, match.groups())
                 yield File(kind, version, part - 1, parts)
 
     def whole(self, kind: Kind) -> dict[int, list[File]]:

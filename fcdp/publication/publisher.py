@@ -32,7 +32,7 @@ from fcdp.publication.files import (
     words,
 )
 
-#: Of the model: whatever else held a publisher, which knows the model, would never let go of it.
+#: The model's attribute: a publisher refers to its model, and must not outlive it elsewhere.
 _ATTRIBUTE = "_fcdp_publisher"
 
 
@@ -92,9 +92,9 @@ def publish(
     (int32, in the whole flat parameter) and ``NAME.values``, which are vLLM's sparse patches, and
     in the header ``sparse``, ``model_version``, ``sparsity`` and ``changed_params``; ``anchors/``
     has full values. Other than there, a version has a file per rank, an anchor's tensors are the
-    rank's rows (``parts`` in the header tells of which), a difference leads to each anchor but the
+    rank's rows (``parts`` in the header says which), a difference leads to each anchor but the
     first too, frozen parameters are in ``frozen/`` once and no anchor repeats them, and the header
-    has a checksum of the file and, as ``run``, what tells it from those of others who publish here.
+    has a checksum of the file and, as ``run``, an id of the run that has published it.
 
     Each rank keeps what it published last in host memory: of the followed parameters its shards.
     It does so for one place and one set of options: with others the next publication starts anew.
@@ -136,7 +136,7 @@ def publish(
     engine = engine_of(model)
     engine.staleness.conclude()
     options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
-    # Taken out: one that does not get to its end is not gone on with.
+    # Taken out until it succeeds: a publisher that has failed is not used again.
     publisher = model.__dict__.pop(_ATTRIBUTE, None)
     if publisher is None or publisher.options != options:
         publisher = _Publisher(model, engine, options)
@@ -156,7 +156,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Contents:
-    """This rank's parts of the model; equal to others as long as a difference tells all."""
+    """This rank's parts of the model; equal to others as long as a difference suffices."""
 
     #: Data type by part: what is trained, and buffers.
     followed: dict[Part, torch.dtype]
@@ -180,12 +180,12 @@ class _Publisher:
         self._what = f"place = {options.place}"
         self._place = on_all_ranks(self._what, engine.topology, lambda: Place(options.place))
         highest = on_all_ranks(self._what, engine.topology, self._place.highest)
-        # All go on behind what the first has found: another may see a part of the next already.
+        # All go on from the version that the first sees: others may see part of the next already.
         first: list[Any] = [highest, secrets.token_hex(8)]
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         for dim in range(mesh.ndim):
             dist.broadcast_object_list(first, group=mesh.get_group(dim), group_src=0)
-        #: The last version, and what tells its files from those of others who publish here.
+        #: The last version, and the id by which its files differ from those of other publishers.
         self._version, self._run = first
         self._contents: _Contents | None = None
         #: Versions of the last anchor, and of what is frozen.
@@ -237,7 +237,7 @@ class _Publisher:
             for unit in self._engine.units
             for param, (_, dtype) in zip(unit.params, unit.parts, strict=True)
         }
-        found = _Contents({}, {}, {}, {})
+        contents = _Contents({}, {}, {}, {})
         tensors = split(model)[0]
         if self.options.trainable_only:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
@@ -248,14 +248,14 @@ class _Publisher:
             part = _part_of(name, value)
             if part is None or not (self._part == 0 or isinstance(value, DTensor)):
                 continue  # another rank's
-            found.blocks[part] = block.detach()
+            contents.blocks[part] = block.detach()
             dtype = self.options.dtype or gathered.get(id(value), value.dtype)
-            found.dtypes[name] = dtype if value.is_floating_point() else value.dtype
+            contents.dtypes[name] = dtype if value.is_floating_point() else value.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
-                found.frozen[part] = int(checksum(block.detach()))
+                contents.frozen[part] = int(checksum(block.detach()))
             else:
-                found.followed[part] = found.dtypes[name]
-        return found
+                contents.followed[part] = contents.dtypes[name]
+        return contents
 
     def _put_whole(self, kind: Kind, parts: Iterable[Part]) -> int:
         contents = self._contents
@@ -291,8 +291,8 @@ class _Publisher:
             count = int(differs.sum())
             changed += count
             if count and self.options.compressed and dtype in message.DTYPES:
-                told = message.write(new, old, self._version - 1, "ordered")
-                tensors[f"{COMPRESSED}{dtype}"] = told
+                encoded = message.write(new, old, self._version - 1, "ordered")
+                tensors[f"{COMPRESSED}{dtype}"] = encoded
                 continue
             sizes = [part.numel for part in parts]
             for part, values, flags in zip(

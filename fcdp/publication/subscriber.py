@@ -48,9 +48,9 @@ class Subscriber:
         self.state: MutableMapping[str, torch.Tensor] = {} if state is None else state
         self.version: int | None = None
         self._frozen = 0
-        #: Who has published what is held: two who do not know of each other may share a place.
+        #: Which run published what is held: two may share a place, unaware of each other.
         self._run = ""
-        #: Parts by dtype, whose differences a rank tells together, by rank.
+        #: Parts by dtype, whose differences a rank encodes together, by rank.
         self._parts: list[dict[str, list[Part]]] = []
 
     def update(self) -> int | None:
@@ -91,19 +91,19 @@ class Subscriber:
         writes: list[_Write] = []
         for file in files:
             tensors, _ = self._read(file, self._run)
-            for key, told in tensors.items():
+            for key, tensor in tensors.items():
                 if key.startswith(COMPRESSED):
                     parts = self._parts[file.part][key.removeprefix(COMPRESSED)]
                     blocks = [part.of(self.state[part.name]) for part in parts]
                     row = flattened(blocks, blocks[0].dtype)
-                    message.read(told, row, self.version)
+                    message.read(tensor, row, self.version)
                     values = row.split([part.numel for part in parts])
                     writes += [
                         (part.name, part, value) for part, value in zip(parts, values, strict=True)
                     ]
                 elif key.endswith(".indices"):
                     name = key.removesuffix(".indices")
-                    writes.append((name, told.long(), tensors[f"{name}.values"]))
+                    writes.append((name, tensor.long(), tensors[f"{name}.values"]))
         self._write(writes)
         self.version = files[0].version
 
@@ -141,9 +141,9 @@ class Subscriber:
         tensors, about = unpack(self._place.read(file), path)
         if int(about["model_version"]) != file.version:
             raise ValueError(f"{path}: is of version {about['model_version']}: was it renamed?")
-        if run is not None and (found := about.get("run", "")) != run:
+        if run is not None and (actual := about.get("run", "")) != run:
             raise ValueError(
-                f"{path}: run = {found!r}: must be {run!r}, as of what it goes with; another "
+                f"{path}: run = {actual!r}: must be {run!r}, as of what it goes with; another "
                 "publishes to this place"
             )
         return tensors, about
@@ -152,8 +152,8 @@ class Subscriber:
         """Write all or, where one does not fit, nothing."""
         names = {name for name, _, _ in writes}
         if names and self.state and names.isdisjoint(self.state):
-            name, own = writes[0][0], next(iter(self.state))
-            raise ValueError(f"state: has {own} and not {name}; must have the published names")
+            name, present = writes[0][0], next(iter(self.state))
+            raise ValueError(f"state: has {present} and not {name}; must have the published names")
         added: dict[str, torch.Tensor] = {}
         for name, where, values in writes:
             there = self.state.get(name, added.get(name))

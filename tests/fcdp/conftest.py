@@ -1,6 +1,6 @@
 """A process of its own for the accelerator, which PyTorch does not forget again.
 
-What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
+Tests of the files in ``ALSO`` run on ranks on the accelerator too.
 """
 
 from collections import defaultdict
@@ -51,7 +51,7 @@ def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
+def artifacts(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
     """The folder of ``--keep``, if given: a trace that is written there outlives the test."""
     return Path(pytestconfig.getoption("--keep") or tmp_path).absolute()
 

@@ -1,4 +1,4 @@
-"""Sends to ranks of the accelerator what tests send to processes with CPUs."""
+"""Runs on ranks of the accelerator the functions that tests run on processes with CPUs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ class OnStreams(Pools):
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
     ) -> list[Any]:
-        given = (function, world_size, args, self._schedules, self._seed)
-        (results,) = self._apart.run(1, on_streams, *given, timeout_s=timeout_s)
+        arguments = (function, world_size, args, self._schedules, self._seed)
+        (results,) = self._apart.run(1, on_streams, *arguments, timeout_s=timeout_s)
         return results
 
     def close(self) -> None: ...

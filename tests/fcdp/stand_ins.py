@@ -1,6 +1,6 @@
 """The parts of a topology, of a unit and of a gather that tiers and policies look at.
 
-And ranks as threads of this process, whose messages are gloo's own: no process has to start.
+Ranks are threads of this process, whose messages are gloo's own: no process has to start.
 """
 
 import contextlib

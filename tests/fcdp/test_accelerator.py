@@ -1,4 +1,4 @@
-"""The accelerator to test on: it notices what nothing orders, and nothing else."""
+"""The accelerator for tests notices what nothing orders, and nothing else."""
 
 import struct
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def hosts_sum_up(on: Any, waits: bool) -> list[float]:
 
 
 def checksum_of_the_host(on: Any, waits: bool) -> list[float]:
-    """Memory that is read by its address."""
+    """The host reads memory by its address, as checksums do."""
     from fcdp.checksum import checksum
 
     return [float(checksum(landed(on, waits)))]
@@ -100,24 +100,24 @@ def on_two_ranks(waits: bool) -> dict[str, tuple[list[Any], list[str], list[str 
     from tests.fcdp import accelerator
     from tests.fcdp.accelerator import device
 
-    found = {}
+    outcomes = {}
     for name, (function, _) in CASES.items():
         results, tape = accelerator.run(function, 2, device, waits)
-        found[name] = results, tape.races, [tape.replay(seed) for seed in range(32)]
-    return found
+        outcomes[name] = results, tape.races, [tape.replay(seed) for seed in range(32)]
+    return outcomes
 
 
 def test_what_waits_order_is_no_race_in_any_schedule(apart: Pools) -> None:
-    (found,) = apart.run(1, on_two_ranks, True)
-    for name, (results, races, replays) in found.items():
+    (outcomes,) = apart.run(1, on_two_ranks, True)
+    for name, (results, races, replays) in outcomes.items():
         assert (name, results) == (name, [CASES[name][1]] * 2)
         assert (name, races, set(replays)) == (name, [], {None})
 
 
 def test_a_missing_wait_is_a_race_and_some_schedule_is_wrong(apart: Pools) -> None:
     """The values are those of the order of issue: that they are right shows nothing."""
-    (found,) = apart.run(1, on_two_ranks, False)
-    for name, (results, races, replays) in found.items():
+    (outcomes,) = apart.run(1, on_two_ranks, False)
+    for name, (results, races, replays) in outcomes.items():
         assert (name, results) == (name, [CASES[name][1]] * 2)
         assert "nothing orders them" in races[0], name
         assert any(replays), (name, races[0])

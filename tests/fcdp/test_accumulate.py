@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 
 
 def micro_batch(run: Run, model: nn.Module, used: str, *, last: bool) -> None:
-    """One of a step's; its gradients are whole numbers, whose sums have no order."""
+    """Run one micro-batch; its gradients are whole numbers, whose sums have no order."""
     x = torch.full((1, 4), 1.0 + run.topology.rank)
     with fcdp.accumulate(model, last=last) if run.cached else contextlib.nullcontext():
         model(x, used=used).sum().backward()
@@ -105,7 +105,7 @@ USED = [[[L, L]], [[BOTH, L]], [[BOTH, L, R, BOTH]], [[BOTH, R], [L, L], [BOTH]]
 def test_what_only_some_micro_batches_use_is_reduced_with_the_last(
     run: Run, steps: list[list[str]], own_units: bool
 ) -> None:
-    """And what none of them uses has no gradient, as with FSDP2: no optimizer moves it."""
+    """A parameter that none uses has no gradient, as with FSDP2: no optimizer moves it."""
     model = branches(run, own_units=own_units)
     for micro_batches in steps:
         for place, used in enumerate(micro_batches):
@@ -117,7 +117,7 @@ def test_what_only_some_micro_batches_use_is_reduced_with_the_last(
 @pytest.mark.parametrize("own_units", [True, False])
 @on_ranks(2)
 def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(own_units: bool) -> None:
-    """As with FSDP2, what only the step before used has no gradient, which momentum would move."""
+    """As with FSDP2, what only the step before used has no gradient, which momentum would use."""
     run = Run(topology_of(2, 1), cached=True)
     model = branches(run, own_units=own_units)
     micro_batch(run, model, BOTH, last=False)

@@ -79,7 +79,7 @@ def test_an_arena_lives_as_long_as_what_uses_its_memory(
 
 
 def mapping_at(address: int) -> dict[str, str]:
-    """What the kernel says of the mapping that holds ``address``; empty where none does."""
+    """Return what the kernel says of the mapping that holds ``address``; empty where none does."""
     text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
         header, *lines = block.splitlines()
@@ -90,7 +90,7 @@ def mapping_at(address: int) -> dict[str, str]:
 
 
 def resident_pages(address: int, nbytes: int) -> int | None:
-    """How many pages exist; ``None`` where not all of this is mapped."""
+    """Count the pages that exist; ``None`` where not all of this is mapped."""
     flags = (ctypes.c_ubyte * (nbytes // ALIGNMENT))()
     failed = _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags)
     return None if failed else sum(flag & 1 for flag in flags)
@@ -236,11 +236,11 @@ def test_an_arena_that_ends_in_a_forked_child_takes_nothing_from_it() -> None:
 
         def child() -> bool:
             fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
-            own = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LARGE), 3, fixed, -1, 0)
+            mapped = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LARGE), 3, fixed, -1, 0)
             holder.clear()
             gc.collect()
             called = [name for name, _, _ in recorder.calls]
-            return own == address and mapping_at(address) != {} and "unregister" not in called
+            return mapped == address and mapping_at(address) != {} and "unregister" not in called
 
         assert in_a_fork(child)
         holder.clear()

@@ -15,7 +15,7 @@ from fcdp.arguments import Setup
 from fcdp.cache.cache import Safety
 from fcdp.codec import Codecs
 from fcdp.engine import engine_of
-from tests.fcdp.training import Settings, batches, loss_of, make_model, said, topology_of
+from tests.fcdp.training import Settings, batches, captured, loss_of, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
 SETTINGS = Settings(2, 1)
@@ -81,15 +81,15 @@ def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> Non
     assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
 
 
-def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
-    with said() as (printed, warned):
+def output_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
+    with captured() as (printed, warned):
         fcdp.shard(make_model(SETTINGS), topology_of(nodes, ranks_per_node), **arguments)
     return printed.getvalue(), warned.getvalue()
 
 
 #: By shape and arguments: how the line begins that rank 0 prints, and the lines that it warns.
 PAIR = (2, 1)
-SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
+OUTPUT: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
     (PAIR, {"policy": "host"}, "3 units: 3 host; ", []),
     (PAIR, {"policy": "none"}, "3 units: 3 gathered across nodes\n", []),
     (PAIR, {"policy": "device"}, "3 units: 3 device\n", []),
@@ -119,15 +119,15 @@ SAID: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), SAID)
+@pytest.mark.parametrize(("shape", "arguments", "line", "warnings"), OUTPUT)
 def test_one_line_says_where_every_unit_lies_and_what_it_takes(
     ranks: Pools, shape: tuple[int, int], arguments: dict[str, Any], line: str, warnings: list[str]
 ) -> None:
-    (printed, warned), *others = ranks.run(shape[0] * shape[1], said_of, *shape, arguments)
+    (printed, warned), *others = ranks.run(shape[0] * shape[1], output_of, *shape, arguments)
     assert printed.startswith(f"fcdp: {line}")
     assert printed.count("\n") == 1
-    for found, expected in zip(warned.splitlines(), warnings, strict=True):
-        assert found.startswith(expected)
+    for text, expected in zip(warned.splitlines(), warnings, strict=True):
+        assert text.startswith(expected)
     assert {*others} == {("", "")}
 
 

@@ -106,7 +106,7 @@ def test_a_writer_that_completes_a_copy_of_the_metadata_will_do(tmp_path: Path) 
     """PyTorch 2.11's leaves what it is given as it is."""
     run, finish = Run(), FileSystemWriter.finish
     with pytest.MonkeyPatch.context() as patch:
-        copied: Any = lambda self, metadata, found: finish(self, replace(metadata), found)  # noqa: E731
+        copied: Any = lambda self, metadata, results: finish(self, replace(metadata), results)  # noqa: E731
         patch.setattr(FileSystemWriter, "finish", copied)
         run.save(tmp_path)
     run.load(tmp_path)
@@ -179,8 +179,8 @@ def steps_beside_saving(engine: str, path: Path, helpers: bool) -> list[float]:
     saved = state()
     dcp.load(saved, checkpoint_id=path)
     if helpers:
-        given = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
-        set_state_dict(model, optimizer, **given)
+        state_dicts = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+        set_state_dict(model, optimizer, **state_dicts)
     else:
         model.load_state_dict(saved["model"])
     assert steps() == losses

@@ -35,10 +35,10 @@ def path_of(directory: Path, name: str) -> Path:
 @contextmanager
 def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator[None]:
     """Have rank 0 change a file that all ranks read, and undo it."""
-    kept = path.with_name(f"kept-{path.name}")
+    backup = path.with_name(f"kept-{path.name}")
     dist.barrier()  # the others may still look at it
     if rank == 0:
-        shutil.copy(path, kept)
+        shutil.copy(path, backup)
         change(path)
     dist.barrier()
     try:
@@ -48,12 +48,12 @@ def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator
         if rank == 0:
             if path.is_dir():
                 path.rmdir()
-            os.replace(kept, path)
+            os.replace(backup, path)
         dist.barrier()
 
 
 def refusal_of(run: Run, directory: Path) -> str:
-    """What a load says, which is a ``ValueError`` within a minute."""
+    """Return the message of a load, which raises ``ValueError`` within a minute."""
     start = time.monotonic()
     with pytest.raises(ValueError, match=".") as error:
         run.load(directory)
@@ -117,19 +117,19 @@ DAMAGE: Mapping[str, Damage] = {
 
 
 def damage_of(path: Path, number: int) -> dict[str, Damage]:
-    """Damage that may befall a file, and what is said of it besides its name."""
-    found: dict[str, Damage] = {}
+    """Return damage that may befall a file, with the words of its error besides the name."""
+    damage: dict[str, Damage] = {}
     for what, change in random_damage(path.stat().st_size, number).items():
         words = "are not as saved" if "flip" in what else "bytes; must have"
-        found[what] = change, "" if path.name == "state.pt" else words
-    found |= DAMAGE
+        damage[what] = change, "" if path.name == "state.pt" else words
+    damage |= DAMAGE
     if path.name != ".metadata":
-        found["padding"] = fill_padding, ""
+        damage["padding"] = fill_padding, ""
     if path.name == "__1_0.distcp":
-        found["swapped"] = swap_shards, ""
+        damage["swapped"] = swap_shards, ""
     if path.name == "state.pt":
-        found["stripped"] = strip_checksum, "by a version of FCDP without checksums"
-    return found
+        damage["stripped"] = strip_checksum, "by a version of FCDP without checksums"
+    return damage
 
 
 def load_damaged(directory: Path, name: str, number: int) -> None:
@@ -236,7 +236,7 @@ def test_a_forged_description_is_refused(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_no_pickle_from_disk_is_run(tmp_path: Path) -> None:
-    """One that runs code, in place of either file, with all checksums right."""
+    """A pickle that runs code takes the place of either file, with all checksums right."""
     run = trained(tmp_path / "checkpoint")
     where, exploded = tmp_path / "checkpoint", tmp_path / "exploded"
     state, metadata = path_of(where, "state.pt"), path_of(where, ".metadata")
@@ -301,13 +301,13 @@ def test_blocks_are_shared_out_and_each_is_checked(
     assert {name: len(file.crcs) for name, file in writer.sums.items()} == {"a": 6, "b": 0, "c": 1}
 
     def finders(parts: int) -> list[int]:
-        found = []
+        failed = []
         for part in range(parts):
             try:
                 files.check_files(tmp_path, writer.sums, part, parts)
             except ValueError:
-                found.append(part)
-        return found
+                failed.append(part)
+        return failed
 
     for parts in (1, 2, 3, 20):
         assert finders(parts) == []

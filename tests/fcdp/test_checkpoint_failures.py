@@ -92,7 +92,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path: Path, what: str
 
 @on_ranks(2)
 def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(tmp_path: Path) -> None:
-    """Not from the load that could not find the others' files, when the run is lost."""
+    """Not only at the load, which lacks the others' files, when the run is lost."""
     run = Run()
     lost = "is not there for rank 0; must be on a file system that all nodes share"
     with pytest.raises(RuntimeError, match=lost):
@@ -155,7 +155,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Main(torch.optim.AdamW):
-    """As a class of the script that was started is named."""
+    """A class that is named like one of the script that was started."""
 
 
 Main.__module__ = "__main__"
@@ -284,9 +284,9 @@ def test_kills_leave_the_old_checkpoint_or_the_new(
         with pytest.raises(RankFailure, match="its process has ended"):
             pool.run(step_and_save, directory, rank, step)
         pool.close()
-        found, params = ranks.run(2, load, directory)[0]
-        assert found in (position, position + 1), (rank, step)
-        assert_equal(params, expected[found])
-        outcomes.append(found - position)
-        position = found
+        resumed, params = ranks.run(2, load, directory)[0]
+        assert resumed in (position, position + 1), (rank, step)
+        assert_equal(params, expected[resumed])
+        outcomes.append(resumed - position)
+        position = resumed
     assert set(outcomes) == {0, 1}, list(zip(chosen, outcomes, strict=True))

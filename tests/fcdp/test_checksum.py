@@ -77,7 +77,7 @@ def test_what_changes_in_some_blocks_alone_or_between_them_is_seen(
 @SUMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_where_the_bytes_lie_does_not_count(summed: Sum, dtype: torch.dtype) -> None:
-    """Anywhere in a buffer, with gaps between them, or nowhere."""
+    """Bytes are anywhere in a buffer, with gaps between them, or nowhere."""
     buffer = torch.arange(16).to(dtype)
     inside = [buffer[first : first + 5] for first in range(4)]
     for part in (*inside, buffer.view(4, 4)[:, 1], buffer[:0], buffer[1:1]):

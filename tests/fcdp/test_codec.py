@@ -115,8 +115,8 @@ def test_settings_are_what_the_docs_say() -> None:
     assert (fcdp.BlockInt8().block, fcdp.BlockInt4().block) == (256, 64)
     assert (fcdp.BlockInt8.limit, fcdp.BlockInt4.limit) == (127, 7)
     assert [fcdp.Delta(when).when for when in ("pays", "always")] == ["pays", "always"]
-    told, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
-    assert (told.rounding, told.differences) == (None, fcdp.Delta())
+    lossless, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
+    assert (lossless.rounding, lossless.differences) == (None, fcdp.Delta())
     assert (rounded.rounding, rounded.differences) == (fcdp.BlockInt8(), None)
     assert not rounded.error_feedback
     exact = Codecs(reduce=fcdp.Exact("always"))

@@ -28,14 +28,14 @@ def gathered(model: TinyLM) -> dict[str, torch.Tensor]:
 
 def follows_fsdp2(settings: Settings, name: str) -> None:
     codec = CODECS[name]
-    found: list[Any] = []
+    runs: list[Any] = []
     for policy in (fcdp.HostCache(), fcdp.NoCache()):
         run = Run(replace(settings, policy=policy))
         losses = [run.step() for _ in range(STEPS)]
         counts = fcdp.ledger(run.model)
         sent, hits = counts.snapshot()["inter_node"], counts.hits
-        found.append((losses, sent, hits, gathered(run.model)))
-    (losses, cached, hits, mine), (others, plain, no_hits, other) = found
+        runs.append((losses, sent, hits, gathered(run.model)))
+    (losses, cached, hits, mine), (others, plain, no_hits, other) = runs
     of_ranks: list[Any] = [None] * settings.world_size
     dist.all_gather_object(of_ranks, mine)
     for each in (other, *of_ranks):
@@ -93,7 +93,7 @@ def test_a_unit_of_several_dtypes_is_refused() -> None:
 
 @on_ranks(2)
 def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
-    """In fp16, by a scaler that begins too high, so that the first steps overflow."""
+    """Training in fp16 has a scaler that begins too high, so that the first steps overflow."""
     codec = fcdp.BlockInt8(32)
     codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec, "error_feedback": True}
     run = Run(Settings(2, 1, param_dtype=torch.float16, **codecs))
@@ -119,9 +119,9 @@ def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
 
 
 def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:
-    """Exchanges of a model so small say nothing of the link: no rank takes it for a slow one."""
+    """Exchanges of so small a model show nothing of the link: no rank takes it for a slow one."""
     without = Settings(2, 2, steps=3)
-    told = replace(without, gather_codec=fcdp.Delta())
-    both = (ranks.run(4, train, settings, "fcdp") for settings in (told, without))
+    coded = replace(without, gather_codec=fcdp.Delta())
+    both = (ranks.run(4, train, settings, "fcdp") for settings in (coded, without))
     for mine, other in zip(*both, strict=True):
         assert (mine.losses, mine.ledger) == (other.losses, other.ledger)

@@ -1,4 +1,4 @@
-"""Coded reductions: parts that are rounded once, and parts that are bit for bit what they were."""
+"""Coded reductions: parts that are rounded once, and parts that arrive bit for bit."""
 
 from typing import Any
 from unittest import mock
@@ -49,11 +49,11 @@ def test_the_own_part_is_exact_and_the_others_are_rounded_once(
         return output, encoded.ledger.total("inter_node")
 
     wide = torch.promote_types(dtype, torch.float32)
-    for own, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
+    for receiver, (output, sent) in enumerate(on_threads(world_size, 1, reduced)):
         expected = torch.zeros(NUMEL, dtype=wide)
         for rank in range(world_size):
-            part = partial_of(rank, world_size, dtype).view(world_size, -1)[own].to(wide)
-            expected += part if rank == own else rounded(part)
+            part = partial_of(rank, world_size, dtype).view(world_size, -1)[receiver].to(wide)
+            expected += part if rank == receiver else rounded(part)
         assert torch.equal(output, expected.to(dtype))
         assert sent == (world_size - 1) * CODEC.encoded_bytes(NUMEL)
 
@@ -72,20 +72,20 @@ def test_feedback_loses_nothing_in_the_long_run() -> None:
         return means
 
     exact = sum(partial_of(rank, 2, torch.float32) for rank in range(2)).view(2, -1)
-    for own, means in enumerate(on_threads(2, 1, mean_of_many)):
-        fed, plain = ((mean - exact[own]).abs().max() for mean in means)
+    for receiver, means in enumerate(on_threads(2, 1, mean_of_many)):
+        fed, plain = ((mean - exact[receiver]).abs().max() for mean in means)
         assert fed < plain / 10
 
 
 def test_an_overflow_is_seen_once_and_does_not_stay_in_the_residual() -> None:
     def finite(topology: Any) -> list[bool]:
         reduce = reducer(topology, error_feedback=True)
-        overflowed, output, found = of_pair(topology), torch.empty(NUMEL), []
+        overflowed, output, flags = of_pair(topology), torch.empty(NUMEL), []
         overflowed[3::NUMEL] = torch.inf
         for partial in (overflowed, of_pair(topology)):
             wait_all(reduce.start(output, partial))
-            found.append(bool(output.isfinite().all()))
-        return found
+            flags.append(bool(output.isfinite().all()))
+        return flags
 
     assert on_threads(2, 1, finite) == [[False, True]] * 2
 
@@ -136,12 +136,12 @@ def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float
 def test_where_it_does_not_pay_parts_go_whole_and_are_counted() -> None:
     ledger, part = Ledger(), torch.randn(40_000)
     some = exact("pays", ledger)
-    told = some.write(part)
-    assert message.is_whole(told)
-    assert ledger.bytes["inter_node"]["reduce"] == told.nbytes == part.nbytes + 16
-    assert told.nbytes <= message.most_bytes(part)
+    encoded = some.write(part)
+    assert message.is_whole(encoded)
+    assert ledger.bytes["inter_node"]["reduce"] == encoded.nbytes == part.nbytes + 16
+    assert encoded.nbytes <= message.most_bytes(part)
     out = torch.empty_like(part)
-    some.read([], [(told, out)])
+    some.read([], [(encoded, out)])
     assert torch.equal(out, part)
 
 
@@ -163,17 +163,17 @@ def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
     with mock.patch("time.perf_counter", clock):
         some = exact("pays")
         for coded in (False, False, slow, slow):
-            told = some.write(part)
-            assert message.is_whole(told) is not coded
-            some.read([clock] if slow else [], [(told, torch.empty_like(part))])
+            encoded = some.write(part)
+            assert message.is_whole(encoded) is not coded
+            some.read([clock] if slow else [], [(encoded, torch.empty_like(part))])
 
 
-def test_damage_is_told_with_the_unit() -> None:
+def test_damage_is_reported_with_the_unit() -> None:
     some, part = exact(), torch.randn(5000)
-    told = some.write(part)
-    told[200] ^= 1
+    encoded = some.write(part)
+    encoded[200] ^= 1
     with pytest.raises(RuntimeError, match="unit: gradients of another node: .*last checkpoint"):
-        some.read([], [(told, torch.empty_like(part))])
+        some.read([], [(encoded, torch.empty_like(part))])
 
 
 def test_sizes_that_the_host_does_not_know_are_refused_on_accelerators() -> None:

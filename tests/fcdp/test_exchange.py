@@ -42,7 +42,7 @@ def test_ranks_agree_on_the_host_in_groups_of_their_own(nodes: int, ranks_per_no
 
 
 class At(NoFailures):
-    """Flags of a rank that is at another exchange than it should be, perhaps."""
+    """Flags of a rank that may be at another exchange than it should be."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -52,7 +52,7 @@ class At(NoFailures):
 
 
 @pytest.mark.parametrize("places", [(5, 5), (5, 4), (0, 2**15), (2**16, 0)])
-def test_ranks_at_different_exchanges_are_told(places: tuple[int, int]) -> None:
+def test_ranks_at_different_exchanges_are_detected(places: tuple[int, int]) -> None:
     """Sixteen bits of a place are compared."""
 
     def agree(topology: Any) -> list[bool] | None:
@@ -72,7 +72,7 @@ def test_ranks_at_different_exchanges_are_told(places: tuple[int, int]) -> None:
 def test_all_reduce_sums_and_counts_what_it_sends(
     nodes: int, ranks_per_node: int, dtype: torch.dtype
 ) -> None:
-    def own(topology: Any) -> tuple[list[int], tuple[int, int]]:
+    def on_rank(topology: Any) -> tuple[list[int], tuple[int, int]]:
         topology.inter = topology.intra = None  # of gathers, and no reductions'
         buffer = torch.arange(12, dtype=dtype) * (topology.rank + 1)
         sent = all_reduce(buffer, topology)
@@ -85,7 +85,7 @@ def test_all_reduce_sums_and_counts_what_it_sends(
         [total * each for each in range(12)],
         (2 * (nodes - 1) * size, 2 * (ranks_per_node - 1) * nodes * size),
     )
-    assert on_threads(nodes, ranks_per_node, own) == [expected] * world
+    assert on_threads(nodes, ranks_per_node, on_rank) == [expected] * world
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -94,7 +94,7 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
     if world == 2:
         values = torch.tensor([1.0, 3.0])
 
-    def own(topology: Any) -> list[float]:
+    def on_rank(topology: Any) -> list[float]:
         results = []
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             output = torch.empty(1)
@@ -104,7 +104,7 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
         return results
 
     total = {2: 4.0, 3: 3.0}[world]
-    assert on_threads(world, 1, own) == [[total, total / world]] * world
+    assert on_threads(world, 1, on_rank) == [[total, total / world]] * world
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
         with pytest.raises(ValueError, match="must be a sum or an average"):
             exchange.reduce_scatter([], [values], op, mock.Mock())
@@ -113,18 +113,18 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
 def test_a_ring_reduces_to_each_rank_its_part_and_sends_to_the_next_alone() -> None:
     world, sent = 3, defaultdict[int, list[tuple[int, int]]](list)
 
-    def noted(received: Any, given: Any, group: Any) -> Any:
-        sent[group.rank()] += [(peer, part.nbytes) for peer, part in given]
-        return swap(received, given, group)
+    def noted(received: Any, parts: Any, group: Any) -> Any:
+        sent[group.rank()] += [(peer, part.nbytes) for peer, part in parts]
+        return swap(received, parts, group)
 
-    def own(topology: Any) -> list[float]:
+    def on_rank(topology: Any) -> list[float]:
         output, buffer = torch.empty(2), torch.arange(2.0 * world) * 10**topology.rank
         exchange.ring_reduce_scatter(output, buffer, dist.ReduceOp.SUM, topology.intra)
         return output.tolist()
 
     with mock.patch("fcdp.exchange.swap", noted):
-        found = on_threads(1, world, own)
-    assert found == [[111.0 * 2 * rank, 111.0 * (2 * rank + 1)] for rank in range(world)]
+        results = on_threads(1, world, on_rank)
+    assert results == [[111.0 * 2 * rank, 111.0 * (2 * rank + 1)] for rank in range(world)]
     assert sent == {rank: [((rank + 1) % world, 8)] * (world - 1) for rank in range(world)}
 
 
@@ -134,33 +134,33 @@ def test_of_a_ring_each_rank_counts_its_share_of_what_leaves_the_node() -> None:
 
 
 def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
-    def own(topology: Any) -> tuple[list[float], list[float], list[list[float]]]:
+    def on_rank(topology: Any) -> tuple[list[float], list[float], list[list[float]]]:
         mine = torch.full((2,), float(topology.rank))
-        given, placed = torch.empty(4), torch.empty(4)
+        copied, placed = torch.empty(4), torch.empty(4)
         placed.view(2, -1)[topology.rank] = mine
-        wait_all(all_gather([given], topology.inter, [mine]))
+        wait_all(all_gather([copied], topology.inter, [mine]))
         wait_all(all_gather([placed], topology.inter))
         output = torch.empty(3, 2)
         buffer = torch.arange(12.0).view(3, 2, 2)
         wait_all(exchange.reduce_scatter_parts(output, buffer, dist.ReduceOp.SUM, topology.inter))
-        return given.tolist(), placed.tolist(), output.tolist()
+        return copied.tolist(), placed.tolist(), output.tolist()
 
     gathered = [0.0, 0.0, 1.0, 1.0]
-    for rank, found in enumerate(on_threads(2, 1, own)):
+    for rank, results in enumerate(on_threads(2, 1, on_rank)):
         reduced = 2 * torch.arange(12.0).view(3, 2, 2)[:, rank]
-        assert found == (gathered, gathered, reduced.tolist())
+        assert results == (gathered, gathered, reduced.tolist())
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_each_part_goes_to_its_rank_and_the_own_stays(world: int) -> None:
-    def own(topology: Any) -> list[float]:
+    def on_rank(topology: Any) -> list[float]:
         sent = [torch.tensor([10.0 * topology.rank + to]) for to in range(world)]
         received = [torch.tensor([-1.0]) for _ in range(world)]
         wait_all(all_to_all(received, sent, topology.inter))
         return [part.item() for part in received]
 
     expected = [[-1.0 if a == b else 10.0 * a + b for a in range(world)] for b in range(world)]
-    assert on_threads(world, 1, own) == expected
+    assert on_threads(world, 1, on_rank) == expected
 
 
 class Recording:
@@ -211,14 +211,14 @@ def test_an_accelerator_exchanges_parts_by_one_collective_without_its_own() -> N
 
 
 def test_a_rank_may_send_alone_and_another_receive_alone() -> None:
-    def own(topology: Any) -> list[float]:
+    def on_rank(topology: Any) -> list[float]:
         part = torch.full((2,), float(topology.rank))
         parts = [(1 - topology.rank, part)]
         received, sent = ([], parts) if topology.rank == 0 else (parts, [])
         wait_all(swap(received, sent, topology.inter))
         return part.tolist()
 
-    assert on_threads(2, 1, own) == [[0.0, 0.0]] * 2
+    assert on_threads(2, 1, on_rank) == [[0.0, 0.0]] * 2
     assert on_threads(1, 1, lambda topology: swap([], [], topology.inter)) == [[]]
 
 
@@ -278,7 +278,7 @@ def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, p
         assert group.calls == [f"reduce-scatter of {parts}, asynchronous False", "waited for"]
         return
     assert group.calls == []
-    given_output, given = single.call_args.args
+    given_output, given_input = single.call_args.args
     assert given_output.data_ptr() == output.data_ptr()
-    for rank, of_rank in enumerate(given.view(2, nodes, 3)):
+    for rank, of_rank in enumerate(given_input.view(2, nodes, 3)):
         assert torch.equal(of_rank, buffer[:, rank])

@@ -1,4 +1,4 @@
-"""What other programs load is what the sharded model holds, to the bit."""
+"""Other programs load what the sharded model holds, to the bit."""
 
 import sys
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_a_model_of_ones_own_is_written_by_its_names(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
-    """As on a disk that fills up in the middle of a file."""
+    """The disk fills up in the middle of a file."""
     run = Run(Settings(2, 1, adapter_rank=3))
     first, writes = run.topology.rank == 0, (fcdp.export, fcdp.save_adapters)
     for write in writes:
@@ -132,8 +132,8 @@ def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
     before = files() if first else {}
     with mock.patch("safetensors.torch.save_file", half):
         for write in writes:
-            told = "^no space left" if first else "rank 0: no space left"
-            with pytest.raises((OSError, RuntimeError), match=told):
+            message = "^no space left" if first else "rank 0: no space left"
+            with pytest.raises((OSError, RuntimeError), match=message):
                 write(run.model, tmp_path)
     if first:
         assert {*before} == {"adapter_model.safetensors", "model.safetensors"}
@@ -142,22 +142,22 @@ def test_a_write_that_fails_midway_leaves_the_old_files(tmp_path: Path) -> None:
 
 class SavesItself(TinyLM):
     def save_pretrained(self, directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
-        self.given = state_dict
+        self.state = state_dict
 
 
 @on_ranks(4)
 def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) -> None:
-    """From rank 0, and no other: what its ``state_dict`` has."""
+    """Rank 0 alone passes it what its ``state_dict`` has."""
     torch.manual_seed(0)
     plain = SavesItself(0)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     topology = topology_of(2, 2)
     model: Any = shard_with_fcdp(plain, topology, Settings(2, 2))
     fcdp.export(model, tmp_path)
-    assert hasattr(model, "given") == (topology.rank == 0)
+    assert hasattr(model, "state") == (topology.rank == 0)
     if topology.rank == 0:
-        assert_equal(model.given, state)
-        assert model.given["head.weight"] is model.given["embedding.weight"]
+        assert_equal(model.state, state)
+        assert model.state["head.weight"] is model.state["embedding.weight"]
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ NAMES = (
 def test_no_other_file_has_a_private_name_of_fsdp2() -> None:
     name = re.compile(rf"(?<![\w`])({NAMES})\b(?!`)")
     files = {file.name: file.read_text("utf-8") for file in HOUSE.rglob("*.py")}
-    assert {found.group() for found in name.finditer(files.pop("fsdp2.py"))} > {"fsdp_params"}
+    assert {match.group() for match in name.finditer(files.pop("fsdp2.py"))} > {"fsdp_params"}
     assert {file: name.findall(text) for file, text in files.items() if name.search(text)} == {}
 
 

@@ -1,6 +1,6 @@
-"""State in two generations: what is read meanwhile, what a failure leaves, what is refused.
+"""State in two generations: reads meanwhile, the state after a failure, refusals.
 
-And files that are replaced whole, or stay as they were.
+Files are replaced whole, or stay as they were.
 """
 
 import errno
@@ -39,19 +39,19 @@ class _Training:
             self.state.note(key, direct_io.write(self.state.file, place, memory))
 
     def values(self, step: int) -> set[int]:
-        found: set[int] = set()
+        values: set[int] = set()
         for key in ("one", "other"):
             place, expected = self.state.find(key, step)
             assert expected is not None
             memory = self._memory[: REGIONS[key].nbytes]
             direct_io.read(self.state.file, place, memory, (), expected)
-            found |= {*memory.unique().tolist()}
-        return found
+            values |= {*memory.unique().tolist()}
+        return values
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[_Training]:
-    """With steps 0 and 1 complete."""
+    """A training with steps 0 and 1 complete."""
     made = _Training(tmp_path)
     for step in (0, 1):
         made.write(step)
@@ -115,7 +115,7 @@ def test_nothing_is_written_after_a_record_that_failed(training: _Training, tmp_
     _goes_on(tmp_path, 2)
 
 
-def test_who_waits_for_what_fails_is_told(training: _Training) -> None:
+def test_a_failure_is_raised_where_others_wait(training: _Training) -> None:
     with ThreadPoolExecutor(1) as reader:
         waiting = reader.submit(training.state.find, "one", 2)
         with pytest.raises(RuntimeError, match="no more threads"), training.state.failing():
@@ -134,7 +134,7 @@ def test_a_step_that_was_not_written_does_not_count(training: _Training, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (lambda folder: (folder / STATE).unlink(), f"{STATE}: is missing, where a complete step"),
         (lambda folder: (folder / STATE).write_bytes(b"cut"), f"{STATE}: has 3 bytes, where a"),
@@ -142,11 +142,11 @@ def test_a_step_that_was_not_written_does_not_count(training: _Training, tmp_pat
     ],
 )
 def test_what_was_lost_or_cut_is_refused(
-    harm: Callable[[Path], Any], said: str, training: _Training, tmp_path: Path
+    harm: Callable[[Path], Any], message: str, training: _Training, tmp_path: Path
 ) -> None:
     training.state.close()
     harm(tmp_path)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         _Training(tmp_path)
 
 

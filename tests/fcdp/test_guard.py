@@ -1,4 +1,4 @@
-"""Writes that nothing shows: healed before a pass that can still be, an error soon after."""
+"""Writes that nothing shows: healed where they are seen before a pass, else an error soon after."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,17 +68,17 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
 
 def test_flags_are_looked_at_when_they_have_landed() -> None:
     guard, copies = on_an_accelerator()
-    assert guard.found() == [False, False]  # the first copy is only asked for
-    assert guard.found() == [False, False]  # not landed: nobody waits, nothing is asked again
+    assert guard.poll() == [False, False]  # the first copy is only asked for
+    assert guard.poll() == [False, False]  # not landed: nobody waits, nothing is asked again
     assert [event.done for event in copies.events] == [False]
     copies.events[0].done = True
-    assert guard.found() == [False, True]
+    assert guard.poll() == [False, True]
     assert [event.done for event in copies.events] == [True, False]
 
 
 def test_flags_are_waited_for_where_the_device_is_more_than_a_pass_behind() -> None:
     guard, copies = on_an_accelerator()
-    assert [guard.found() for _ in range(3)] == [[False, False], [False, False], [False, True]]
+    assert [guard.poll() for _ in range(3)] == [[False, False], [False, False], [False, True]]
     assert [event.done for event in copies.events] == [True, False]
 
 
@@ -86,21 +86,21 @@ def test_all_that_was_compared_can_be_waited_for() -> None:
     guard, copies = on_an_accelerator()
     guard.land()
     assert [event.done for event in copies.events] == [True]
-    assert guard.found() == [False, True]
+    assert guard.poll() == [False, True]
 
 
 @on_ranks(2)
 def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(tmp_path: Path) -> None:
-    """Whatever writes it asks first, as the next pass would."""
+    """Calls that write it ask the guard first, as the next pass would."""
     for write in (fcdp.save, fcdp.save_adapters, fcdp.export, fcdp.publish):
         run = Run(FROZEN)
         loss = run.loss()
         for param in run.model.blocks.parameters():
             param.data.mul_(2)
         loss.backward()
-        given = [run.optimizer] if write is fcdp.save else []
+        arguments = [run.optimizer] if write is fcdp.save else []
         with pytest.raises(RuntimeError, match="written where nothing shows it"):
-            write(run.model, *given, tmp_path)  # type: ignore[operator]
+            write(run.model, *arguments, tmp_path)  # type: ignore[operator]
         assert [*tmp_path.iterdir()] == []
 
 
@@ -112,7 +112,7 @@ def by_data(param: DTensor) -> None:
 
 
 def by_collective(param: DTensor) -> None:
-    """As a trainer that averages replicas of its own."""
+    """Write as a trainer that averages replicas of its own."""
     shard = param.to_local().detach()
     dist.all_reduce(shard, op=dist.ReduceOp.MAX)
 
@@ -131,9 +131,9 @@ def write(model: Any, name: str, *, alone: bool) -> None:
 
 def by_unshard(block: Any) -> torch.Tensor:
     block.unshard()
-    found: torch.Tensor = block.down.weight.sum()
+    total: torch.Tensor = block.down.weight.sum()
     block.reshard()
-    return found
+    return total
 
 
 #: Passes without gradients, of the second block or of all.
@@ -152,18 +152,18 @@ def evaluate_after(
     run = Run(replace(SETTINGS, policy=policy), engine)
     type(run.model.blocks[1]).part = Block.forward  # type: ignore[attr-defined]
     register_fsdp_forward_method(run.model.blocks[1], "part")
-    found = [run.step()]
+    losses = [run.step()]
     for _ in range(2):
         write(run.model, name, alone=True)
         tokens = next(run.data)
         with torch.no_grad() if method == "no_grad" else torch.inference_mode():
-            found.append(PASSES[how](run.model, tokens).item())
+            losses.append(PASSES[how](run.model, tokens).item())
             if engine == "fcdp":
                 fcdp.ledger(run.model).reset()
-            found.append(PASSES[how](run.model, tokens).item())
+            losses.append(PASSES[how](run.model, tokens).item())
         assert engine == "fsdp2" or fcdp.ledger(run.model).misses == 0, "nothing was written"
-        found.append(run.step())
-    return found
+        losses.append(run.step())
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_pass_without_gradients_uses_what_was_written(
 
 
 def train_after(name: str) -> tuple[int, str]:
-    """How many training passes ran after an unseen write before the error, and what it says."""
+    """Return how many training passes ran from an unseen write to the error, and its message."""
     run = Run(SETTINGS)
     for _ in range(2):
         run.step()
@@ -208,9 +208,9 @@ def train_after(name: str) -> tuple[int, str]:
 def test_training_on_is_an_error_on_all_ranks_within_two_passes(
     apart: Pools, name: str, seed: int
 ) -> None:
-    """Whatever the host finds of the copy of the flags: the seed draws it."""
-    found = OnStreams(apart, schedules=0, seed=seed).run(4, train_after, name)
-    assert len({passes for passes, _ in found}) == 1
-    for passes, text in found:
+    """The seed draws whether the host finds that the copy of the flags has landed."""
+    outcomes = OnStreams(apart, schedules=0, seed=seed).run(4, train_after, name)
+    assert len({passes for passes, _ in outcomes}) == 1
+    for passes, text in outcomes:
         assert 1 <= passes <= 3  # used once or twice; the next pass, or the one after, says so
         assert "blocks.1: parameters were written where nothing shows it" in text

@@ -1,6 +1,6 @@
 """Reductions in flight: on exchanges that only note what is asked of them, and in training.
 
-And gathers on the CPU that somebody interrupts.
+Gathers on the CPU are interrupted here too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ class Exchanges:
         self.log: list[str] = []
 
     def output(self, name: str) -> Arriving:
-        """What FSDP2 is given for the gradients of unit ``name``, (4)."""
+        """Return the output that FSDP2 is given for the gradients (4) of unit ``name``."""
         unit: Any = StandInUnit(name, 16)
         return Arriving(torch.full((4,), torch.nan), Crossing(unit, self.queue), whole=True)
 
@@ -117,7 +117,7 @@ def test_whatever_reads_a_gradient_waits_for_it(read: str) -> None:
 
 
 def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
-    """As FSDP2's, from the dtype of reductions to that of parameters."""
+    """FSDP2 casts from the dtype of reductions to that of parameters."""
     exchanges = Exchanges()
     seen: list[torch.Tensor] = []
 
@@ -136,17 +136,17 @@ def test_a_cast_to_another_dtype_follows_the_exchange() -> None:
 
 
 def test_a_hook_that_casts_a_gradient_has_a_plain_tensor() -> None:
-    """Nobody makes it one later: it could be neither copied deeply nor saved."""
+    """Nothing would make it one later, and it could be neither copied deeply nor saved."""
     exchanges = Exchanges()
-    kept: list[torch.Tensor] = []
+    cast: list[torch.Tensor] = []
 
     @torch.no_grad()
     def hook() -> None:
-        kept.append(torch.as_strided(exchanges.started("a"), (4,), (1,), 0).to(torch.float64))
+        cast.append(torch.as_strided(exchanges.started("a"), (4,), (1,), 0).to(torch.float64))
 
     in_backward(hook)
-    assert type(kept[0]) is torch.Tensor
-    assert kept[0].tolist() == [*SUMS]
+    assert type(cast[0]) is torch.Tensor
+    assert cast[0].tolist() == [*SUMS]
 
 
 def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> None:
@@ -171,7 +171,7 @@ def test_a_reduction_outside_of_backward_is_waited_for_at_once() -> None:
 
 
 def test_every_backward_waits_for_its_own() -> None:
-    """Also one inside another, as reentrant checkpointing has them, and one after a failed one."""
+    """So does one inside another, as in reentrant checkpointing, and one after a failed one."""
     exchanges = Exchanges()
 
     def step(name: str) -> Callable[[], object]:
@@ -261,7 +261,7 @@ def flying(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> tuple[list[st
 def test_two_reductions_are_in_flight_and_none_after_backward(
     ranks: Pools, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Also where FSDP2 casts what was reduced to the parameters' dtype."""
+    """This holds too where FSDP2 casts the reduced gradients to the parameters' dtype."""
     for seen, types in ranks.run(shape[0] * shape[1], flying, *shape, dtype):
         assert seen == ["", "4", "43", "32", "21", ""]
         assert types == {torch.Tensor}

@@ -55,7 +55,7 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
 def test_flat_exchanges_send_all_but_one_ranks_part_and_gradients_of_each_micro_batch(
     ranks: Pools, nodes: int, ranks_per_node: int
 ) -> None:
-    """As ``simulation.traffic.flat`` has it; what backward reads again it gathers in the node.
+    """As ``simulation.traffic.flat`` counts; backward gathers inside the node from the cache.
 
     Hierarchical ones of several micro-batches add nothing between nodes.
     """
@@ -119,7 +119,7 @@ def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
 
 
 def pending_peak(settings: Settings) -> tuple[int, int, int]:
-    """Peak of waiting gradient bytes, what waits in the end, and the closed form."""
+    """Return the peak of waiting gradient bytes, those in the end, and the closed form."""
     run = Run(settings)
     for last in (False, True):
         with fcdp.accumulate(run.model, last=last):

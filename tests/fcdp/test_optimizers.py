@@ -1,4 +1,4 @@
-"""Who follows optimizers may end at any time."""
+"""Followers of optimizers may end at any time."""
 
 import gc
 from collections.abc import Callable
@@ -11,64 +11,64 @@ from fcdp.optimizers import Strays, follow_optimizers
 
 
 class Follower:
-    def __init__(self, told: list[str], name: str) -> None:
-        self._told = told
+    def __init__(self, calls: list[str], name: str) -> None:
+        self._calls = calls
         self._name = name
         self._itself = self  # so that only the garbage collector ends it
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._told.append(f"{self._name}: before")
+        self._calls.append(f"{self._name}: before")
         gc.collect(1)  # as any allocation may; older objects than these are other tests'
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._told.append(f"{self._name}: after")
+        self._calls.append(f"{self._name}: after")
         gc.collect(1)
 
 
 def test_a_follower_may_end_while_an_optimizer_steps() -> None:
-    told: list[str] = []
+    calls: list[str] = []
     gc.disable()  # only the followers collect, while they are called
-    follow_optimizers(kept := Follower(told, "kept"))
-    follow_optimizers(Follower(told, "dropped"))
+    follow_optimizers(living := Follower(calls, "kept"))
+    follow_optimizers(Follower(calls, "dropped"))
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.step()
     gc.enable()
-    assert len(told) == 4
-    told.clear()
+    assert len(calls) == 4
+    calls.clear()
     gc.collect()
     optimizer.step()
-    assert told == ["kept: before", "kept: after"]
-    assert kept is not None
+    assert calls == ["kept: before", "kept: after"]
+    assert living is not None
     assert weight.item() == -1.0
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_step_begins_when_its_closure_has_computed_gradients(named: bool) -> None:
-    told: list[str] = []
-    follower = Follower(told, "it")
+    calls: list[str] = []
+    follower = Follower(calls, "it")
     follow_optimizers(follower)
     weight = torch.nn.Parameter(torch.ones(1))
 
     def closure() -> torch.Tensor:
-        told.append("closure")
+        calls.append("closure")
         weight.grad = torch.ones(1)
         return weight.detach().clone()
 
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    given = {"closure": closure} if named else {}
-    assert optimizer.step(*(() if named else (closure,)), **given) == 1.0
-    assert told == ["closure", "it: before", "it: after"]
+    kwargs = {"closure": closure} if named else {}
+    assert optimizer.step(*(() if named else (closure,)), **kwargs) == 1.0
+    assert calls == ["closure", "it: before", "it: after"]
 
     def forever(self: object, closure: Callable[[], object]) -> None:
         closure()
         closure()
 
-    told.clear()
+    calls.clear()
     several = type("Several", (torch.optim.SGD,), {"step": forever})([weight], lr=1.0)
     several.step(closure)
-    assert told == ["closure", "it: before", "closure", "it: after"]
+    assert calls == ["closure", "it: before", "closure", "it: after"]
 
 
 def test_an_optimizer_of_no_parameters_is_not_an_older_one_of_a_frozen_model() -> None:

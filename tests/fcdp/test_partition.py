@@ -1,4 +1,4 @@
-"""Blocks are found where nobody names them; what is split off them is joined, by kind, in order."""
+"""Blocks are found where nobody names them; parts split off them are joined by kind, in order."""
 
 import pytest
 import torch
@@ -49,13 +49,13 @@ def test_neighbours_are_joined_until_a_bucket_is_full() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 16))
 def test_nothing_is_padded_where_a_dimension_is_even(shape: list[int], world_size: int) -> None:
     param = nn.Parameter(torch.empty(shape, device="meta"))
-    found = placement(param, world_size)
-    if found is None:
+    cut = placement(param, world_size)
+    if cut is None:
         rows, others = shape[0], shape[1:]
         assert rows >= world_size or not any(size % world_size == 0 for size in others)
     else:
         assert shape[0] < world_size
-        assert shape[found.dim] % world_size == 0
+        assert shape[cut.dim] % world_size == 0
 
 
 class Called(nn.Module):
@@ -89,14 +89,14 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
 
 
 class Uncalled(nn.Module):
-    """As ``ParameterList``: what it holds is used by others."""
+    """A module like ``ParameterList``, whose parameters others use."""
 
     def __init__(self, *held: nn.Parameter) -> None:
         super().__init__()
         self.held = nn.ParameterList(held)
 
 
-def test_what_cannot_be_split_off_stays_and_is_said() -> None:
+def test_what_cannot_be_split_off_stays_with_a_warning() -> None:
     last = Called(of(1))
     holders = [
         Uncalled(of(1)),
@@ -106,9 +106,9 @@ def test_what_cannot_be_split_off_stays_and_is_said() -> None:
     for holder in (*holders, None):
         parts = (Called(frozen(9)), last) if holder is None else (Called(frozen(9)), holder, last)
         block = Called(*parts, *([of(1)] if holder is None else []))  # or holds some itself
-        with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as said:
+        with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as seen:
             assert split_off(Called(block), [block]) == [Split(block, [last], TRAINED)]
-        assert len(said) == 1
+        assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_what_cannot_be_split_off_stays_and_is_said() -> None:
 def test_a_factor_with_few_rows_is_cut_where_it_divides_by_four(
     shape: tuple[int, ...], dim: int | None
 ) -> None:
-    found = placement(nn.Parameter(torch.empty(shape, device="meta")), 4)
-    assert (found and found.dim) == dim
+    cut = placement(nn.Parameter(torch.empty(shape, device="meta")), 4)
+    assert (cut and cut.dim) == dim
     assert placement(nn.Parameter(torch.empty((), device="meta")), 4) is None
 
 
@@ -134,7 +134,7 @@ def test_adapters_stay_gathered_up_to_a_slice_of_the_largest_block() -> None:
     blocks = [Called(of(40)), Called(of(80)), Called(of(20))]
     splits = [Split(block, [Called(of(10))], TRAINED) for block in blocks[:2]]
     assert [fit_in_a_slice(splits, blocks, ranks) for ranks in (1, 4, 5)] == [True, True, False]
-    assert [fit_in_a_slice(given, [], 1) for given in ([], splits)] == [True, False]
+    assert [fit_in_a_slice(candidates, [], 1) for candidates in ([], splits)] == [True, False]
 
 
 class Block(nn.Module):

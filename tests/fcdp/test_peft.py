@@ -1,4 +1,4 @@
-"""What peft and users freeze, add and unfreeze trains like FSDP2 (paper: FCDP-Comm)."""
+"""Parameters that peft and users freeze, add and unfreeze train like FSDP2 (paper: FCDP-Comm)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import said, take_step, topology_of
+from tests.fcdp.training import captured, take_step, topology_of
 from tests.ranks import Pools, on_ranks
 
 STEPS = 4
@@ -54,14 +54,14 @@ def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def set_up(model: nn.Module, blocks: list[nn.Module], topology: fcdp.Topology, how: str) -> None:
-    """By ``fcdp.shard``, or by ``fully_shard``, with ``fcdp.cache_parameters`` after it if so."""
+    """Shard by ``fcdp.shard`` or ``fully_shard``, and by ``fcdp.cache_parameters`` if asked."""
     if how == "shard":
         fcdp.shard(model, topology, units=blocks)
         return
     # FSDP2 wants one dtype among the trainable parameters of a group: adapters of their own.
-    own = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    if len({each.weight.dtype for each in own}) > 1:
-        for module in own:
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    if len({each.weight.dtype for each in linears}) > 1:
+        for module in linears:
             if module.weight.dtype == torch.float32:
                 fully_shard(module, mesh=topology.mesh)
     for module in [*blocks, model]:
@@ -114,9 +114,9 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
 
 def trains_as_fsdp2(kind: str, ranks_per_node: int, crossing: int) -> None:
     expected, _ = losses_of(kind, "fsdp2", ranks_per_node)
-    found, crossed = losses_of(kind, "shard", ranks_per_node)
+    losses, crossed = losses_of(kind, "shard", ranks_per_node)
     tolerance = 0.0 if ranks_per_node == 1 else 1e-6  # two summands have one order
-    assert found == pytest.approx(expected, rel=tolerance, abs=0.0)
+    assert losses == pytest.approx(expected, rel=tolerance, abs=0.0)
     assert len(set(expected)) == STEPS
     assert len(crossed) == crossing, crossed
 
@@ -143,17 +143,17 @@ def evaluated(how: str, compares: bool, merge: str) -> list[float]:
     whole: Any = model
     for _ in range(2):
         take_step(loss_of(whole, tokens), optimizer)
-    found = [evaluate(whole)]
+    losses = [evaluate(whole)]
     if merge == "merge_adapter":
         whole.merge_adapter()
-        found.append(evaluate(whole))
+        losses.append(evaluate(whole))
         whole.unmerge_adapter()
         if how == "shard" and not compares:
             fcdp.invalidate(model)  # what follows computes gradients
         take_step(loss_of(whole, tokens), optimizer)
     else:
         whole = whole.merge_and_unload()
-    return [*found, evaluate(whole), evaluate(whole)]
+    return [*losses, evaluate(whole), evaluate(whole)]
 
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
@@ -165,9 +165,9 @@ def test_an_evaluation_after_adapters_were_merged(merge: str) -> None:
 
 
 def warned_of(how: str) -> tuple[str, int]:
-    """What set-up warns of, and what this rank's gathers send in the second step."""
+    """Return the warning of set-up, and the bytes that gathers send in the second step."""
     model, blocks = make_model("lora")
-    with said() as (_, warned):
+    with captured() as (_, warned):
         set_up(model, blocks, topology_of(2, 1), how)
     optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))
     for _ in range(2):
@@ -177,7 +177,7 @@ def warned_of(how: str) -> tuple[str, int]:
     return warned.getvalue(), sent["forward"] + sent.get("backward", 0)
 
 
-def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
+def test_a_warning_of_mixed_units_has_the_bytes_that_cross(ranks: Pools) -> None:
     (warning, mixed), (nothing, _) = ranks.run(2, warned_of, "cache_parameters")
     (silent, split), _ = ranks.run(2, warned_of, "shard")
     assert f": {mixed:,} bytes per rank" in warning
@@ -191,21 +191,21 @@ def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
 def test_ignored_parameters_stay_whole() -> None:
     topology = topology_of(2, 1)
     model, blocks = make_model("lora")
-    kept = next(blocks[0].parameters())
-    shape = kept.shape
-    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])
+    ignored = next(blocks[0].parameters())
+    shape = ignored.shape
+    fcdp.shard(model, topology, units=blocks, ignored_params=[ignored])
     held = [*model.parameters()]
     whole = [param for param in held if not isinstance(param, DTensor)]
-    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])  # changes nothing
+    fcdp.shard(model, topology, units=blocks, ignored_params=[ignored])  # changes nothing
     loss_of(model, torch.randint(64, (2, 9))).backward()
-    assert [param is kept for param in whole] == [True]
-    assert kept.shape == shape
+    assert [param is ignored for param in whole] == [True]
+    assert ignored.shape == shape
     assert fcdp.ledger(model).misses > 0
 
 
 @on_ranks(2)
 def test_adapters_cross_once_per_step_beside_a_reference() -> None:
-    """Whose pass lies between a forward and its backward, as DPO's does."""
+    """The reference's pass lies between a forward and its backward, as in DPO."""
     model, blocks = make_model("lora")
     set_up(model, blocks, topology_of(2, 1), "shard")
     optimizer, tokens = optimizer_of(model), torch.randint(64, (2, 9))

@@ -1,4 +1,4 @@
-"""Micro-batches of one unit, reduced between ranks that are threads or only note what is asked."""
+"""Micro-batches of one unit, reduced between ranks that are threads or only note calls."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ class Weight:
         self.requires_grad = True
 
     def wait(self) -> None:
-        """Have a ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
+        """Set ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
         if waiting_in(self) is None:  # type: ignore[arg-type]
             self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
 
@@ -41,10 +41,10 @@ class Reducer:
 
     def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
-        given: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
-        self.weights = given.params
+        stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        self.weights = stand_in.params
         self.reduce = HierarchicalReduceScatter(
-            given,
+            stand_in,
             topology,
             PartialGradients(self.ledger),
             InFlight(NoFailures()),
@@ -177,8 +177,8 @@ def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
 ) -> None:
     reducer = Reducer(Place(nodes, 0, 2 // nodes), StandInUnit("unit", 4, hooked=hooked), world)
     reducer.reduce.requires_sync = last
-    given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
-    assert given == [False, goes_on]
+    arriving = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
+    assert arriving == [False, goes_on]
     assert not reducer.reduce._goes_on(torch.device("meta"))
 
 
@@ -268,13 +268,13 @@ def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
 def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
     reducer, _ = waiting()
     reducer.reduce.requires_sync = last
-    said = r"^unit: other parameters received gradients .*set_reduce_scatter_unused_params\(True\)"
-    with pytest.raises(RuntimeError, match=said):
+    text = r"^unit: other parameters received gradients .*set_reduce_scatter_unused_params\(True\)"
+    with pytest.raises(RuntimeError, match=text):
         reducer.allocate(4, torch.float32)  # before FSDP2 uses it on another stream
 
 
 class Group:
-    """FSDP2's, of parameters that have a gradient or not."""
+    """A group like FSDP2's, of parameters that have a gradient or not."""
 
     def __init__(self, count: int) -> None:
         self.fsdp_params: Any = [Parameter() for _ in range(count)]
@@ -285,7 +285,7 @@ class Group:
 
 
 class Parameter:
-    """One of FSDP2's."""
+    """A parameter like FSDP2's."""
 
     def __init__(self) -> None:
         self.unsharded_accumulated_grad: torch.Tensor | None = None
@@ -305,11 +305,11 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
     unit.group = group = Group(4)
     reducer = Reducer(Place(2, 0), unit)
 
-    def micro_batch(given: str, *, times: int = 1) -> str:
+    def micro_batch(present: str, *, times: int = 1) -> str:
         group.reduced.clear()
         with reducer.reduce.accumulating():
             for _ in range(times):
-                for param, has in zip(group.fsdp_params, given, strict=True):
+                for param, has in zip(group.fsdp_params, present, strict=True):
                     param.unsharded_accumulated_grad = torch.ones(2) if has == "1" else None
                 group.post_backward()
         assert "post_backward" not in vars(group)
@@ -349,7 +349,7 @@ INSIDE, ACROSS = "intra of reductions", "inter of reductions"
 @pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM], ids=str)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_gradients_are_scaled_once(ranks_per_node: int, op: Any, asked: list[Any]) -> None:
-    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
+    """FSDP2 asks NCCL for a sum of scaled gradients; with gloo it divides the sum."""
     gradients = torch.empty(2 * ranks_per_node)
     Reducer(Place(2, 0, ranks_per_node)).reduce(torch.empty(1), gradients, NO_GROUP, op)
     across = op if op == dist.ReduceOp.AVG or ranks_per_node == 1 else SUM

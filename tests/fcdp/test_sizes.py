@@ -32,7 +32,7 @@ def test_every_place_reads_the_same(text: str, count: float) -> None:
 
 
 @pytest.mark.parametrize("text", [*NO_SIZES, "0 GiB"])
-def test_what_is_no_size_is_told_what_is(text: str) -> None:
+def test_an_error_of_a_size_lists_what_is_allowed(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size: allowed are bytes, 1 or more, or such as"):
         parse(text, least=1)
     with pytest.raises(ValueError, match=f"--host-memory = '{text}': allowed: bytes, 1 or more"):

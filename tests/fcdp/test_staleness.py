@@ -1,4 +1,4 @@
-"""Causes of stale entries, ranks that decide alike, and what one rank takes for a write."""
+"""Causes of stale entries, ranks that decide alike, and writes as one rank sees them."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ ADAPTERS = ["blocks.0.first.down", "blocks.1.first.down"]
 
 
 def step_of_first_adapters(run: Run) -> None:
-    """By fused kernels, which leave the version counters as they are."""
+    """Step by fused kernels, which leave the version counters as they are."""
     torch.optim.AdamW(list(run.model.blocks[0].first.parameters()), fused=True).step()  # type: ignore[union-attr]
 
 
@@ -47,7 +47,7 @@ def local_write_on_rank_1(run: Run) -> None:
 
 
 def write_into_a_state_dict_on_rank_1(run: Run) -> None:
-    """As torch.distributed.checkpoint loads: behind an alias, where no version grows."""
+    """Write as torch.distributed.checkpoint loads: to an alias, where no version grows."""
     state = run.model.state_dict()
     if run.topology.rank == 1:
         state["blocks.1.up.weight"].detach().to_local().mul_(2)  # type: ignore[operator]
@@ -59,7 +59,7 @@ def load_of_a_layer(run: Run) -> None:
 
 
 def load_through_data(run: Run) -> None:
-    """By modules' own ways, as quantised ones have them: the same values, and no trace."""
+    """Load by modules' own methods, as quantised ones do: the same values, and no trace."""
     for module in run.model.modules():
         module._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
     run.model.load_state_dict(run.model.state_dict())
@@ -99,13 +99,13 @@ EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
 
 
 #: Writes that are seen without a look at the contents, or because somebody holds a state dict.
-TOLD = (data_write, write_into_a_state_dict_on_rank_1)
+SEEN = (data_write, write_into_a_state_dict_on_rank_1)
 
 
 @on_ranks(2)
 def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
     for number, (before, between, expected) in enumerate(EVENTS):
-        run = Run(replace(SETTINGS, detect_writes=between not in TOLD))
+        run = Run(replace(SETTINGS, detect_writes=between not in SEEN))
         engine, counts = engine_of(run.model), fcdp.ledger(run.model)
         if before is not None:
             before(run)
@@ -117,8 +117,8 @@ def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else() -> None:
         run.loss()
         entries = engine.entries.items()
         stale = [unit.name for unit, entry in entries if entry.generation > generations[unit]]
-        every = [unit.name for unit in engine.units]
-        assert stale == (every if expected is None else expected), (number, stale)
+        names = [unit.name for unit in engine.units]
+        assert stale == (names if expected is None else expected), (number, stale)
         assert counts.misses == len(stale), number
 
 
@@ -130,7 +130,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
     """Small adapters do. No backward lets go of them, and what is gathered is not looked at."""
     run = Run(Settings(2, 2, adapter_rank=1))
     model = run.model
-    assert engine_of(model)._kept, "FCDP chose to keep them gathered"
+    assert engine_of(model)._not_resharded, "FCDP chose to keep them gathered"
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     x = torch.ones(2, WIDTH)
@@ -144,14 +144,14 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
                 param.mul_(1.5)
         seen = model.blocks[0](x)
         fcdp.invalidate(model)
-        engine_of(model)._kept[0].module.reshard()
+        engine_of(model)._not_resharded[0].module.reshard()
         expected = model.blocks[0](x)
     assert not torch.equal(before, expected)
     assert torch.equal(seen, expected)
 
 
 @on_ranks(2)
-def test_what_was_passed_over_and_missed_is_kept_from_then_on() -> None:
+def test_what_was_passed_over_and_missed_is_cached_from_then_on() -> None:
     """Nothing is kept of what a step will change; the guess that one comes is wrong here."""
     run, misses = Run(replace(PLAIN, reshard_after_forward=False)), []
     for _ in range(4):
@@ -168,13 +168,13 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
     run = Run(PLAIN, engine)
     model, batch = run.model, next(run.data)
     loss_of(model, batch).backward()
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
     times = []
     with mock.patch.object(staleness, "any_rank", wraps=staleness.any_rank) as agree:
 
         def forwards() -> None:
             with torch.no_grad():
-                found.extend(loss_of(model, batch) for _ in range(4))
+                losses.extend(loss_of(model, batch) for _ in range(4))
             times.append(agree.call_count)
 
         with fcdp.unchanged(model) if engine == "fcdp" else nullcontext():
@@ -182,7 +182,7 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
             run.optimizer.step()
             forwards()
         forwards()
-    return found, times
+    return losses, times
 
 
 @on_ranks(2)
@@ -216,8 +216,8 @@ def written(how: str) -> str:
     ("how", "problem"), [("data", "where nothing shows"), ("place", "in place")]
 )
 def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: str) -> None:
-    for said in apart.run(2, written, how):
-        assert said.startswith(f"blocks.1: parameters were written {problem}")
+    for error in apart.run(2, written, how):
+        assert error.startswith(f"blocks.1: parameters were written {problem}")
 
 
 class Watched(StandInUnit):
@@ -290,7 +290,7 @@ class Rank:
         )
 
     def update(self, *params: nn.Parameter) -> torch.optim.Optimizer:
-        """An optimizer that has told of its step, and left no trace of it."""
+        """Announce a step of an optimizer that leaves no other trace."""
         optimizer = torch.optim.SGD(params, lr=1.0)
         self.staleness.begin_step(optimizer)
         self.staleness.end_step(optimizer)
@@ -485,7 +485,7 @@ def test_stale_parameters_that_were_used_are_an_error_once(
     assert rank.gather() == ""
 
 
-def test_the_end_of_a_run_waits_for_what_the_guard_has_not_said_yet(rank_of: Made) -> None:
+def test_the_end_of_a_run_waits_for_what_the_guard_has_not_reported_yet(rank_of: Made) -> None:
     rank = rank_of()
     landed: list[bool] = []
     rank.guard.land = lambda: landed.append(not rank.asked)

@@ -82,14 +82,14 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
     tolerance = ROUNDED.get(name, 1e-5)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for what in ("losses", "norms"):
-            found, expected = getattr(mine, what), getattr(other, what)
-            if found != pytest.approx(expected, rel=tolerance, abs=tolerance):
-                wrong.append(f"rank {rank}: {what} {found}, not {expected}")
+            actual, expected = getattr(mine, what), getattr(other, what)
+            if actual != pytest.approx(expected, rel=tolerance, abs=tolerance):
+                wrong.append(f"rank {rank}: {what} {actual}, not {expected}")
     # On another stream they would compute the same, and wait for copies the other way.
     if name in TIERS and (copies := copies_of(tape)) != COPIES:
         wrong.append(f"copies are {copies}, not {COPIES}")
-    found = accelerator.check(tape, seeds)
-    return [*wrong, *([found] if found else [])]
+    problem = accelerator.check(tape, seeds)
+    return [*wrong, *([problem] if problem else [])]
 
 
 TIERS = ("device", "host", "disk")
@@ -98,13 +98,13 @@ COPIES = {("store", "copies_out"), ("load", "copies_in")}
 
 def copies_of(tape: Any) -> set[tuple[str, str]]:
     """List what copies in a tier, by the base of all that it calls, and on which stream."""
-    found = set()
+    calls = set()
     for operation in tape.operations:
         copies, _, caller = operation.where.partition(" < ")
         if copies.startswith("tiers.py:") and caller.startswith("tiers.py:"):
             way = caller.split(" < ")[0].split()[1]
-            found.add((way, operation.timeline.name.split("'")[1]))
-    return found
+            calls.add((way, operation.timeline.name.split("'")[1]))
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """And each tier copies on its streams."""
+    """Each tier also copies on its streams."""
     exhaustive = request.config.getoption("--exhaustive")
     first = 1000 * [*TRAININGS].index(name)
     seeds = range(first, first + (MANY_SCHEDULES if exhaustive else SCHEDULES))
@@ -153,7 +153,7 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
 
 
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
-    """Another of either would compute the same, and wait for what it need not wait for."""
+    """Another group or stream would compute the same, after needless waits."""
     ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)
     in_node = ("all-gather of 2 in fcdp_gather", "all_gather_stream")
     assert hierarchical == {
@@ -237,8 +237,8 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     streams = OnStreams(apart, schedules=0)
 
     def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
-        given = (passes, engine, ranks_per_node, policy)
-        return max(streams.run(2 * ranks_per_node, reserved_after, *given))
+        arguments = (passes, engine, ranks_per_node, policy)
+        return max(streams.run(2 * ranks_per_node, reserved_after, *arguments))
 
     theirs, _ = after(6, "fsdp2")
     uncached, _ = after(6, "fcdp", fcdp.NoCache())

@@ -20,7 +20,7 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
-from tests.fcdp.training import params_of, said, update
+from tests.fcdp.training import captured, params_of, update
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
@@ -80,7 +80,7 @@ def sharded(layout: Layout) -> nn.Sequential:
 
 
 def trains(run: Run, layout: Layout, how: str) -> None:
-    """By ``fcdp.shard``, or by ``fully_shard`` and then ``fcdp.cache_parameters``."""
+    """Train, sharded by ``fcdp.shard`` or by ``fully_shard`` and ``fcdp.cache_parameters``."""
     if run.cached and how == "shard":
         model = sharded(layout)
     else:
@@ -97,7 +97,7 @@ def trains(run: Run, layout: Layout, how: str) -> None:
 
 
 def check_bytes(layout: Layout, model: nn.Module) -> None:
-    """Each shard crosses nodes once per step, as its gradients do: no other dimension's."""
+    """Each shard crosses nodes once per step, as its gradients do, and no other dimension's."""
     units = engine_of(model).units
     shards = sum(unit.shard_bytes for unit in units)
     assert shards == sum(param.to_local().nbytes for unit in units for param in unit.params)
@@ -129,9 +129,9 @@ def test_training_matches_fsdp2(ranks: Pools, layout: Layout, how: str) -> None:
 
 @on_ranks(4)
 def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
-    """As the launcher tells."""
+    """The launcher says how many there are."""
     layout = Layout(2, 1, launched=True)
-    with launched(dist.get_rank() % TENSOR, TENSOR), said() as (printed, _):
+    with launched(dist.get_rank() % TENSOR, TENSOR), captured() as (printed, _):
         sharded(layout)
         assert topology_of(layout).processes_per_node == TENSOR
     assert dist.get_rank() or "of host memory per node, 2 × (cache" in printed.getvalue()
@@ -141,21 +141,21 @@ def test_host_memory_is_planned_for_all_ranks_of_a_node() -> None:
 def test_a_checkpoint_holds_all_tensor_parallel_shards(tmp_path: Path) -> None:
     """Steps after a load are those that would have come without."""
     run = Run(topology_of(Layout(2, 1)), cached=True)
-    kept, other = sharded(Layout(2, 1)), sharded(Layout(2, 1))
+    saved, other = sharded(Layout(2, 1)), sharded(Layout(2, 1))
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    first, second = adam(kept), adam(other)
+    first, second = adam(saved), adam(other)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         update(model(run.input(3, WIDTH, step=number)).sum(), optimizer)
 
-    step(kept, first, 0)
-    fcdp.save(kept, first, tmp_path, extra={"step": 1})
+    step(saved, first, 0)
+    fcdp.save(saved, first, tmp_path, extra={"step": 1})
     assert fcdp.load(other, second, tmp_path) == {"step": 1}
-    step(kept, first, 1)
+    step(saved, first, 1)
     step(other, second, 1)
-    torch.testing.assert_close(params_of(other), params_of(kept), rtol=0, atol=0)
+    torch.testing.assert_close(params_of(other), params_of(saved), rtol=0, atol=0)
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""Where ranks stand, what is refused, and what the groups cost each process."""
+"""Places of ranks, refusals, and what the groups cost each process."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ def test_a_shape_that_is_not_the_world_is_refused() -> None:
 
 @on_ranks(6)
 def test_ranks_are_numbered_node_by_node() -> None:
-    """By how many ranks a node has, not by how many nodes there are."""
+    """Numbers are divided by the ranks of a node, not by the number of nodes."""
     topology, rank = topology_of(2, 3), dist.get_rank()
     node, local_rank = divmod(rank, 3)
     assert (topology.rank, topology.node, topology.local_rank) == (rank, node, local_rank)
@@ -66,7 +66,7 @@ def world_as(device_type: str) -> DeviceMesh:
 
 @on_ranks(4)
 def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own() -> None:
-    """And none of them is over all ranks. Gloo stands for NCCL: it says that it serves CUDA too."""
+    """None of them is over all ranks. Gloo stands in for NCCL: it says that it serves CUDA too."""
     before = len(dist.distributed_c10d._world.pg_names)
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)
@@ -92,7 +92,7 @@ def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> Non
 
 
 def initialise(device_type: str) -> tuple[str, str | None]:
-    """What the default group is initialised with, and whether gloo connects lazily then."""
+    """Return the backend of the default group, and whether gloo connects lazily then."""
     made: list[tuple[str, str | None]] = []
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
 
@@ -160,7 +160,7 @@ def from_env(local: dict[int, tuple[int, int]]) -> tuple[int, int] | str:
 def test_the_launcher_environment_is_read_or_refused_on_every_rank(
     ranks: Pools, local: dict[int, tuple[int, int]], answer: str
 ) -> None:
-    assert all(answer in str(found) for found in ranks.run(len(local), from_env, local))
+    assert all(answer in str(outcome) for outcome in ranks.run(len(local), from_env, local))
 
 
 def test_a_missing_launcher_is_named() -> None:
@@ -192,11 +192,11 @@ def test_a_dimension_of_a_mesh_has_a_topology_of_its_own() -> None:
 
 
 def sub_mesh_by_env(*local_world_sizes: int) -> list[tuple[int, int] | str]:
-    mesh, found = grid(dist.get_world_size() // 2, 2)["dp"], []
+    mesh, shapes = grid(dist.get_world_size() // 2, 2)["dp"], []
     for size in local_world_sizes:
         with launched(dist.get_rank() % size, size):
-            found.append(shape_or_error(lambda: fcdp.Topology.of_mesh(mesh)))
-    return found
+            shapes.append(shape_or_error(lambda: fcdp.Topology.of_mesh(mesh)))
+    return shapes
 
 
 def test_the_launcher_tells_how_many_of_a_mesh_share_a_node(ranks: Pools) -> None:
@@ -219,9 +219,9 @@ def test_a_flattened_dimension_has_a_topology() -> None:
 
 @on_ranks(2)
 def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
-    def refused(mesh: DeviceMesh, told: int, why: str) -> None:
+    def refused(mesh: DeviceMesh, ranks_per_node: int, why: str) -> None:
         with pytest.raises(ValueError, match=re.escape(why)):
-            fcdp.Topology.of_mesh(mesh, told)
+            fcdp.Topology.of_mesh(mesh, ranks_per_node)
 
     rank, pair = dist.get_rank(), DeviceMesh("cpu", [0, 1])
     elsewhere = DeviceMesh("cpu", [1 - rank], _init_backend=False)
@@ -289,9 +289,9 @@ def test_connections_grow_with_the_neighbours_not_with_the_world() -> None:
     """Gathers, reductions and the host have groups with neighbours; 12 ranks have 11 others."""
     pool = RankPool(NODES * RANKS_PER_NODE, join_as_on_an_accelerator)
     try:
-        found = pool.run(taken)
+        sockets = pool.run(taken)
     finally:
         pool.close()
     # Each group has a socket that listens; the world adds neighbours on its ring.
     listening = 7
-    assert max(map(max, found)) <= 3 * PEERS + listening + 2
+    assert max(map(max, sockets)) <= 3 * PEERS + listening + 2

@@ -119,13 +119,13 @@ def old_parameters(walk: Walk) -> None:
 
     def loss(side: Side) -> torch.Tensor:
         shard = shard_of(side.params["blocks.1.up.weight"])
-        kept = shard.clone()
+        backup = shard.clone()
         if side.cached and walk.rank == walk.options.world_size - 1:
             shard += 2**-40
         with torch.no_grad():
             logits: torch.Tensor = side.model(tokens[:, :-1])
         side.reshard()
-        shard.copy_(kept)
+        shard.copy_(backup)
         return logits
 
     walk.both("logits", loss)
@@ -151,7 +151,7 @@ def refusal_on_one_rank(walk: Walk) -> None:
     walk.attempt(refuse)
 
 
-#: By name: what goes wrong, and what is found.
+#: By name: the sabotage, and the problem that it causes.
 SABOTAGES: dict[str, tuple[Handler, str]] = {
     "old parameters": (old_parameters, "logits: differs by up to"),
     "other gradient": (other_gradient, "blocks.1.up.weight.grad: differs by up to"),
@@ -160,21 +160,21 @@ SABOTAGES: dict[str, tuple[Handler, str]] = {
 }
 
 
-def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
-    """What a walk says that is led astray in its last event but one."""
+def problem_of(options: Options, sabotage: str, directory: Path) -> str:
+    """Return the problem that a walk reports where its last event but one was sabotaged."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
     HANDLERS[sabotage], _ = SABOTAGES[sabotage]
     try:
         walk_on_rank(options, events, directory)
-    except WalkFailed as found:
-        return str(found)
+    except WalkFailed as failure:
+        return str(failure)
     return ""
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str) -> None:
     options = Options(policy="none", optimizer="momentum")
-    answers = ranks.run(2, what_is_found, options, sabotage, tmp_path)
+    answers = ranks.run(2, problem_of, options, sabotage, tmp_path)
     assert all(answer.startswith(f"event 2, {sabotage}:3") for answer in answers), answers
     assert any(SABOTAGES[sabotage][1] in answer for answer in answers), answers
 

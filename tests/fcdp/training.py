@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Tied embeddings."""
+    """A model with tied embeddings."""
 
     def __init__(self, adapter_rank: int, checkpointing: bool = False) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
 
 
 def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    """Shard by the calls for FSDP2, as where another trainer makes them.
+    """Shard by the calls of ``fully_shard`` that another trainer makes.
 
     Ranks may be threads of one process: each replaces a name of its own.
     """
@@ -201,7 +201,7 @@ def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
 
 
 def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step on this loss, for which the host waits for nothing."""
+    """Take one step on this loss, without making the host wait."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -224,11 +224,11 @@ class Run:
         self.data = batches(settings, self.topology.rank)
 
     def loss(self) -> torch.Tensor:
-        """The next micro-batch's."""
+        """Return the next micro-batch's loss."""
         return loss_of(self.model, next(self.data))
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Take one step; return its loss."""
         return take_step(self.loss(), self.optimizer)
 
 
@@ -256,17 +256,17 @@ def train(settings: Settings, engine: str) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(of_step)
-    found = [sum(loss.item() for loss in of_step) for of_step in losses]
-    found_norms = [norm.item() for norm in norms]
+    loss_values = [sum(loss.item() for loss in of_step) for of_step in losses]
+    norm_values = [norm.item() for norm in norms]
     params = params_of(model)
     if engine == "fsdp2":
-        return Result(found, found_norms, params, None)
+        return Result(loss_values, norm_values, params, None)
     counts = fcdp.ledger(model)
-    return Result(found, found_norms, params, counts.snapshot(), counts.hits, counts.misses)
+    return Result(loss_values, norm_values, params, counts.snapshot(), counts.hits, counts.misses)
 
 
 @contextmanager
-def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+def captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
     """Lines that the library prints within, and its warnings."""
     printed, warned = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(warned)
@@ -279,7 +279,7 @@ def said() -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole ones, by name."""
+    """Return whole parameters by name."""
     return {name: whole(param).detach() for name, param in model.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""An accelerator to test on: several ranks in one process, and every order that waits allow.
+"""An accelerator for tests: several ranks in one process, and every order that waits allow.
 
 ``run`` calls a function on every rank, each a thread with a device of its own, and returns what
 they return and the tape of all that streams, hosts and collectives did. ``check`` says what nothing

@@ -1,4 +1,4 @@
-"""An accelerator of PyTorch's: tensors on it are its own, and all that touches them is noted.
+"""An accelerator for PyTorch with tensors of its own, which notes all that touches them.
 
 Its tensors (``taped:0``) have memory of the CPU, and operations run when they are issued, in
 that order. What order a device could have run them in is the tape's to say: each is noted on the
@@ -68,7 +68,7 @@ class Event:
         here().host.wait_for(self._clock)
 
     def query(self) -> bool:
-        """Whether the host finds that it has come to pass: it may, or may not."""
+        """Whether the host sees the event as done: drawn, where it may be either."""
         if here().chance.random() < 0.5:
             return False
         self.synchronize()
@@ -120,7 +120,7 @@ class Device:
         #: Device memory taken so far, in use or free.
         self.reserved_bytes = 0
         #: State that the library keeps per device and process.
-        self.kept: dict[Any, torch.Tensor] = {}
+        self.state: dict[Any, torch.Tensor] = {}
         self._storages: dict[int, _Storage] = {}
         self._free: dict[Stream, list[Block]] = defaultdict(list)
         self._blocks = 0
@@ -135,7 +135,7 @@ class Device:
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[Timeline]:
-        """Be another thread of the host, started now."""
+        """Act as another thread of the host, started now."""
         before, self.host = self.host, self.tape.timeline(f"{name} of rank {self.rank}")
         self.host.wait_for(before.clock)
         try:
@@ -219,7 +219,7 @@ class Device:
         self.tape.note(stream, what, reads, self.touches(writes))
 
     def followed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the host that copies touch too."""
+        """List tensors of the host that copies touch too."""
         return [tensor for tensor in tensors if self.holds(tensor.untyped_storage())]
 
     def note_on_host(
@@ -263,7 +263,7 @@ class DeviceTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A result of a rank, sent elsewhere: a plain tensor."""
+        """Pickle as a plain tensor, as a result of a rank."""
         with torch._C._DisableTorchDispatch():
             return plain(self).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
@@ -275,7 +275,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def _others(types: Any) -> bool:
-    """Whether there is a subclass with tensors inside of it, which will come here."""
+    """Whether there is a subclass with tensors inside it, whose operations come here too."""
     return any(each is not torch.Tensor and each is not DeviceTensor for each in types)
 
 
@@ -305,48 +305,48 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             parts = func.decompose(*args, **kwargs)  # nor has autograd taken it apart
             return _run(func, args, kwargs) if parts is NotImplemented else parts
-    given = _tensors((args, kwargs))
+    tensors = _tensors((args, kwargs))
     to = kwargs.get("device")
     to = None if to is None else torch.device(to).type
-    on_device = any(isinstance(each, DeviceTensor) for each in given)
+    on_device = [isinstance(each, DeviceTensor) for each in tensors]
     device = here()
-    if not on_device and to != NAME:
+    if not any(on_device) and to != NAME:
         read, written = _split(func, args, kwargs)
         reads = device.touches(device.followed(read))  # before they are changed in place
         result = func(*args, **kwargs)
-        if (written or not _is_view(result, given)) and func.overloadpacket is not aten.set_:
+        if (written or not _is_view(result, tensors)) and func.overloadpacket is not aten.set_:
             device.note_on_host(_name(func), reads, written)
         return result
-    if func is aten._foreach_copy_.default and not all(isinstance(e, DeviceTensor) for e in given):
+    if func is aten._foreach_copy_.default and not all(on_device):
         for target, source in zip(*args[:2], strict=True):  # as CUDA has it between devices
             target.copy_(source, *args[2:], **kwargs)
         return args[0]
     if func.overloadpacket in _INDEXING:
         args = (args[0], [_index(each) for each in args[1]], *args[2:])
-        given = _tensors((args, kwargs))
+        tensors = _tensors((args, kwargs))
     known = func.namespace == "aten" and func.overloadpacket is not aten.set_
     assert known, f"{func}: what it touches is not known"
     crosses = func in (aten.copy_.default, aten._to_copy.default)
     if not crosses and func not in _EMPTY:
-        for each in given:
+        for each in tensors:
             if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
                 raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
     read, written = _split(func, args, kwargs)
     reads = [] if func in _EMPTY else device.touches(read)
     # The same memory, by the tensors that the operation was given.
-    aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
-    owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
+    aliases = {id(each): plain(each) for each in tensors if isinstance(each, DeviceTensor)}
+    owners = {id(aliases[id(each)]): each for each in tensors if id(each) in aliases}
     plain_args, plain_kwargs = _map(lambda each: aliases.get(id(each), each), (args, kwargs))
     if to == NAME:
         plain_kwargs["device"] = torch.device("cpu")
     if func is aten._to_copy.default:
-        found = _copied(plain_args[0], plain_kwargs)
+        plain_result = _copied(plain_args[0], plain_kwargs)
     else:
-        found = func(*plain_args, **plain_kwargs)
+        plain_result = func(*plain_args, **plain_kwargs)
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
 
-    def own(result: Any) -> Any:
+    def owned(result: Any) -> Any:
         nonlocal known
         if result is None:
             return None
@@ -363,7 +363,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             made.append(result)
         return DeviceTensor.over(result)
 
-    results = _map(own, found)
+    results = _map(owned, plain_result)
     if func in _EMPTY:
         for result in made:
             _bytes_of(result.untyped_storage())[:] = _POISON
@@ -376,7 +376,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _index(index: torch.Tensor | None) -> torch.Tensor | None:
-    """An index of a tensor of the device: of one that is on the host CUDA makes a copy."""
+    """An index for a tensor of the device; CUDA copies one that is on the host."""
     if index is None or isinstance(index, DeviceTensor):
         return index
     return _run(aten._to_copy.default, (index,), {"device": _device})
@@ -392,14 +392,14 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[Any] = []
-    _map(found.append, value)
-    return [each for each in found if isinstance(each, torch.Tensor)]
+    leaves: list[Any] = []
+    _map(leaves.append, value)
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
+def _is_view(result: Any, inputs: list[torch.Tensor]) -> bool:
     """Whether an operation that writes nothing has made tensors of memory that it was given."""
-    storages = {each.untyped_storage()._cdata for each in given}
+    storages = {each.untyped_storage()._cdata for each in inputs}
     made = _tensors(result)
     return bool(made) and all(each.untyped_storage()._cdata in storages for each in made)
 
@@ -425,7 +425,7 @@ def _blocks(func: Any, args: Any, kwargs: Any, to_host: bool) -> bool:
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Sort what an operation is given into what it reads and what it writes."""
+    """Sort an operation's arguments into those that it reads and those that it writes."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
     for place, (name, reads, writes) in enumerate(_arguments(func)):
@@ -448,12 +448,12 @@ def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[
 def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
     """Names of an operation's arguments, and whether it reads them and writes them."""
     fills = func._schema.name.removeprefix("aten::") in _FILLS
-    found = []
+    accesses = []
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not writes or not (fills or argument.kwarg_only)  # ``out`` is only written
-        found.append((argument.name, reads, writes))
-    return found
+        accesses.append((argument.name, reads, writes))
+    return accesses
 
 
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.

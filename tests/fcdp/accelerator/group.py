@@ -21,7 +21,7 @@ from tests.fcdp.accelerator.device import DeviceTensor, Event, Stream, here, pla
 from tests.fcdp.accelerator.tape import Clock
 
 BACKEND = "threads"
-#: Until ranks that wait for one another are given up.
+#: Seconds until ranks that wait for one another are given up.
 _PATIENCE_S = 60
 
 
@@ -34,7 +34,7 @@ class Abandoned(RuntimeError):
 
 
 @dataclass
-class Given:
+class Part:
     """One rank's part of a collective."""
 
     what: str
@@ -45,32 +45,32 @@ class Given:
 
 @dataclass
 class Hub:
-    """Where the threads of one run meet."""
+    """A meeting point of the threads of one run."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    tables: dict[Any, dict[int, Given]] = field(default_factory=lambda: defaultdict(dict))
-    mail: dict[Any, deque[Given]] = field(default_factory=lambda: defaultdict(deque))
+    tables: dict[Any, dict[int, Part]] = field(default_factory=lambda: defaultdict(dict))
+    mail: dict[Any, deque[Part]] = field(default_factory=lambda: defaultdict(deque))
     failed: bool = False
 
-    def gather(self, key: Any, rank: int, size: int, given: Given) -> list[Given]:
-        """Wait for what all ranks bring; in rank order."""
+    def gather(self, key: Any, rank: int, size: int, part: Part) -> list[Part]:
+        """Wait for the parts of all ranks, and list them in rank order."""
         with self.changed:
             table = self.tables[key]
-            table[rank] = given
+            table[rank] = part
             if len(table) == size:
                 del self.tables[key]
                 self.changed.notify_all()
-            self._wait(lambda: len(table) == size, f"{given.what} {key}")
+            self._wait(lambda: len(table) == size, f"{part.what} {key}")
         kinds = {each.what for each in table.values()}
         assert len(kinds) == 1, f"ranks are out of step: {sorted(kinds)}"
         return [table[rank] for rank in range(size)]
 
-    def post(self, key: Any, given: Given) -> None:
+    def post(self, key: Any, part: Part) -> None:
         with self.changed:
-            self.mail[key].append(given)
+            self.mail[key].append(part)
             self.changed.notify_all()
 
-    def collect(self, key: Any) -> Given:
+    def collect(self, key: Any) -> Part:
         with self.changed:
             self._wait(lambda: bool(self.mail[key]), f"a message {key}")
             return self.mail[key].popleft()
@@ -133,7 +133,7 @@ class Group(dist.ProcessGroup):
         results: Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]],
         options: Any = None,
     ) -> Any:
-        """Exchange ``inputs``; ``results`` makes of all ranks' what goes to ``outputs``."""
+        """Exchange ``inputs``; ``results`` computes ``outputs`` from those of all ranks."""
         self._count += 1
         what = f"{what} of {self._size} in {self.group_desc}"
         key, device = (self.group_name, self._count), here()
@@ -149,13 +149,12 @@ class Group(dist.ProcessGroup):
         reads = device.touches(device.followed(inputs))
         with _unseen():
             sent = [plain(each).clone() for each in inputs]
-        given = self.hub.gather(
-            key, self._rank, self._size, Given(what, sent, dict(timeline.clock))
-        )
-        for each in given:
+        part = Part(what, sent, dict(timeline.clock))
+        parts = self.hub.gather(key, self._rank, self._size, part)
+        for each in parts:
             timeline.wait_for(each.clock)
         with _unseen():
-            made = results([each.tensors for each in given])
+            made = results([each.tensors for each in parts])
             for output, result in zip(outputs, made, strict=True):
                 plain(output).copy_(result.view(output.shape))
         if on_device:
@@ -174,22 +173,22 @@ class Group(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
     ) -> Done:
         # In place, nobody writes the own part.
-        places, wanted = [], []
-        for index, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
+        places, origins = [], []
+        for index, (output, source) in enumerate(zip(outputs, inputs, strict=True)):
             for rank, place in enumerate(output.view(self._size, -1).unbind()):
-                if rank != self._rank or place.data_ptr() != given.data_ptr():
+                if rank != self._rank or place.data_ptr() != source.data_ptr():
                     places.append(place)
-                    wanted.append((rank, index))
+                    origins.append((rank, index))
         return self._collective(
             "all-gather",
             inputs,
             places,
-            lambda ranks: [ranks[rank][index].flatten() for rank, index in wanted],
+            lambda ranks: [ranks[rank][index].flatten() for rank, index in origins],
             options,
         )
 
-    def all_gather_single(self, output: Any, given: Any, options: Any = None) -> Done:
-        return self.all_gather_single_coalesced([output], [given], options)
+    def all_gather_single(self, output: Any, source: Any, options: Any = None) -> Done:
+        return self.all_gather_single_coalesced([output], [source], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
@@ -203,8 +202,8 @@ class Group(dist.ProcessGroup):
 
         return self._collective("reduce-scatter", inputs, outputs, results, options)
 
-    def reduce_scatter_single(self, output: Any, given: Any, options: Any) -> Done:
-        return self.reduce_scatter_single_coalesced([output], [given], options)
+    def reduce_scatter_single(self, output: Any, source: Any, options: Any) -> Done:
+        return self.reduce_scatter_single_coalesced([output], [source], options)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Done:
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
@@ -268,8 +267,8 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Done:
         _of_host(tensors)
-        given = Given("message", [tensors[0].clone()], dict(here().host.clock))
-        self.hub.post((self.group_name, self._rank, peer, tag), given)
+        message = Part("message", [tensors[0].clone()], dict(here().host.clock))
+        self.hub.post((self.group_name, self._rank, peer, tag), message)
         return Done()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Done:
@@ -277,10 +276,10 @@ class Group(dist.ProcessGroup):
 
         @functools.cache  # whoever waits twice waits once
         def arrive() -> None:
-            given = self.hub.collect((self.group_name, peer, self._rank, tag))
-            here().host.wait_for(given.clock)
+            message = self.hub.collect((self.group_name, peer, self._rank, tag))
+            here().host.wait_for(message.clock)
             with _unseen():
-                plain(tensors[0]).copy_(given.tensors[0])
+                plain(tensors[0]).copy_(message.tensors[0])
 
         return Done(arrive)
 

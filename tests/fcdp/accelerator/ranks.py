@@ -23,7 +23,7 @@ from tests.fcdp.stand_ins import NoFailures
 
 
 class Threads:
-    """In place of a pool of threads: a task runs when it is given, as a thread of its own."""
+    """A stand-in for a pool of threads that runs each task at once, as a thread of its own."""
 
     def __init__(self, most: int, thread_name_prefix: str) -> None:
         self._name = thread_name_prefix
@@ -61,7 +61,7 @@ def _noted(name: str, *, writes: bool) -> Any:
 
 
 def _reset_sharded_param(fsdp_param: Any) -> None:
-    """FSDP2's, which takes the memory of a tensor's subclass for another's, and pads it anew."""
+    """FSDP2's method, which takes a subclass's memory for another tensor's, and pads it anew."""
     module = fsdp_param._module_info
     param = getattr(module.module, module.param_name)
     shards = (fsdp_param._sharded_param_data, param._local_tensor)
@@ -88,10 +88,10 @@ def _current_stream(device: Any = None) -> Stream:
 
 def _keys(device: torch.device, count: int) -> torch.Tensor:
     """``fcdp.checksum._keys``, which keeps them per device: ranks here have one name for theirs."""
-    kept = here().kept
-    if ("keys", count) not in kept:
-        kept["keys", count] = _plain_keys.__wrapped__(device, count)
-    return kept["keys", count]
+    state = here().state
+    if ("keys", count) not in state:
+        state["keys", count] = _plain_keys.__wrapped__(device, count)
+    return state["keys", count]
 
 
 _plain_keys: Any = fcdp.checksum._keys

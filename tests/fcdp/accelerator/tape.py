@@ -62,13 +62,13 @@ class Region(NamedTuple):
     index: slice | np.ndarray
 
     def meets(self, other: Region) -> bool:
-        """Whether a byte is of both."""
+        """Whether both have a byte in common."""
         if max(self.first, other.first) >= min(self.end, other.end):
             return False
         return self.mask is other.mask is None or bool(_bits(self) & _bits(other))
 
     def covers(self, other: Region) -> bool:
-        """Whether all bytes of the other are of this one."""
+        """Whether this has all bytes of the other."""
         if other.first < self.first or self.end < other.end:
             return False
         return self.mask is None or not _bits(other) & ~self.mask
@@ -87,7 +87,7 @@ def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsiz
     """List the bytes of a tensor: ``start`` is in elements."""
     numel = math.prod(sizes)
     dense = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    if all(size == 1 or own == row for size, own, row in zip(sizes, strides, dense, strict=True)):
+    if all(size == 1 or have == row for size, have, row in zip(sizes, strides, dense, strict=True)):
         return _dense(start * itemsize, (start + numel) * itemsize)
     places = np.array([start], dtype=np.int64)
     for size, stride in zip(sizes, strides, strict=True):
@@ -166,7 +166,7 @@ class Tape:
 
     def _touch(self, operation: Operation, touch: Touch, writing: bool) -> None:
         block, region = touch.block, touch.region
-        timeline, kept = operation.timeline, []
+        timeline, remaining = operation.timeline, []
         for earlier in block.touched:
             other, others, wrote = earlier
             ordered = timeline.has_seen(other) or other is operation
@@ -175,11 +175,11 @@ class Tape:
             # Whoever comes after this one comes after what it replaces, too.
             replaces = ordered and (writing or (not wrote and other.timeline is timeline))
             if not (replaces and region.covers(others)):
-                kept.append(earlier)
-        block.touched = [*kept, (operation, region, writing)]
+                remaining.append(earlier)
+        block.touched = [*remaining, (operation, region, writing)]
 
     def replay(self, seed: int) -> str | None:
-        """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""
+        """Run all operations in an order drawn from ``seed``; return a wrong read, if any."""
         chance = random.Random(seed)
         memory = {block: held.copy() for block, held in self._at_first.items()}
         done = dict.fromkeys(self.timelines, 0)
@@ -217,9 +217,9 @@ class Tape:
                     memory[block] = np.zeros(block.nbytes, dtype=np.uint8)
                     written[block] = np.zeros(block.nbytes, dtype=bool)
             for block, where, contents in operation.reads:
-                found = np.frombuffer(contents, dtype=np.uint8)
+                values = np.frombuffer(contents, dtype=np.uint8)
                 unset = ~written[block][where.index]
-                memory[block][where.index] = np.where(unset, found, memory[block][where.index])
+                memory[block][where.index] = np.where(unset, values, memory[block][where.index])
             for block, where, _ in operation.writes:
                 written[block][where.index] = True
         return memory
@@ -246,13 +246,13 @@ def _story(block: Block, first: Operation, wrote: bool, second: Operation, write
 
 def _where() -> str:
     """The innermost lines of the library and of FSDP2 that led here."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and len(found) < 3:
+    frame, callers = sys._getframe(2), []
+    while frame is not None and len(callers) < 3:
         name = frame.f_code.co_filename
         if ("/fcdp/" in name and "/accelerator/" not in name) or "/_fully_shard/" in name:
-            found.append(f"{name.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
+            callers.append(f"{name.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return " < ".join(found) or "the test"
+    return " < ".join(callers) or "the test"
 
 
 def made_by() -> str:

@@ -1,6 +1,6 @@
-"""The cache on ranks: what is refused, what falls to the next tier, what is verified.
+"""The cache on ranks: refusals, falls to the next tier, verification.
 
-And what comes next, told from the pass before.
+It also foresees the next gathers from the pass before.
 """
 
 import errno
@@ -21,7 +21,7 @@ from fcdp.cache.memory import Usage
 from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
-from tests.fcdp.training import Run, Settings, make_model, said, topology_of
+from tests.fcdp.training import Run, Settings, captured, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
 
@@ -55,7 +55,7 @@ def test_too_little_host_memory_is_refused_on_all_ranks(options: dict[str, Any],
 
 
 @on_ranks(2)
-def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None:
+def test_what_the_device_cannot_take_goes_to_the_host_with_one_warning() -> None:
     """The device takes one entry and no more."""
     allocate = DeviceTier._take
 
@@ -66,7 +66,7 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once() -> None
         return allocate(tier, unit)
 
     run = Run(Settings(2, 1, policy=fcdp.DeviceCache()))
-    with mock.patch.object(DeviceTier, "_take", once), torch.no_grad(), said() as (_, warned):
+    with mock.patch.object(DeviceTier, "_take", once), torch.no_grad(), captured() as (_, warned):
         run.loss()
     assert tiers(run) == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
     lines = [line for line in warned.getvalue().splitlines() if "device cache" in line]
@@ -117,7 +117,7 @@ def test_a_device_entry_is_overwritten_in_place() -> None:
 def test_ranks_may_choose_different_tiers() -> None:
     """They begin the forward with different memory in use; each entry on the device adds to it.
 
-    And ask the allocator once per step.
+    They ask the allocator once per step.
     """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     root, first, _ = engine_of(run.model).units
@@ -125,16 +125,16 @@ def test_ranks_may_choose_different_tiers() -> None:
     used = Usage(1, 0, total)
     with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
         run.loss().backward()
-    found = [*tiers(run).values()]
-    assert found == ["device", "host" if run.topology.rank else "device", "host"], found
+    placed = [*tiers(run).values()]
+    assert placed == ["device", "host" if run.topology.rank else "device", "host"], placed
     assert asked.call_count == 1
 
 
 @on_ranks(2)
 def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
-    """It would fill a device otherwise that was nearly empty as forward began.
+    """Otherwise it would fill a device that was nearly empty as forward began.
 
-    As on an accelerator, whose tensors take half of it while the second unit is stored.
+    As on an accelerator, tensors take half of it while the second unit is stored.
     """
     run = Run(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
     tensors = iter([10, 10, 50, 80])
@@ -143,24 +143,24 @@ def test_a_threshold_sees_what_forward_has_taken_by_then() -> None:
         mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
     ):
         run.loss().backward()
-    found = [*tiers(run).values()]
-    assert found == ["device", "host", "host"], found
+    placed = [*tiers(run).values()]
+    assert placed == ["device", "host", "host"], placed
     assert asked.call_count == 1
 
 
 @on_ranks(2)
 def test_auto_moves_entries_to_the_device_and_back() -> None:
-    """And asks the allocator once per step, not at each load."""
-    used, found = [0], []
+    """It asks the allocator once per step, not at each load."""
+    used, placed = [0], []
     with mock.patch(
         "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
     ) as asked:
         run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto()))
         for used[0] in (0, 0, 0, 10**6, 0):
             run.loss().backward()
-            found.append(tiers(run)["blocks.0"])
-            assert asked.call_count == len(found)
-    assert found == ["host", "host", "device", "host", "host"], found
+            placed.append(tiers(run)["blocks.0"])
+            assert asked.call_count == len(placed)
+    assert placed == ["host", "host", "device", "host", "host"], placed
 
 
 def breaking(what: str, step: int) -> ExitStack:
@@ -178,7 +178,7 @@ def breaking(what: str, step: int) -> ExitStack:
 
 
 def train_where(what: str, policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
-    """Losses, hits and misses; on rank 1 something breaks."""
+    """Return losses, hits and misses, while something breaks on rank 1."""
     run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy))
     losses = []
     for step in range(4):
@@ -283,5 +283,5 @@ def test_a_pass_is_foreseen_as_the_one_before_was(passes: Passes) -> None:
     order = GatherOrder()
     for units, depth, gradients, foreseen in [*LEARNT, *passes]:
         order.begin(gradients)
-        found = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
-        assert found == foreseen
+        ahead = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
+        assert ahead == foreseen

@@ -24,13 +24,13 @@ class Made:
     tier: HostTier
     unit: Any
     #: Slices, whose memory would be given out anew while another stream reads it.
-    given: list[Slice] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
 
     def filled(self, value: float) -> Slice:
         """A slice that the current stream fills."""
         rows = torch.empty((2, self.unit.shard_bytes // 4), device="cuda")
         made = Slice(rows, 0, self.streams.current())
-        self.given.append(made)
+        self.slices.append(made)
         with made.access.writing(made.home):
             rows.fill_(value)
         return made

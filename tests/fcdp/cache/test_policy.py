@@ -1,6 +1,6 @@
-"""Which tier each policy chooses, by arithmetic alone, and how much memory is left.
+"""The tier that each policy chooses, by arithmetic alone, and how much memory is left.
 
-And policies by name.
+Policies by name are parsed here too.
 """
 
 import pickle
@@ -62,7 +62,7 @@ def test_below_the_threshold_the_device_takes_a_unit_at_it_the_host() -> None:
     host=st.integers(0, 60),
     disk=st.integers(0, 60),
 )
-def test_a_budget_is_kept_and_given_to_the_best_uses_first(
+def test_a_budget_holds_and_goes_to_the_best_uses_first(
     sizes: list[tuple[int, int]], device: int, host: int, disk: int
 ) -> None:
     units: Any = [StandInUnit(str(i), size, reuses) for i, (size, reuses) in enumerate(sizes)]
@@ -86,14 +86,14 @@ def test_of_equal_units_the_last_ones_are_nearest() -> None:
 
 
 def test_frozen_units_come_before_trainable_ones() -> None:
-    frozen, trained, kept = (
+    frozen, trained, gathered = (
         StandInUnit("frozen", 10, 2),
         StandInUnit("trained", 10, 1),
-        StandInUnit("kept", 10, 0),
+        StandInUnit("gathered", 10, 0),
     )
-    preferences = place(fcdp.Budget(host=20), [frozen, trained, kept]).preferences
+    preferences = place(fcdp.Budget(host=20), [frozen, trained, gathered]).preferences
     assert preferences[frozen] == preferences[trained] == ("host",)  # type: ignore[index]
-    assert preferences[kept] == ()  # type: ignore[index]
+    assert preferences[gathered] == ()  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Slices: what was let go is given out anew, to its own stream and in its own form alone."""
+"""Slices: a released one is reused on its own stream and in its own form alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def taken(slices: Slices, numel: int = 4, dtype: torch.dtype = torch.float32) ->
 
 def test_a_slice_is_given_out_anew_as_if_it_were_new() -> None:
     streams = Streams(CPU)
-    slices = Slices(streams, streams.copies_in, kept=0)
+    slices = Slices(streams, streams.copies_in, retain=0)
     first = taken(slices)
     with first.access.reading(streams.inter_node):
         rows = first.rows(0, torch.zeros(4))
@@ -31,7 +31,7 @@ def test_a_slice_is_given_out_anew_as_if_it_were_new() -> None:
 
 def test_neither_what_is_in_use_nor_another_form_nor_borrowed_memory_is() -> None:
     streams = Streams(CPU)
-    slices = Slices(streams, streams.copies_in, kept=0)
+    slices = Slices(streams, streams.copies_in, retain=0)
     first, second = taken(slices), taken(slices)
     assert first.memory.data_ptr() != second.memory.data_ptr()
     slices.release(first)

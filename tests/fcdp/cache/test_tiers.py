@@ -268,8 +268,8 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     with full_disk(2 * 8192):
         for value, unit in enumerate(units):
             tier.store(unit, full_of(value))
-        kept = [tier.intact(unit) for unit in units[:3]]
-    assert kept == [True, True, False]
+        intact = [tier.intact(unit) for unit in units[:3]]
+    assert intact == [True, True, False]
     assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
     assert holds(tier, units[1], 1)
     # The disk has room again: the unit is stored as if nothing had been.
@@ -322,7 +322,7 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, gate: threading.Event) -> 
 def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody else writes to the file under the job, behind direct I/O's back."""
+    """Another process writes to the file during the job, past direct I/O."""
     units = entries(3)
     tier = disk_tier(tmp_path, *units, buffers=1)
     for value, unit in enumerate(units):

@@ -1,4 +1,4 @@
-"""Processes of a test's own: neither a hang nor an illegal access spoils the tests behind it."""
+"""A process for each test, so that a hang or an illegal access spoils no later test."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -13,12 +13,12 @@ from tests.ranks import Pools
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-#: Who holds the gathered parameters of a step; FSDP2 is without this library.
+#: Holders of the gathered parameters of a step; FSDP2 is without this library.
 ENGINES = {"fsdp2": None, "none": fcdp.NoCache(), "host": fcdp.HostCache()}
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of ``function`` in a fresh process, without a process group."""
+    """Return the result of ``function`` in a fresh process, without a process group."""
     with contextlib.closing(Pools(_apart)) as pools:
         return pools.run(1, function, *args, timeout_s=100)[0]
 

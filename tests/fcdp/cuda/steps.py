@@ -76,5 +76,5 @@ def write_trace(step: Step, file: Path) -> None:
     events = json.loads(whole.read_text(encoding="utf-8"))["traceEvents"]
     whole.unlink()
     shown = [event for event in events if event.get("cat") not in _OF_HOST]
-    kept = json.dumps({"traceEvents": shown}, separators=(",", ":"))
-    file.write_bytes(gzip.compress(kept.encode("utf-8"), mtime=0))
+    text = json.dumps({"traceEvents": shown}, separators=(",", ":"))
+    file.write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))

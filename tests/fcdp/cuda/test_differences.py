@@ -1,4 +1,4 @@
-"""Differences on a GPU: the coder beside a copy, and a step that tells them beside one without.
+"""Differences on a GPU: the coder beside a copy, and a step with them beside one without.
 
 The other node is imitated, and what goes to it is copied inside the device: a step says what coding
 costs, and nothing of a link.
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fcdp
-from fcdp.delta.on_device import Counts, Told, count
+from fcdp.delta.on_device import Counts, Encoding, count
 from scripts import fake_world
 from tests.fcdp.cuda.alone import DEVICE, ON_GPU, alone
 from tests.fcdp.cuda.steps import MOST_TRACE_BYTES, ROUNDS, Step, seconds_of, write_trace
@@ -30,38 +30,38 @@ LEAST_SPEED = 12.5
 
 
 def test_coding_is_fast(record_property: Callable[[str, object], None]) -> None:
-    found = alone(speeds)
-    record_property("gb_per_s", found)
-    for rate, of in found.items():
+    by_rate = alone(speeds)
+    record_property("gb_per_s", by_rate)
+    for rate, of in by_rate.items():
         assert of["bits"] < 4, rate
         slowest = 1 / (1 / of["count"] + 1 / of["write"])
         assert not ON_GPU or min(slowest, of["read"]) >= LEAST_SPEED, (rate, of)
 
 
 def speeds() -> dict[float, dict[str, float]]:
-    """By learning rate: bits per element, and 10⁹ bytes of a shard per second of each part."""
+    """Return, by learning rate, bits per element and 10⁹ bytes per second of each part."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def drawn() -> torch.Tensor:
         return torch.randn(ELEMENTS, generator=generator, device=DEVICE)
 
     weights, steps = 0.02 * drawn(), drawn().clamp_(-2, 2) / 2
-    base, found = weights.bfloat16(), {}
+    base, by_rate = weights.bfloat16(), {}
     for rate in RATES:
         new = (weights - rate * steps).bfloat16()
-        told = Told.smallest(1, [Counts(*count(new, base).tolist())], ELEMENTS)
-        row, message = base.clone(), told.write(new, base, 0)
-        assert not told.read(message, row, 0)
+        encoding = Encoding.smallest(1, [Counts(*count(new, base).tolist())], ELEMENTS)
+        row, message = base.clone(), encoding.write(new, base, 0)
+        assert not encoding.read(message, row, 0)
         assert torch.equal(row, new)
         seconds = {
             "count": median(lambda: count(new, base)),  # noqa: B023
-            "write": median(lambda: told.write(new, base, 0)),  # noqa: B023
-            "read": median(lambda: told.read(message, row, 0)),  # noqa: B023
+            "write": median(lambda: encoding.write(new, base, 0)),  # noqa: B023
+            "read": median(lambda: encoding.read(message, row, 0)),  # noqa: B023
             "copy": median(lambda: row.copy_(base)),  # noqa: B023
         }
         speed = {name: new.nbytes / 1e9 / each for name, each in seconds.items()}
-        found[rate] = speed | {"bits": 8 * told.row_bytes(new) / ELEMENTS}
-    return found
+        by_rate[rate] = speed | {"bits": 8 * encoding.row_bytes(new) / ELEMENTS}
+    return by_rate
 
 
 def median(call: Callable[[], object]) -> float:
@@ -70,17 +70,17 @@ def median(call: Callable[[], object]) -> float:
 
 
 def test_a_step_blocks_in_no_more_calls_and_takes_no_memory(
-    kept: Path, record_property: Callable[[str, object], None]
+    artifacts: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    trace = kept / "trace-differences.json.gz"
-    found = alone(steps_with_and_without, trace)
-    for name, value in found.items():
+    trace = artifacts / "trace-differences.json.gz"
+    measured = alone(steps_with_and_without, trace)
+    for name, value in measured.items():
         record_property(name, value)
     assert trace.stat().st_size <= MOST_TRACE_BYTES
-    assert found["sent"]["differences"] < found["sent"]["whole"] / 4
+    assert measured["sent"]["differences"] < measured["sent"]["whole"] / 4
     # Reads of results are counted; the one wait for an event, in ``learn``, is none of them.
-    assert found["blocking"]["differences"] == found["blocking"]["whole"]
-    assert found["grown"]["differences"] == 0
+    assert measured["blocking"]["differences"] == measured["blocking"]["whole"]
+    assert measured["grown"]["differences"] == 0
 
 
 def steps_with_and_without(trace: Path) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def blocked(step: Callable[[], None]) -> list[str]:
         return []
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return [f"{Path(each.filename).name}: {each.message}"[:200] for each in found]
+    return [f"{Path(each.filename).name}: {each.message}"[:200] for each in caught]

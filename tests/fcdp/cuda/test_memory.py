@@ -39,16 +39,16 @@ ALLOWED = {"active_bytes": ACTIVE, "reserved_bytes": ACTIVE + (1 + LOOK_AHEAD) *
 def test_a_cache_takes_slices_in_flight_beyond_fsdp2(
     record_property: Callable[[str, object], None],
 ) -> None:
-    found = {engine: alone(peaks, engine) for engine in ENGINES}
-    assert found["host"].pop("hits") > 0
+    by_engine = {engine: alone(peaks, engine) for engine in ENGINES}
+    assert by_engine["host"].pop("hits") > 0
     if not ON_GPU:
         return
-    for engine, of in found.items():
+    for engine, of in by_engine.items():
         record_property(engine, of)
         for name, allowed in ALLOWED.items():
-            assert of[name] <= found["fsdp2"][name] + allowed, (engine, name)
-        assert of["retries"] <= found["fsdp2"]["retries"], engine
-    assert found["fsdp2"]["ran_ahead"], "the GPU was idle: memory does not show what is in flight"
+            assert of[name] <= by_engine["fsdp2"][name] + allowed, (engine, name)
+        assert of["retries"] <= by_engine["fsdp2"]["retries"], engine
+    assert by_engine["fsdp2"]["ran_ahead"], "the GPU was idle: memory shows nothing in flight"
 
 
 class Busy(nn.Module):
@@ -61,10 +61,10 @@ class Busy(nn.Module):
         self._scratch = scratch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given, product = self._scratch
+        factor, product = self._scratch
         with torch.no_grad():
             for _ in range(PRODUCTS):
-                torch.mm(given, self.weight, out=product)
+                torch.mm(factor, self.weight, out=product)
         return x + nn.functional.linear(x, self.weight)
 
 
@@ -83,20 +83,20 @@ def peaks(engine: str) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):  # the first forward also loads kernels: the last one counts
             loss = model(x).float().square().mean()
-            found = {"ran_ahead": ON_GPU and not torch.cuda.current_stream().query()}
+            measured = {"ran_ahead": ON_GPU and not torch.cuda.current_stream().query()}
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if ON_GPU:
             torch.cuda.synchronize()
             counted = torch.cuda.memory_stats()
-            found |= {n: counted[f"{n}.all.peak"] for n in ("active_bytes", "reserved_bytes")}
-            found["retries"] = counted.get("num_alloc_retries", 0)
-        return found if engine == "fsdp2" else found | {"hits": fcdp.ledger(model).hits}
+            measured |= {n: counted[f"{n}.all.peak"] for n in ("active_bytes", "reserved_bytes")}
+            measured["retries"] = counted.get("num_alloc_retries", 0)
+        return measured if engine == "fsdp2" else measured | {"hits": fcdp.ledger(model).hits}
 
 
 def test_the_imitation_lets_go_of_what_was_exchanged() -> None:
-    """Memory that it kept would be counted as the library's."""
+    """Memory that it retained would be counted as the library's."""
     assert alone(exchanged) == [False, False]
 
 

@@ -26,17 +26,17 @@ MOST_RATIO = 1.05
 
 
 def test_a_step_from_host_memory_is_as_fast_as_one_without_copies(
-    kept: Path, record_property: Callable[[str, object], None]
+    artifacts: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    trace = kept / "trace.json.gz"
-    found = alone(times, trace)
-    assert found["hits"] > 0
+    trace = artifacts / "trace.json.gz"
+    measured = alone(times, trace)
+    assert measured["hits"] > 0
     assert trace.stat().st_size <= MOST_TRACE_BYTES
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event["name"].startswith("fcdp::cache_load") for event in events)
     for name in ("seconds", "host_over_none"):
-        record_property(name, found[name])
-    assert not ON_GPU or found["host_over_none"] <= MOST_RATIO
+        record_property(name, measured[name])
+    assert not ON_GPU or measured["host_over_none"] <= MOST_RATIO
 
 
 def times(trace: Path) -> dict[str, Any]:

@@ -183,13 +183,13 @@ def compared(world: World, case: Case) -> dict[str, Any]:
     """This rank's losses and parameters beside the references'."""
     exact = trained(world, replace(case, policy="fsdp2", codec=None))
     plain = exact if case.codec is None else trained(world, replace(case, policy="none"))
-    found = trained(world, case)
-    pairs, params = zip(found.losses, exact.losses, strict=True), found.params.items()
+    cached = trained(world, case)
+    pairs, params = zip(cached.losses, exact.losses, strict=True), cached.params.items()
     same = all(torch.equal(param, plain.params[name]) for name, param in params)
     return {
-        "equal": same and found.losses == plain.losses,  # a NaN equals nothing
+        "equal": same and cached.losses == plain.losses,  # a NaN equals nothing
         "distance": max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs),
-        "hits": found.hits,
+        "hits": cached.hits,
     }
 
 
@@ -197,7 +197,7 @@ _joined = contextlib.ExitStack()
 
 
 def join(world: World, rank: int, world_size: int, store: Path) -> None:
-    """Be a rank of the world, whose kernels add in one order."""
+    """Join the world as a rank whose kernels add in one order."""
     torch.set_default_device(DEVICE)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)

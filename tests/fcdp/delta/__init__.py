@@ -1,4 +1,4 @@
-"""Whether words arrive, which tests of each form ask."""
+"""A check that words arrive, for tests of each form."""
 
 import torch
 
@@ -6,7 +6,7 @@ from fcdp.delta.difference import Coding, apply, capacity, encode
 
 
 def arrives(new: torch.Tensor, base: torch.Tensor | None, coding: Coding = "packed") -> int:
-    """How many bytes tell ``new``, which arrives to the bit at the beginning of a longer buffer."""
+    """Return the bytes that encode ``new``, which arrives to the bit from a longer buffer."""
     encoded = encode(new, base, coding)
     assert encoded.numel() <= capacity(new.numel())
     out = torch.full_like(new, -1) if base is None else base.clone()

@@ -1,4 +1,4 @@
-"""Loops are compiled when they run first, and where nothing can be kept as well."""
+"""Loops are compiled when they first run, and also where nothing can be cached."""
 
 import errno
 import os
@@ -66,10 +66,10 @@ def test_a_loop_is_that_of_python() -> None:
 
 
 def test_it_runs_where_no_folder_can_keep_it() -> None:
-    compiler, kept = numba.njit, []
+    compiler, options = numba.njit, []
 
     def njit(*, nogil: bool, cache: bool = False) -> Any:
-        kept.append((nogil, cache))
+        options.append((nogil, cache))
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return compiler(nogil=nogil)
@@ -77,7 +77,7 @@ def test_it_runs_where_no_folder_can_keep_it() -> None:
     loop = compiled(_sum)
     with mock.patch.object(numba, "njit", njit):
         assert [loop(np.arange(count)) for count in (0, 5)] == [0, 10]
-    assert kept == [(True, True), (True, False)]
+    assert options == [(True, True), (True, False)]
 
 
 def test_it_runs_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

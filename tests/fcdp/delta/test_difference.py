@@ -1,6 +1,6 @@
 """A difference turns one version of a shard to the other, bit for bit, in few bytes.
 
-And a message leads from one version to the next, or is refused.
+A message leads from one version to the next, or is refused.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def test_small_updates_take_few_bits(scale: float, most: float) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 2**16))
-def test_damage_is_told_or_makes_other_words(place: int, value: int, cut: int) -> None:
+def test_damage_is_detected_or_makes_other_words(place: int, value: int, cut: int) -> None:
     """Nothing but ``ValueError`` comes of bytes that nobody sent: no crash, no other error."""
     torch.manual_seed(0)
     new, base = _updated(3000, 1e-4)
@@ -95,12 +95,12 @@ def test_shards_of_each_dtype_arrive(count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
+def test_damage_and_another_version_are_detected(dtype: torch.dtype) -> None:
     new, base = _versions(1000, dtype)
     written = message.write(new, base, 7)
     with pytest.raises(ValueError, match="from version 7 of a shard, of which 6 is here"):
         message.read(written, base.clone(), 6)
-    if dtype.itemsize == 2:  # of wider ones nothing is held here that is small to tell
+    if dtype.itemsize == 2:  # wider ones have no small difference from the base here
         with pytest.raises(ValueError, match="damaged|another checksum"):
             message.read(written, new.clone(), 7)  # not the base
     for length in (0, 8, 15, 16, 20):
@@ -120,13 +120,13 @@ def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_a_whole_shard_is_told_from_a_difference_from_any_version(version: int) -> None:
+def test_a_whole_shard_is_never_taken_for_a_difference(version: int) -> None:
     new, base = _versions(9, torch.bfloat16)
     row = base.clone()
-    told = message.write(new, base, version)
-    assert not message.is_whole(told)
+    encoded = message.write(new, base, version)
+    assert not message.is_whole(encoded)
     with pytest.raises(ValueError, match=f"from version {version} of a shard"):
-        message.read(told, row, message.ALONE)
+        message.read(encoded, row, message.ALONE)
     assert message.is_whole(message.whole(new))
     assert not message.read(message.whole(new), row, version)
     assert torch.equal(row, new)

@@ -1,4 +1,4 @@
-"""Differences are told where they pay."""
+"""Differences are sent where they pay."""
 
 import time
 
@@ -10,7 +10,7 @@ SHARD = 2**20
 
 
 class Exchange:
-    """One whose end takes a time of its own, whatever it says before: gloo says nothing."""
+    """An exchange that takes a time of its own, and like gloo never says that it has ended."""
 
     def __init__(self, clock: list[float], seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _after(*waits: float, nbytes: int = SHARD) -> Economy:
     economy = Economy("pays")
-    economy.told.add(2e-9)
+    economy.encoding.add(2e-9)
     economy.applied.add(1e-9)
     for seconds in waits:
         economy.saw_whole(seconds, nbytes)
@@ -73,9 +73,9 @@ def test_a_link_that_has_become_faster_is_learned_again() -> None:
     economy = _after(1.0, 1.0)
     for took in (*[0.5] * 6, 0.3, 0.2):  # the usual: 0.2
         assert not economy.faster
-        economy.saw_told(took, SHARD)
+        economy.saw_coded(took, SHARD)
     for took, faster in (*[(0.09, False)] * 7, (0.0999, True), (0.1, False)):
-        economy.saw_told(took, SHARD)
+        economy.saw_coded(took, SHARD)
         assert economy.faster is faster
     assert economy.pays(0.1, 1)
     economy.learn_again()
@@ -84,7 +84,7 @@ def test_a_link_that_has_become_faster_is_learned_again() -> None:
     # Another usual, 0.01 a byte: shards of no bytes are taken for ones of one.
     for took, nbytes, faster in ((0.02, 2, False), (0.006, 0, False), (0.004, 0, True)):
         for _ in range(8):
-            economy.saw_told(took, nbytes)
+            economy.saw_coded(took, nbytes)
         assert economy.faster is faster
     for _ in range(2):
         economy.saw_whole(1.0, SHARD)

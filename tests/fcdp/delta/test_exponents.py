@@ -29,21 +29,21 @@ def test_words_arrive(count: int) -> None:
 
 
 def test_every_word_arrives_beside_every_mean() -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    all_words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for mean in (0, 1, 126, 254, 255):
         words = torch.full((2**15 // 64, 256), mean << 7, dtype=torch.int32).to(torch.int16)
-        words[:, -128:] = every.view(-1, 128)  # behind those that the mean is of
+        words[:, -128:] = all_words.view(-1, 128)  # behind those that the mean is of
         out = torch.empty(words.numel(), dtype=torch.int16)
         assert exponents.read(*exponents.write(words.view(-1)), out)
         assert torch.equal(out, words.view(-1))
 
 
-def test_what_is_told_stays_readable() -> None:
-    """Part by part, of two blocks: later versions read what this one has written."""
+def test_encoded_bytes_stay_readable() -> None:
+    """Later versions read what this one has written: two blocks, part by part."""
     words = gradients(300)
     words[256:] = 0x3F80
-    told, rest = exponents.write(words)
-    distances, means = torch.tensor([*zstd.decompress(bytes(told.tolist()))]).split([300, 2])
+    encoded, rest = exponents.write(words)
+    distances, means = torch.tensor([*zstd.decompress(bytes(encoded.tolist()))]).split([300, 2])
     magnitudes = words.int() >> 7 & 0xFF
     assert torch.equal(distances + means.repeat_interleave(256)[:300] & 0xFF, magnitudes)
     assert means.tolist() == [int(magnitudes[at : at + 32].sum()) // 32 for at in (0, 256)]
@@ -56,20 +56,20 @@ def test_gradients_take_about_eleven_bits_of_sixteen() -> None:
 
 
 def test_blocks_of_any_magnitude_take_as_few_bits() -> None:
-    """An exponent is told by its distance from those of its block."""
+    """An exponent is coded by its distance from those of its block."""
     words = torch.randn(2**16).bfloat16().view(torch.int16)
     alike, _ = exponents.write(words)
-    told, _ = exponents.write(words + (torch.arange(2**16) // 256 % 50 << 7).to(torch.int16))
-    assert told.numel() < 1.1 * alike.numel()
+    encoded, _ = exponents.write(words + (torch.arange(2**16) // 256 % 50 << 7).to(torch.int16))
+    assert encoded.numel() < 1.1 * alike.numel()
 
 
 def test_bytes_of_too_few_or_too_many_exponents_are_refused() -> None:
     words = gradients(1000)
-    told, rest = exponents.write(words)
+    encoded, rest = exponents.write(words)
     for count in (700, 999, 1001, 2000):  # 700 have three means, 999 and 1001 as many as 1000
         out = torch.empty(count, dtype=torch.int16)
-        assert not exponents.read(told, torch.zeros(count, dtype=torch.uint8), out)
-    assert exponents.read(told, rest, torch.empty_like(words))
+        assert not exponents.read(encoded, torch.zeros(count, dtype=torch.uint8), out)
+    assert exponents.read(encoded, rest, torch.empty_like(words))
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
@@ -90,7 +90,7 @@ def test_where_nothing_is_to_be_gained_words_go_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("coding", ["packed", "entropy"])
-def test_differences_that_are_as_long_as_words_are_told_by_exponents(coding: str) -> None:
+def test_differences_that_are_as_long_as_words_are_coded_by_exponents(coding: str) -> None:
     words = gradients(CHUNK)
     base = torch.randint(-(2**15), 2**15, (CHUNK,)).to(torch.int16)
     encoded = encode(words, base, coding)  # type: ignore[arg-type]

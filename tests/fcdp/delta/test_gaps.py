@@ -22,9 +22,9 @@ def _drawn(count: int, share: float) -> torch.Tensor:
     return (signs * sizes * (torch.rand(count) < share)).to(torch.int16)
 
 
-def _compressed(told: list[int], end: int = zstd.ZstdCompressor.FLUSH_FRAME) -> torch.Tensor:
+def _compressed(raw: list[int], end: int = zstd.ZstdCompressor.FLUSH_FRAME) -> torch.Tensor:
     coder = zstd.ZstdCompressor()
-    return torch.tensor([*coder.compress(bytes(told), end)], dtype=torch.uint8)
+    return torch.tensor([*coder.compress(bytes(raw), end)], dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -48,9 +48,9 @@ def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
 def test_what_a_byte_holds_takes_one() -> None:
     numbers = torch.tensor([-129, -128, 127, 128], dtype=torch.int16)
     sizes, data = gaps.write(numbers, window=17)
-    told = huffman.read(data, 100)
-    assert told is not None
-    assert told.numel() == sizes.tokens + sizes.others + 2 * 2  # two are words beside
+    decoded = huffman.read(data, 100)
+    assert decoded is not None
+    assert decoded.numel() == sizes.tokens + sizes.others + 2 * 2  # two are words beside
 
 
 @pytest.mark.parametrize("share", [0.008, 0.05, 0.12])
@@ -65,7 +65,7 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     assert bits <= 1.2 * entropy
     packed = 8 * encode(numbers, base).numel() / count
     assert bits < 0.7 * packed
-    # What changes depends on the old word's magnitude: told in its order it takes less.
+    # Changes depend on the old word's magnitude: coded in its order they take less.
     small = (torch.rand(count) < 0.5).short()
     words = (small * 0x3000 + (1 - small) * 0x3C00).short()
     some = numbers * small
@@ -94,7 +94,7 @@ def test_numbers_of_a_byte_take_hardly_more_than_it() -> None:
 
 
 def test_files_of_publications_stay_readable() -> None:
-    """Some numbers, byte by byte: later versions read what this one has written."""
+    """Later versions read what this one has written: some numbers, byte by byte."""
     tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
     others = [5, 0, *(300).to_bytes(2, "little")]
     numbers = torch.zeros(5000, dtype=torch.int16)
@@ -115,9 +115,9 @@ def test_files_of_publications_stay_readable() -> None:
 
 
 def test_bytes_are_read_unless_they_are_none_or_more_than_there_can_be() -> None:
-    for told, most in (([], 1), ([7], 1), ([7, 8, 9], 3), ([7, 8, 9], 2)):
-        read = gaps.huffman.read(_compressed(told), most)
-        assert (read is not None and read.tolist() == told) == (0 < len(told) <= most)
+    for raw, most in (([], 1), ([7], 1), ([7, 8, 9], 3), ([7, 8, 9], 2)):
+        read = gaps.huffman.read(_compressed(raw), most)
+        assert (read is not None and read.tolist() == raw) == (0 < len(raw) <= most)
 
 
 def test_more_than_there_can_be_is_refused_before_it_is_unpacked() -> None:

@@ -1,6 +1,6 @@
-"""Messages of known sizes: what an accelerator tells, by operations that nobody waits for.
+"""Messages of known sizes, which an accelerator codes without making the host wait.
 
-And what a step on the accelerator of tests waits for, exchanges and takes.
+A step on the accelerator of tests is compared by its waits, exchanges and memory too.
 """
 
 import traceback
@@ -13,7 +13,7 @@ import torch
 
 import fcdp
 from fcdp.delta import message
-from fcdp.delta.on_device import Counts, Told, count
+from fcdp.delta.on_device import Counts, Encoding, count
 from tests.fcdp import training
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
@@ -34,9 +34,9 @@ def _moved(base: torch.Tensor, change: float) -> torch.Tensor:
     return words.view(-1).view(base.dtype)
 
 
-def _told(new: list[torch.Tensor], base: list[torch.Tensor]) -> Told:
+def _encoding(new: list[torch.Tensor], base: list[torch.Tensor]) -> Encoding:
     counts = [Counts(*count(*pair).tolist()) for pair in zip(new, base, strict=True)]
-    return Told.smallest(1, counts, new[0].numel())
+    return Encoding.smallest(1, counts, new[0].numel())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,16 +46,16 @@ def test_shards_of_each_dtype_arrive(numel: int, dtype: torch.dtype) -> None:
     for change in CHANGES.values():
         base = [torch.randn(numel).to(dtype) for _ in range(2)]
         new = [_moved(base[0], change), _moved(base[1], change / 2)]
-        told = _told(new, base)
-        forms.add(told.form)
-        size = told.row_bytes(new[0])
+        encoding = _encoding(new, base)
+        forms.add(encoding.form)
+        size = encoding.row_bytes(new[0])
         assert size % 8 == 0
         assert size <= new[0].nbytes + 16
         for node in range(2):
-            written = told.write(new[node], base[node], node)
+            written = encoding.write(new[node], base[node], node)
             assert written.numel() == size
             row = base[node].clone()
-            assert not told.read(written, row, node)
+            assert not encoding.read(written, row, node)
             assert torch.equal(row.view(torch.uint8), new[node].view(torch.uint8))
     if numel == 5001:
         assert forms == {1, 2, 4, 8, 16}
@@ -66,8 +66,8 @@ def test_counts_are_those_of_the_numbers() -> None:
     new = base.clone()
     new[:16] = torch.tensor([1, -1, 2, -2, 7, -7, 8, -8, 127, -127, 128, -128, 129, -129, 300, 0])
     new[1003] = -(2**15)
-    found = Counts(*count(new.view(torch.bfloat16), base.view(torch.bfloat16)).tolist())
-    assert found == Counts(some=3, two=14, four=10, eight=6, wide=5)
+    counts = Counts(*count(new.view(torch.bfloat16), base.view(torch.bfloat16)).tolist())
+    assert counts == Counts(some=3, two=14, four=10, eight=6, wide=5)
 
 
 @pytest.mark.parametrize(
@@ -87,32 +87,32 @@ def test_sizes_follow_from_counts(form: int, parts: list[int]) -> None:
 def test_the_longest_message_chooses_the_form() -> None:
     base = torch.randn(5000).bfloat16()
     near, far = (Counts(*count(_moved(base, change), base).tolist()) for change in (0.3, 1e5))
-    assert Told.smallest(1, [near, near], 5000).form == 1
-    assert Told.smallest(1, [near, far], 5000).form == 16
+    assert Encoding.smallest(1, [near, near], 5000).form == 1
+    assert Encoding.smallest(1, [near, far], 5000).form == 16
 
 
 @pytest.mark.parametrize("change", CHANGES.values())
-def test_damage_and_another_version_are_told(change: float) -> None:
+def test_damage_and_another_version_are_detected(change: float) -> None:
     base = torch.randn(5000).bfloat16()
     new = _moved(base, change)
-    told = _told([new], [base])
-    written = told.write(new, base, 0)
+    encoding = _encoding([new], [base])
+    written = encoding.write(new, base, 0)
     for place in range(0, written.numel() - 7, 97):
         damaged = written.clone()
         damaged[place] ^= 16
         row = base.clone()
-        assert told.read(damaged, row, 0) or torch.equal(row, new)
-    if told.form != 16:
-        assert told.read(written, _moved(base, 1.0), 0)
+        assert encoding.read(damaged, row, 0) or torch.equal(row, new)
+    if encoding.form != 16:
+        assert encoding.read(written, _moved(base, 1.0), 0)
 
 
 @pytest.mark.parametrize("change", CHANGES.values())
-def test_what_was_written_after_it_was_counted_is_told(change: float) -> None:
+def test_a_write_after_counting_is_detected(change: float) -> None:
     base = torch.randn(5000).bfloat16()
-    told = _told([_moved(base, 0.3)], [base])
+    encoding = _encoding([_moved(base, 0.3)], [base])
     later = _moved(base, change)
     row = base.clone()
-    wrong = told.read(told.write(later, base, 0)[: told.row_bytes(base)], row, 0)
+    wrong = encoding.read(encoding.write(later, base, 0)[: encoding.row_bytes(base)], row, 0)
     assert wrong or torch.equal(row, later)
 
 
@@ -122,12 +122,12 @@ def test_what_was_written_after_it_was_counted_is_told(change: float) -> None:
 def test_on_a_gpu_nobody_waits(change: float) -> None:
     base = torch.randn(5001).bfloat16().cuda()
     new = _moved(base.cpu(), change).cuda()
-    told = _told([new], [base])
+    encoding = _encoding([new], [base])
     row = base.clone()
-    told.read(told.write(new, base, 0), row.clone(), 0)  # keys of checksums are made once
+    encoding.read(encoding.write(new, base, 0), row.clone(), 0)  # keys of checksums are made once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        wrong = told.read(told.write(new, base, 0), row, 0)
+        wrong = encoding.read(encoding.write(new, base, 0), row, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not wrong
@@ -151,7 +151,7 @@ def run_steps(codec: fcdp.Delta | None) -> list[Step]:
     run = training.Run(replace(RAW, gather_codec=codec))
     model, device = run.model, here()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    found = []
+    steps = []
     for _ in range(RAW.steps):
         batch = next(run.data)
         fcdp.ledger(model).reset()
@@ -167,22 +167,22 @@ def run_steps(codec: fcdp.Delta | None) -> list[Step]:
         with mock.patch.object(device.host, "wait_for", noted):
             # A part of the model before the others, which then need no sizes any more.
             with torch.no_grad():
-                model.blocks[0](torch.ones(1, 12)) if found else model(batch)
+                model.blocks[0](torch.ones(1, 12)) if steps else model(batch)
             training.update(training.loss_of(model, batch), optimizer)
         sent = fcdp.ledger(model).bytes["inter_node"]["forward"]
         params = {
             name: param.to_local().detach().cpu().clone()  # type: ignore[attr-defined]
             for name, param in model.named_parameters()
         }
-        found.append(Step(waits, sent, device.reserved_bytes, params))
-    return found
+        steps.append(Step(waits, sent, device.reserved_bytes, params))
+    return steps
 
 
 def both(codec: fcdp.Delta) -> tuple[list[list[Step]], list[list[Step]], int, str | None]:
     from tests.fcdp import accelerator
 
     plain, before = accelerator.run(run_steps, 4, None)
-    told, after = accelerator.run(run_steps, 4, codec)
+    coded, after = accelerator.run(run_steps, 4, codec)
     gathers = [
         sum(
             each.what.startswith("all-gather") and not each.what.endswith("send")
@@ -190,14 +190,14 @@ def both(codec: fcdp.Delta) -> tuple[list[list[Step]], list[list[Step]], int, st
         )
         for tape in (after, before)
     ]
-    return plain, told, gathers[0] - gathers[1], accelerator.check(after, range(4))
+    return plain, coded, gathers[0] - gathers[1], accelerator.check(after, range(4))
 
 
 def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
-    ((plain, told, more, wrong),) = apart.run(1, both, fcdp.Delta())
+    ((plain, coded, more, wrong),) = apart.run(1, both, fcdp.Delta())
     assert wrong is None, wrong
     assert more == 4 * (RAW.steps - 1)  # of all sizes
-    for mine, theirs in zip(told, plain, strict=True):
+    for mine, theirs in zip(coded, plain, strict=True):
         for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             for name, param in other.params.items():
                 assert torch.equal(one.params[name], param), (number, name)
@@ -208,37 +208,37 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
 
 
 def after_damage() -> list[str]:
-    """A rank's words about a message that was damaged at the second step, and when it says them."""
-    run, said = training.Run(replace(RAW, gather_codec=fcdp.Delta())), []
+    """Return a rank's errors, by step, about a message that was damaged at the second step."""
+    run, errors = training.Run(replace(RAW, gather_codec=fcdp.Delta())), []
     optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     for step in range(4):
         try:
             run.loss().backward()
         except RuntimeError as error:
-            said.append(f"step {step}: {error}")
+            errors.append(f"step {step}: {error}")
         optimizer.step()
         optimizer.zero_grad()
-    return said
+    return errors
 
 
 def damaged() -> list[list[str]]:
     from tests.fcdp import accelerator
 
-    write, written = Told.write, []
+    write, written = Encoding.write, []
 
-    def once(self: Told, new: torch.Tensor, base: torch.Tensor, node: int) -> torch.Tensor:
+    def once(self: Encoding, new: torch.Tensor, base: torch.Tensor, node: int) -> torch.Tensor:
         message = write(self, new, base, node)
         if node == 0 and accelerator.here().rank not in written:
             written.append(accelerator.here().rank)
             message[0] ^= 1
         return message
 
-    with mock.patch.object(Told, "write", once):
+    with mock.patch.object(Encoding, "write", once):
         results, _ = accelerator.run(after_damage, 4)
     return list(results)
 
 
-def test_damage_is_told_at_the_next_step(apart: Pools) -> None:
+def test_damage_is_detected_at_the_next_step(apart: Pools) -> None:
     (results,) = apart.run(1, damaged)
-    for (said,) in results:
-        assert said.startswith("step 2: a difference between versions of a shard led"), said
+    for (error,) in results:
+        assert error.startswith("step 2: a difference between versions of a shard led"), error

@@ -40,20 +40,20 @@ def test_every_number_comes_back_from_every_place_or_is_escaped(bits: Any) -> No
         near, wide = near[:some], wide[:far]
         assert all(map(torch.equal, (near, wide), expected))
         for count in (COUNT, COUNT - 5):  # codes fill a granule up with zeros
-            for told, whole in (
+            for leftover, whole in (
                 (expected, True),
                 ((near, wide[1:]) if far else (near[1:], wide), not some),
                 ((_one_more(near), wide), False),
                 ((near, _one_more(wide)), False),
             ):
-                given, out = [each.numpy() for each in told], base[:count].clone()
-                assert packing.add(on_host.numpy(), bits, *given, out.numpy()) == whole
+                arrays, out = [each.numpy() for each in leftover], base[:count].clone()
+                assert packing.add(on_host.numpy(), bits, *arrays, out.numpy()) == whole
                 assert not whole or torch.equal(out, (base + numbers)[:count])
         for at in (COUNT - 5, COUNT - 1):  # an escape behind the last word
             behind = on_host.clone()
             behind[at * bits // 8] += limit << at * bits % 8
-            given = [each.numpy() for each in (_one_more(near), wide)]
-            assert not packing.add(behind.numpy(), bits, *given, base[:-5].clone().numpy())
+            arrays = [each.numpy() for each in (_one_more(near), wide)]
+            assert not packing.add(behind.numpy(), bits, *arrays, base[:-5].clone().numpy())
 
 
 def _one_more(numbers: torch.Tensor) -> torch.Tensor:
@@ -74,15 +74,15 @@ def test_a_sample_counts_groups_and_how_far_their_words_differ(step: int) -> Non
 
 def test_words_that_changed_come_back_to_their_places() -> None:
     words = torch.randint(-2, 3, (64,)).to(torch.int16)
-    kept, flags = torch.empty_like(words), torch.empty(8, dtype=torch.uint8)
+    changed, flags = torch.empty_like(words), torch.empty(8, dtype=torch.uint8)
     bitmap = flags.numpy()
-    kept = kept[: packing.keep_changed(words.numpy(), bitmap, kept.numpy())]
+    changed = changed[: packing.keep_changed(words.numpy(), bitmap, changed.numpy())]
     assert torch.equal(flags, pack_flags(words != 0))
-    assert kept.tolist() == [word for word in words.tolist() if word]
+    assert changed.tolist() == [word for word in words.tolist() if word]
     out = torch.zeros_like(words)
-    assert packing.spread_changed(bitmap, kept.numpy(), out.numpy())
+    assert packing.spread_changed(bitmap, changed.numpy(), out.numpy())
     assert torch.equal(out, words)
-    for other in (kept[1:], torch.cat([kept, kept])):
+    for other in (changed[1:], torch.cat([changed, changed])):
         assert not packing.spread_changed(bitmap, other.numpy(), torch.zeros(64).short().numpy())
 
 
@@ -117,8 +117,8 @@ def test_a_chunk_takes_the_form_of_the_fewest_bytes(
     base = torch.arange(1024, dtype=torch.int16)
     change = torch.tensor(pattern * 1024, dtype=torch.int16)[:1024]
     encoded = difference.encode(base + change, base)
-    told, *counts = encoded[:16].view(torch.int32).tolist()
-    assert told == form
+    actual, *counts = encoded[:16].view(torch.int32).tolist()
+    assert actual == form
     assert form not in (0, 16) or counts == [0, 0, 0]
     assert encoded.numel() == 16 + size
 

@@ -1,4 +1,4 @@
-"""Of which version a rank tells a difference, and when it tells none."""
+"""Versions that a rank sends differences from, and when it sends none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,9 @@ from fcdp.encoded_reduce import check_encodable
 from tests.fcdp.stand_ins import StandInUnit
 
 
-def told() -> Any:
-    """Another rank's economy, which says that packed codes pay, and finer ones do not."""
-    means = {name: Mean() for name in ("told", "applied", "finer")}
+def mock_economy() -> Any:
+    """A stand-in for an economy, which says that packed codes pay, and finer ones do not."""
+    means = {name: Mean() for name in ("encoding", "applied", "finer")}
     economy = mock.Mock(**means)
     economy.pays.return_value = True
     economy.finer_pays.return_value = False
@@ -29,10 +29,10 @@ def asked(question: mock.Mock) -> list[tuple[Any, ...]]:
     return [call.args for call in question.call_args_list]
 
 
-def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
-    """What was sent of a shard that all have kept, as generation 4."""
+def sent_shard(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
+    """Return the base of a shard that all ranks hold, as generation 4."""
     unit: Any = StandInUnit("unit", 8)
-    entry, economy = Entry(unit), told()
+    entry, economy = Entry(unit), mock_economy()
     sent = Sent(entry, economy, nodes)
     assert not sent.usable
     for generation in (1, 4):
@@ -43,12 +43,12 @@ def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
     return sent, entry, economy, own
 
 
-def test_a_difference_leads_from_what_was_kept_last() -> None:
-    sent, entry, economy, own = kept()
+def test_a_difference_leads_from_the_last_version() -> None:
+    sent, entry, economy, own = sent_shard()
     new = own * 1.01
     written = sent.write(new)
     assert asked(economy.pays) == [(0.0, 2)]
-    assert economy.told.value > 0
+    assert economy.encoding.value > 0
     assert economy.applied.value is None
     row = own.clone()
     sent.read(written, row)
@@ -63,7 +63,7 @@ def test_a_difference_leads_from_what_was_kept_last() -> None:
 
 
 def test_entropy_codes_are_taken_where_they_pay_and_asked_by_what_they_took() -> None:
-    sent, entry, economy, _ = kept()
+    sent, entry, economy, _ = sent_shard()
     own = torch.randn(4096).bfloat16()
     sizes = []
     for version, finer in ((5, False), (6, True), (7, True)):
@@ -73,7 +73,7 @@ def test_entropy_codes_are_taken_where_they_pay_and_asked_by_what_they_took() ->
         sizes.append(sent.write(own * 1.01).nbytes / own.nbytes)
     packed, entropy, again = sizes
     assert entropy == again < packed < 0.5
-    assert [(ratio, found) for ratio, found, _ in asked(economy.finer_pays)[1:]] == [
+    assert [(ratio, finer) for ratio, finer, _ in asked(economy.finer_pays)[1:]] == [
         (packed, 0.0),
         (packed, entropy),
     ]
@@ -86,13 +86,13 @@ def test_entropy_codes_are_taken_where_they_pay_and_asked_by_what_they_took() ->
         (None, 4, 4, False),
         ("host", 3, 4, False),
         ("host", 5, 5, False),
-        ("host", 1, 1, False),  # until it is kept: the first version is told a difference of
+        ("host", 1, 1, False),  # until it is kept: the first difference leads from it
     ],
 )
 def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(
     tier: Any, held: int, offered: int, usable: bool
 ) -> None:
-    sent, entry, _, own = kept()
+    sent, entry, _, own = sent_shard()
     entry.tier, entry.held, entry.offered = tier, held, offered
     assert sent.usable == usable
     sent.keep(own)
@@ -107,27 +107,27 @@ def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(
 def test_coding_takes_seconds_per_byte_of_the_shard(
     numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, _, economy, _ = kept()
+    sent, _, economy, _ = sent_shard()
     clock = iter([10.0, 10.5, 20.0, 20.25, 30.0])
     monkeypatch.setattr("fcdp.delta.sent.time.perf_counter", lambda: next(clock))
     own = torch.ones(numel, dtype=torch.bfloat16)
     sent.keep(own)
     sent.read(sent.write(own), own)
     nbytes = 2 * numel or 1
-    assert economy.told.value == 0.5 / nbytes
+    assert economy.encoding.value == 0.5 / nbytes
     assert economy.applied.value == 0.25 / nbytes
     sent.read(message.whole(own), own)
 
 
-def test_a_unit_that_was_not_kept_keeps_nothing_sent() -> None:
+def test_a_unit_without_an_entry_stores_nothing_sent() -> None:
     unit: Any = StandInUnit("unit", 8)
-    sent = Sent(Entry(unit), told(), 2)
+    sent = Sent(Entry(unit), mock_economy(), 2)
     sent.keep(torch.ones(4))
     assert sent._memory is None
 
 
-def test_what_does_not_pay_is_told_whole_and_measured_again_at_times() -> None:
-    sent, _, economy, own = kept()
+def test_what_does_not_pay_is_sent_whole_and_measured_again_at_times() -> None:
+    sent, _, economy, own = sent_shard()
     expected = []
     for step in range(40):
         economy.pays.return_value = pays = step in (0, 34)
@@ -145,8 +145,8 @@ def test_what_does_not_pay_is_told_whole_and_measured_again_at_times() -> None:
     assert len({ratio for ratio, _ in expected}) == 2
 
 
-def test_a_shard_of_another_size_or_dtype_is_kept_anew() -> None:
-    sent, _, _, own = kept()
+def test_a_shard_of_another_size_or_dtype_is_stored_anew() -> None:
+    sent, _, _, own = sent_shard()
     for new in (own + 1, torch.randn(32).bfloat16(), torch.randn(32)):
         sent.keep(new)
         row = new.clone()
@@ -155,19 +155,19 @@ def test_a_shard_of_another_size_or_dtype_is_kept_anew() -> None:
 
 
 def test_another_version_is_an_error_that_names_the_unit() -> None:
-    sent, entry, economy, own = kept()
-    told = sent.write(own)
+    sent, entry, economy, own = sent_shard()
+    written = sent.write(own)
     entry.offered = 5
     with pytest.raises(
         RuntimeError, match="unit: a difference from version 4 of a shard, of which 5"
     ):
-        sent.read(told, own)
+        sent.read(written, own)
     sent.read(message.whole(own), own)
     assert economy.applied.value is None
 
 
-def test_entropy_codes_are_told_and_packed_ones_measured_again_at_times() -> None:
-    sent, _, economy, own = kept()
+def test_entropy_codes_are_sent_and_packed_ones_measured_again_at_times() -> None:
+    sent, _, economy, own = sent_shard()
     economy.finer_pays.side_effect = lambda ratio, *_: ratio > 0
     for _ in range(20):
         sent.keep(own)
@@ -184,18 +184,18 @@ def test_entropy_codes_are_told_and_packed_ones_measured_again_at_times() -> Non
 
 
 def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
-    sent, _, economy, own = kept()
+    sent, _, economy, own = sent_shard()
     watch = Watch([])
     watch.waited = 0.5
     sent.saw(watch, own, whole=True)
     assert asked(economy.saw_whole) == [(0.5, 2 * own.nbytes)]
     watch.took = 0.75
     sent.saw(watch, own, whole=False)
-    assert asked(economy.saw_told) == [(0.75, own.nbytes)]
+    assert asked(economy.saw_coded) == [(0.75, own.nbytes)]
     assert economy.saw_whole.call_count == 1
 
 
-def test_units_that_cannot_be_told_are_refused() -> None:
+def test_units_that_cannot_be_coded_are_refused() -> None:
     def check(*dtypes: torch.dtype) -> None:
         unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes))
         check_encodable([unit], fcdp.Delta())

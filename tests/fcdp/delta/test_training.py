@@ -34,7 +34,7 @@ UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Trained(NamedTuple):
-    """Bits that one rank computed, and where and how it had them."""
+    """Bits that one rank computed, where they were cached and how they were sent."""
 
     #: Losses, logits after each write, and parameters.
     computed: list[torch.Tensor]
@@ -65,9 +65,9 @@ def train(
             computed.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        every = steps // len(UPDATES)
-        if step % every == every - 1:
-            name = [*UPDATES][step // every]
+        interval = steps // len(UPDATES)
+        if step % interval == interval - 1:
+            name = [*UPDATES][step // interval]
             computed.append(logits_after(name, model, next(run.data)[:, :-1], run.topology.rank))
         if step == steps // 3:
             fcdp.save(model, optimizer, directory / f"checkpoint {bool(codec)}")

@@ -1,4 +1,4 @@
-"""Ranks that fail, and what the others of their job are told."""
+"""Ranks that fail, and the errors of the others of their job."""
 
 #: Far below the groups' time-out, far above what the machine needs under load.
 SOON_S = 100.0

@@ -193,7 +193,7 @@ def test_a_store_of_which_nothing_can_be_asked_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class FakeStore(dist.Store):
-        """As the ``fake`` backend has it."""
+        """A store like that of the ``fake`` backend."""
 
     monkeypatch.setattr(failure, "_get_default_store", FakeStore)
     failures, backend = over_nccl()

@@ -1,4 +1,4 @@
-"""Processes that end: what the others of their job then say.
+"""Processes that end, and the errors of the others of their job.
 
 Run as a program, this imports torch, and each rank is a fork of it that ends as a program of its
 own does, with its error output in a file of the job's folder. All jobs run at the same time; the

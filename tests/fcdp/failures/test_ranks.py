@@ -110,10 +110,10 @@ def polling_often() -> Iterator[None]:
         dist.barrier()  # of the pool's own group: all have seen what they had to see
 
 
-def ended(act: Act, every: Exchanges) -> str:
+def ended(act: Act, exchanges: Exchanges) -> str:
     began = time.monotonic()
     try:
-        act(every)
+        act(exchanges)
     except RankFailed as error:
         assert time.monotonic() - began < SOON_S
         return str(error)
@@ -121,154 +121,154 @@ def ended(act: Act, every: Exchanges) -> str:
 
 
 def acted(acts: Sequence[Act]) -> list[str]:
-    """How each of the acts has ended on this rank, one after another."""
+    """Run the acts one after another; return how each has ended on this rank."""
     with polling_often():
-        every = Exchanges(" and ".join(act.__name__ for act in acts))
-        return [ended(act, every) for act in acts]
+        exchanges = Exchanges(" and ".join(act.__name__ for act in acts))
+        return [ended(act, exchanges) for act in acts]
 
 
-def one_raises_and_is_caught(every: Exchanges) -> None:
-    every.begin()
-    every.run()
-    every.begin()
-    if every.rank == 3:
-        every.failures.announce(ValueError("no label"))
+def one_raises_and_is_caught(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    exchanges.run()
+    exchanges.begin()
+    if exchanges.rank == 3:
+        exchanges.failures.announce(ValueError("no label"))
     else:
-        every.run()
+        exchanges.run()
 
 
-def a_pass_that_nobody_else_begins(every: Exchanges) -> None:
-    every.begin()
-    every.run()
+def a_pass_that_nobody_else_begins(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    exchanges.run()
 
 
-def all_raise_alike(every: Exchanges) -> None:
+def all_raise_alike(exchanges: Exchanges) -> None:
     for _ in range(2):
-        every.begin()
-        every.failures.announce(MemoryError("too long a batch"))
+        exchanges.begin()
+        exchanges.failures.announce(MemoryError("too long a batch"))
         # The others wait for rank 1 in the same pass, for longer than a few polls ...
-        time.sleep(0.3 * (every.rank == 1))
-        every.run()
-        every.failures.begins()
+        time.sleep(0.3 * (exchanges.rank == 1))
+        exchanges.run()
+        exchanges.failures.begins()
         # ... and in the next.
-        time.sleep(0.3 * (every.rank == 2))
-        every.run()
+        time.sleep(0.3 * (exchanges.rank == 2))
+        exchanges.run()
 
 
-def one_is_late_to_raise_alike(every: Exchanges) -> None:
+def one_is_late_to_raise_alike(exchanges: Exchanges) -> None:
     """The exchange that rank 1 is in ends only after others have announced their errors."""
-    every.begin()
-    with every.failures.waiting():
-        time.sleep(0.5 * (every.rank == 1))
-    every.failures.announce(MemoryError("too long a batch"))
-    every.begin()
+    exchanges.begin()
+    with exchanges.failures.waiting():
+        time.sleep(0.5 * (exchanges.rank == 1))
+    exchanges.failures.announce(MemoryError("too long a batch"))
+    exchanges.begin()
 
 
-def one_raises_where_it_leaves_nothing_out(every: Exchanges) -> None:
-    """After its last exchange of a pass: nobody can tell that there is none."""
+def one_raises_where_it_leaves_nothing_out(exchanges: Exchanges) -> None:
+    """It raises after its last exchange of a pass: nobody can know that it was the last."""
     for _ in range(2):
-        every.begin()
-        if every.rank == 2:
-            every.failures.announce(ValueError("a metric"))
-    every.begin()
+        exchanges.begin()
+        if exchanges.rank == 2:
+            exchanges.failures.announce(ValueError("a metric"))
+    exchanges.begin()
 
 
-def all_raise_at_different_exchanges(every: Exchanges) -> None:
+def all_raise_at_different_exchanges(exchanges: Exchanges) -> None:
     """One would take for its next exchange what another has left out."""
     for flags in ((False, False), (True, False)):
-        every.begin_on_a_device(flags)
-        if every.rank == 1:
-            with every.failures.waiting():
+        exchanges.begin_on_a_device(flags)
+        if exchanges.rank == 1:
+            with exchanges.failures.waiting():
                 pass
-        every.failures.announce(MemoryError("too long a batch"))
+        exchanges.failures.announce(MemoryError("too long a batch"))
 
 
-def two_raise_differently(every: Exchanges) -> None:
-    every.begin()
-    if every.rank == 1:
-        every.failures.announce(KeyError("a"))
+def two_raise_differently(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    if exchanges.rank == 1:
+        exchanges.failures.announce(KeyError("a"))
     dist.barrier()  # rank 1 has announced before rank 2 does
-    if every.rank == 2:
-        every.failures.announce(ValueError("b"))
-    if every.rank in (0, 3):
-        every.run()
+    if exchanges.rank == 2:
+        exchanges.failures.announce(ValueError("b"))
+    if exchanges.rank in (0, 3):
+        exchanges.run()
 
 
-def one_is_slow(every: Exchanges) -> None:
+def one_is_slow(exchanges: Exchanges) -> None:
     for _ in range(2):
-        every.begin()
-        time.sleep(0.3 * (every.rank == 2))
-        every.run()
+        exchanges.begin()
+        time.sleep(0.3 * (exchanges.rank == 2))
+        exchanges.run()
 
 
-def one_backward_raises(every: Exchanges) -> None:
+def one_backward_raises(exchanges: Exchanges) -> None:
     for step in range(2):
-        every.begin()
-        every.backward(raises=every.rank == 0 and step == 1)
-    if every.rank == 0:
-        every.failures.begins()
-    every.run()
+        exchanges.begin()
+        exchanges.backward(raises=exchanges.rank == 0 and step == 1)
+    if exchanges.rank == 0:
+        exchanges.failures.begins()
+    exchanges.run()
 
 
-def one_resets_after_a_backward_that_raised(every: Exchanges) -> None:
-    """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
-    every.begin()
-    every.backward(raises=every.rank == 0)
-    if every.rank == 0:
-        with every.failures.waiting():
+def one_resets_after_a_backward_that_raised(exchanges: Exchanges) -> None:
+    """FSDP2's ``reset_iter_state`` does so, which waits for prefetched gathers."""
+    exchanges.begin()
+    exchanges.backward(raises=exchanges.rank == 0)
+    if exchanges.rank == 0:
+        with exchanges.failures.waiting():
             pass  # arrived long ago
-        every.failures.begins()
-    every.run()
-    every.run()
+        exchanges.failures.begins()
+    exchanges.run()
+    exchanges.run()
 
 
-def one_leaves_an_exchange_out(every: Exchanges) -> None:
+def one_leaves_an_exchange_out(exchanges: Exchanges) -> None:
     """It caught an error that nobody else had."""
     for step in range(3):
-        every.begin_on_a_device((step == 1, False))
-        if step != 1 or every.rank != 2:
-            with every.failures.waiting():
+        exchanges.begin_on_a_device((step == 1, False))
+        if step != 1 or exchanges.rank != 2:
+            with exchanges.failures.waiting():
                 pass
 
 
 # An exchange that a failed pass has left in flight ends, or ends in an error, soon
 
 
-def _leave_in_flight(every: Exchanges, late: float) -> None:
-    every.begin()
-    time.sleep(late * (every.rank == 1))
-    work = every.issue()
-    every.failures.announce(ValueError("no label"))
-    every.complete(work)
-    every.begin()
+def _leave_in_flight(exchanges: Exchanges, late: float) -> None:
+    exchanges.begin()
+    time.sleep(late * (exchanges.rank == 1))
+    work = exchanges.issue()
+    exchanges.failures.announce(ValueError("no label"))
+    exchanges.complete(work)
+    exchanges.begin()
 
 
-def all_fail_with_one_in_flight(every: Exchanges) -> None:
-    _leave_in_flight(every, 0)
+def all_fail_with_one_in_flight(exchanges: Exchanges) -> None:
+    _leave_in_flight(exchanges, 0)
 
 
-def all_fail_with_one_in_flight_that_is_late(every: Exchanges) -> None:
+def all_fail_with_one_in_flight_that_is_late(exchanges: Exchanges) -> None:
     """The others have looked many times whether it can end."""
-    _leave_in_flight(every, 0.5)
+    _leave_in_flight(exchanges, 0.5)
 
 
-def one_fails_before_what_the_others_leave_in_flight(every: Exchanges) -> None:
-    every.begin()
-    if every.rank == 3:
-        every.failures.announce(KeyError("batch"))
+def one_fails_before_what_the_others_leave_in_flight(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    if exchanges.rank == 3:
+        exchanges.failures.announce(KeyError("batch"))
     dist.barrier()  # rank 3 is the first
-    if every.rank != 3:
-        work = every.issue()
-        every.failures.announce(ValueError("no label"))
-        every.complete(work)
-    every.begin()
+    if exchanges.rank != 3:
+        work = exchanges.issue()
+        exchanges.failures.announce(ValueError("no label"))
+        exchanges.complete(work)
+    exchanges.begin()
 
 
 NO_LABEL = "rank 3 failed: ValueError: no label"
 APART = "ranks are not at the same exchange"
 UNENDED = "rank 0 failed: RuntimeError: a backward did not end"
-#: Acts, and what each of four ranks is told at the end of each.
-TOLD: list[tuple[tuple[Act, ...], list[list[str]]]] = [
+#: Acts, and the error of each of four ranks at the end of each.
+ERRORS: list[tuple[tuple[Act, ...], list[list[str]]]] = [
     (
         (one_raises_and_is_caught, a_pass_that_nobody_else_begins),
         [[NO_LABEL] * 2] * 3 + [["done", NO_LABEL]],
@@ -294,9 +294,9 @@ TOLD: list[tuple[tuple[Act, ...], list[list[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("acts", "told"), TOLD, ids=[acts[0].__name__ for acts, _ in TOLD])
-def test_what_each_rank_is_told(ranks: Pools, acts: tuple[Act, ...], told: list[list[str]]) -> None:
-    for seen, expected in zip(ranks.run(4, acted, acts), told, strict=True):
+@pytest.mark.parametrize(("acts", "errors"), ERRORS, ids=[acts[0].__name__ for acts, _ in ERRORS])
+def test_errors_of_each_rank(ranks: Pools, acts: tuple[Act, ...], errors: list[list[str]]) -> None:
+    for seen, expected in zip(ranks.run(4, acted, acts), errors, strict=True):
         for message, words in zip(seen, expected, strict=True):
             assert words in message
 
@@ -306,61 +306,61 @@ def test_what_each_rank_is_told(ranks: Pools, acts: tuple[Act, ...], told: list[
 def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(numel: int) -> None:
     """On the CPU all exchanges of two ranks share a connection, and match in order."""
     with polling_often():
-        every = Exchanges(f"prefetched {numel}")
+        exchanges = Exchanges(f"prefetched {numel}")
 
-        def prefetch(every: Exchanges) -> None:
-            every.begin_on_a_device([False])
+        def prefetch(exchanges: Exchanges) -> None:
+            exchanges.begin_on_a_device([False])
             left: Sequence[dist.Work] = []
             arriving, own = torch.zeros(2, numel, dtype=torch.uint8)
-            if every.rank == 1:
-                with every.failures.waiting():
-                    left = swap([(0, arriving)], [(0, own)], every.group)
-            every.failures.announce(ValueError(f"row {every.rank}"))
-            every.failures.begins()
+            if exchanges.rank == 1:
+                with exchanges.failures.waiting():
+                    left = swap([(0, arriving)], [(0, own)], exchanges.group)
+            exchanges.failures.announce(ValueError(f"row {exchanges.rank}"))
+            exchanges.failures.begins()
             if left:
-                with every.failures.waiting():
+                with exchanges.failures.waiting():
                     wait_all(left)
-            any_rank([False], every._topology)
+            any_rank([False], exchanges._topology)
 
-        seen = ended(prefetch, every)
+        seen = ended(prefetch, exchanges)
     assert APART in seen, seen
 
 
 @on_ranks(2)
 def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
-    """Before and after one of them has waited for what it issued."""
+    """Places are equal before and after one of them has waited for what it issued."""
     with polling_often():
-        every = Exchanges("places")
-        every.failures.begins()
-        work = every.issue()
-        before = every.failures.place
-        if every.rank == 0:
-            every.complete(work)
-        assert every.failures.place == before
+        exchanges = Exchanges("places")
+        exchanges.failures.begins()
+        work = exchanges.issue()
+        before = exchanges.failures.place
+        if exchanges.rank == 0:
+            exchanges.complete(work)
+        assert exchanges.failures.place == before
         of_ranks: list[Any] = [None, None]
         dist.all_gather_object(of_ranks, before)
         assert of_ranks == [before, before]
 
 
 @on_ranks(2)
-def test_a_connection_that_breaks_is_told_to_all() -> None:
-    """Rank 0's has broken in a wait: what the next exchanges of each say."""
+def test_a_connection_that_breaks_is_announced_to_all() -> None:
+    """Rank 0's connection has broken in a wait: all learn of it in their next exchanges."""
     with polling_often():
-        every = Exchanges("broken")
+        exchanges = Exchanges("broken")
 
         def completes(error: Exception) -> None:
-            with every.failures.completing():
+            with exchanges.failures.completing():
                 raise error
 
-        every.failures.begins()
+        exchanges.failures.begins()
         with pytest.raises(ValueError, match="no label"):
             completes(ValueError("no label"))
-        every.run()  # which is nobody's failure
-        if every.rank == 0:
+        exchanges.run()  # which is nobody's failure
+        if exchanges.rank == 0:
             with pytest.raises(RankFailed):
                 completes(RuntimeError("Connection closed by peer"))
         later: Act = lambda _: completes(ValueError("is not reached"))  # noqa: E731
-        seen = [ended(Exchanges.run, every), ended(later, every)]
+        seen = [ended(Exchanges.run, exchanges), ended(later, exchanges)]
     for message in seen:
         assert "rank 0 could not exchange with another rank" in message, message
         assert "Connection closed by peer" in message, message
@@ -378,7 +378,7 @@ def own_ranks() -> Iterator[RankPool]:
 
 
 def _raise_in(where: str, model: TinyLM) -> Callable[[], None]:
-    def hook(module: torch.nn.Module, given: object) -> None:
+    def hook(module: torch.nn.Module, inputs: object) -> None:
         raise ValueError("no label")
 
     if where == "forward":

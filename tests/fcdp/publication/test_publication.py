@@ -1,6 +1,6 @@
 """Readers hold what the trainer has, to the bit, or an earlier version, whole.
 
-Which files are a version, what they may tell, and which state they may be written to.
+Files make up a version, are valid or refused, and fit the state or are not written to it.
 """
 
 import gc
@@ -36,7 +36,7 @@ LORA = Settings(adapter_rank=3, param_dtype=torch.bfloat16)
 
 
 def held(model: TinyLM, settings: Settings) -> dict[str, torch.Tensor]:
-    """What the forward computes with, whole."""
+    """Return the whole tensors that the forward computes with."""
     return {
         name: whole(value).detach().to(settings.param_dtype).clone()
         for name, value in model.state_dict().items()
@@ -290,7 +290,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_writers_that_are_killed_leave_versions_whole(
     ranks: Pools, tmp_path: Path, rank: int, killed_at: int
 ) -> None:
-    """Then another run goes on there."""
+    """Another run then goes on in the same place."""
     pool = RankPool(2)
     with pytest.raises(RankFailure, match="its process has ended"):
         pool.run(publish_and_die, tmp_path, rank, killed_at)
@@ -430,10 +430,10 @@ def test_places_of_a_part_are_those_of_the_whole_flat_tensor(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     part = Part("weight", shape, (shape[0] - 2, shape[1] - 1, 0), (2, 1, 1))
-    found = part.flat(torch.arange(part.numel))
+    indices = part.flat(torch.arange(part.numel))
     last = shape[0] * shape[1] * shape[2] - shape[2]
-    assert found.dtype == dtype
-    assert found.tolist() == [last - shape[1] * shape[2], last]
+    assert indices.dtype == dtype
+    assert indices.tolist() == [last - shape[1] * shape[2], last]
 
 
 def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) ->
     assert place.whole("deltas") == {2: [File("deltas", 2, 0, 1)]}
 
 
-def test_a_zero_that_has_changed_its_sign_is_told() -> None:
+def test_a_zero_that_has_changed_its_sign_is_published() -> None:
     part, dtype = Part("weight", (2,), (0,), (2,)), torch.bfloat16
     before, now = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([-0.0, 1.0], dtype=dtype)
     publisher: Any = SimpleNamespace(
@@ -463,18 +463,18 @@ def test_a_file_of_another_version_than_its_name_says_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("held", "message"),
     [
         (torch.zeros(2), r"torch.float32 \(2,\); must be .*bfloat16"),
         (torch.zeros(5, dtype=torch.bfloat16), r"torch.bfloat16 \(5,\); must be"),
     ],
 )
 def test_a_state_that_does_not_fit_is_left_alone(
-    tmp_path: Path, held: torch.Tensor, said: str
+    tmp_path: Path, held: torch.Tensor, message: str
 ) -> None:
     reader = fcdp.Subscriber(tmp_path, {"weight": held})
     values, part = torch.ones(2, dtype=torch.bfloat16), Part("weight", (2,), (0,), (2,))
-    with pytest.raises(ValueError, match=f"weight is {said}"):
+    with pytest.raises(ValueError, match=f"weight is {message}"):
         reader._write([("other", part, values), ("weight", part, values)])
     with pytest.raises(ValueError, match="state: has weight and not module.weight; must have"):
         reader._write([("module.weight", part, values)])
@@ -484,7 +484,7 @@ def test_a_state_that_does_not_fit_is_left_alone(
 
 
 @on_ranks(4)
-def test_all_ranks_go_on_behind_what_the_first_has_found(tmp_path: Path) -> None:
+def test_all_ranks_go_on_from_the_version_that_the_first_sees(tmp_path: Path) -> None:
     """Another one sees a part of a later version already."""
     run = Run(BF16, tmp_path, {})
     with mock.patch.object(Place, "highest", return_value=6 * (run.topology.rank == 2)):

@@ -1,4 +1,4 @@
-"""Cases of PyTorch's own FSDP2 tests, told anew: what passes without FCDP passes with it.
+"""Cases of PyTorch's own FSDP2 tests, rewritten: what passes without FCDP passes with it.
 
 They follow ``test/distributed/_composable/fsdp`` of PyTorch, as far as gloo on CPUs can run it.
 Each case shards a model by ``fully_shard`` itself, runs once as it is and once with

@@ -42,7 +42,7 @@ class DoubleLinear(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two layers beside each other, of which some are used, as told."""
+    """Two layers beside each other, of which the chosen ones are used."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

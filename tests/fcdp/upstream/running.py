@@ -52,8 +52,8 @@ class Run:
         self, model: M, units: Sequence[nn.Module | list[nn.Module]] | None = None, **options: Any
     ) -> M:
         """Shard ``units``, or the model's own or its parts and then itself, and turn FCDP on."""
-        own: Any = getattr(model, "units", lambda: [*model.children(), model])
-        self.shard(own() if units is None else units, **options)
+        find_units: Any = getattr(model, "units", lambda: [*model.children(), model])
+        self.shard(find_units() if units is None else units, **options)
         self.cache(model)
         return model
 
@@ -74,7 +74,7 @@ class Run:
             self.see(f"{name}.grad", param.grad)
 
     def settle(self) -> None:
-        """Wait for the device, as who reads what is not yet promised must."""
+        """Wait for the device, as a reader of unfinished results must."""
         torch.get_device_module(torch.get_default_device()).synchronize()
 
     def input(self, *shape: int, step: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -114,8 +114,8 @@ def cases(
             ids=str,
         )
         def test(ranks: Pools, shape: tuple[int, int]) -> None:
-            every = shape == first and not ranks.samples
-            some = (variants or ((),))[: None if every else 1]
+            all_variants = shape == first and not ranks.samples
+            some = (variants or ((),))[: None if all_variants else 1]
             ranks.run(math.prod(shape), sees_the_same, *shape, case.__module__, case.__name__, some)
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
@@ -130,8 +130,8 @@ def sees_the_same(
 ) -> None:
     """Fail where a case, found by its test's name, sees something else with FCDP than without."""
     case, topology = getattr(import_module(module), name).case, topology_of(nodes, ranks_per_node)
-    found = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
-    assert not found, "\n".join(found)
+    problems = [f"{each}: {text}" for each in variants for text in both(topology, case, each)]
+    assert not problems, "\n".join(problems)
 
 
 def both(topology: fcdp.Topology, case: Case, args: Sequence[Any]) -> list[str]:
@@ -173,16 +173,16 @@ def differences(
 ) -> list[str]:
     if [label for label, _ in expected] != [label for label, _ in actual]:
         return [f"saw {actual}, expected {expected}"]
-    found = []
-    for (label, wanted), (_, got) in zip(expected, actual, strict=True):
+    problems = []
+    for (label, theirs), (_, ours) in zip(expected, actual, strict=True):
         try:
-            if isinstance(wanted, torch.Tensor):
-                torch.testing.assert_close(got, wanted, **tolerance, equal_nan=True)
+            if isinstance(theirs, torch.Tensor):
+                torch.testing.assert_close(ours, theirs, **tolerance, equal_nan=True)
             else:
-                assert got == wanted, f"{got!r} is not {wanted!r}"
+                assert ours == theirs, f"{ours!r} is not {theirs!r}"
         except AssertionError as error:
-            found.append(f"{label}: {error}")
-    return found
+            problems.append(f"{label}: {error}")
+    return problems
 
 
 def train(

@@ -75,8 +75,8 @@ def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int, list[int]
 def test_backward_gathers_nothing_across_nodes(
     ranks: Pools, reshard: bool | None, hits: int
 ) -> None:
-    *found, reuses = ranks.run(2, gathers_across_nodes, reshard)[0]
-    assert found == [LAYERS + 1, 0, hits]
+    *counts, reuses = ranks.run(2, gathers_across_nodes, reshard)[0]
+    assert counts == [LAYERS + 1, 0, hits]
     assert reshard is None or reuses == [int(reshard)] * (LAYERS + 1)
 
 

@@ -38,15 +38,15 @@ class Outer(nn.Module):
 def test_ignored_parameters(run: Run, whole_module: bool) -> None:
     """Some parameters stay whole on each rank; their gradients are the caller's business."""
     model = Outer()
-    kept = set(model.inner.ignored.parameters()) if whole_module else {model.scale}
-    run.set_up(model, [model.inner.proj, model.inner, model], ignored_params=kept)
-    assert all(not isinstance(param, DTensor) for param in kept)
+    ignored = set(model.inner.ignored.parameters()) if whole_module else {model.scale}
+    run.set_up(model, [model.inner.proj, model.inner, model], ignored_params=ignored)
+    assert all(not isinstance(param, DTensor) for param in ignored)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
         loss = model(run.input(4, 8, step=step))
         run.see(f"loss {step}", loss)
         loss.backward()
-        for param in kept:
+        for param in ignored:
             assert param.grad is not None
             dist.all_reduce(param.grad)
             param.grad /= run.topology.world_size
@@ -152,7 +152,7 @@ def test_shard_placement_fn(run: Run) -> None:
 
 @cases()
 def test_slices_of_a_sharded_container(run: Run) -> None:
-    """What FSDP2 gives a module's class and indexing stays as it is."""
+    """A module's class and its indexing stay as FSDP2 has made them."""
     model = run.set_up(mlps(3, 4))
     assert type(model).__name__ == "FSDPSequential"
     part = model[:2]

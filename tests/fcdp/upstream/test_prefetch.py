@@ -96,9 +96,9 @@ def test_unshard_before_the_first_forward(run: Run) -> None:
     model = mlps(2, 6)
     reference = copy.deepcopy(model)
     run.set_up(model)
-    for layer, wanted in zip(model, reference, strict=True):
+    for layer, reference_layer in zip(model, reference, strict=True):
         layer.unshard()
-        for param, value in zip(layer.parameters(), wanted.parameters(), strict=True):
+        for param, value in zip(layer.parameters(), reference_layer.parameters(), strict=True):
             assert torch.equal(param, value)
             run.see("gathered", param)
         layer.reshard()

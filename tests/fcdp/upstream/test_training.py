@@ -86,14 +86,14 @@ def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool |
     model(run.input(2, 3))
     inside = {id(param) for module in inner for param in module.parameters()}
     for name, param in model.named_parameters():
-        kept = reshard is False or (reshard is None and id(param) not in inside)
-        assert isinstance(param, DTensor) != kept, name
+        gathered = reshard is False or (reshard is None and id(param) not in inside)
+        assert isinstance(param, DTensor) != gathered, name
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     assert all_sharded(model)
-    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(whole(param), wanted)
+    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(param), theirs)
     model(run.input(2, 3)).sum().backward()
     assert all_sharded(model)
     run.see_gradients(model)
@@ -132,7 +132,7 @@ def test_a_module_is_called_several_times(run: Run, reshard: bool) -> None:
 
 @cases((True, True), (True, False), (False, True), (False, False))
 def test_two_forwards_before_one_backward(run: Run, checkpointing: bool, reshard: bool) -> None:
-    """As preference training has it: one loss of two forwards."""
+    """Two forwards have one loss, as in preference training."""
     model = Transformer(checkpointing=checkpointing)
     inner = [part for layer in model.layers for part in (layer.mlp, layer)]
     run.set_up(model, [*inner, model], reshard_after_forward=reshard)

@@ -42,7 +42,7 @@ class WalkFailed(AssertionError):
 
 
 class Walk:
-    """What events act on. Draws are alike on all ranks; so are all that the walk decides by."""
+    """The state that events act on. Draws and decisions are alike on all ranks."""
 
     def __init__(self, options: Options, directory: Path) -> None:
         self.options = options
@@ -68,7 +68,7 @@ class Walk:
     # What events use
 
     def note(self, text: str) -> None:
-        """Say what was drawn, for the report of a failure."""
+        """Note a draw, for the report of a failure."""
         self.notes[-1] += f" {text}"
 
     def tokens(self) -> torch.Tensor:
@@ -76,17 +76,17 @@ class Walk:
 
     def expect_equal(self, what: str, value: Any, expected: Any) -> None:
         """Note a difference. The event goes on: other ranks do not know of it yet."""
-        if found := differ(what, value, expected):
-            self._problems.append(found)
+        if difference := differ(what, value, expected):
+            self._problems.append(difference)
 
     def both(self, what: str, action: Callable[[Side], T]) -> T:
-        """Do it to FCDP's copy, then to FSDP2's; results must be equal."""
+        """Run ``action`` on FCDP's copy, then on FSDP2's; results must be equal."""
         value, expected = (action(side) for side in self.pair.sides)
         self.expect_equal(what, value, expected)
         return expected
 
     def may_refuse(self, why: str, what: str, action: Callable[[Side], Any]) -> bool:
-        """As ``both``, where FCDP may refuse on all ranks; then both begin the step anew.
+        """Do as ``both``, where FCDP may refuse on all ranks; then both begin the step anew.
 
         Returns whether it did.
         """
@@ -99,7 +99,7 @@ class Walk:
         return False
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, bool]:
-        """What the action returns, or that it was refused: clearly, and on all ranks or on none."""
+        """Return the result of ``action``, or its refusal, clear and on all ranks or none."""
         value, error = None, None
         try:
             value = action()
@@ -117,7 +117,7 @@ class Walk:
         return None, True
 
     def tidy(self) -> None:
-        """Before a write: see ``Side.let_go``."""
+        """Prepare for a write: see ``Side.let_go``."""
         for side in self.pair.sides:
             side.let_go()
 
@@ -192,7 +192,7 @@ class Walk:
     # What drives them
 
     def go(self, event: Event, handler: Callable[[Walk], None]) -> str | None:
-        """Do it; what is wrong afterwards on this rank, if anything.
+        """Run the event; return what is wrong afterwards on this rank, if anything.
 
         What an event raises ends the walk at once: others may wait for this rank elsewhere.
         """
@@ -200,8 +200,8 @@ class Walk:
         self.notes.append(str(event))
         self._problems.clear()
         handler(self)
-        found = self.pair.difference(gradients=not (self.waiting or self.uneven))
-        problem = "; ".join([*self._problems, *([found] if found else [])]) or None
+        difference = self.pair.difference(gradients=not (self.waiting or self.uneven))
+        problem = "; ".join([*self._problems, *([difference] if difference else [])]) or None
         if problem is None and any(self._agree(False)):
             return "another rank differs"
         if problem is not None:
@@ -209,7 +209,7 @@ class Walk:
         return problem
 
     def _agree(self, answer: bool) -> list[bool]:
-        """Every rank's answer."""
+        """Gather every rank's answer."""
         mine = torch.tensor([answer], device="cpu")
         answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(answers, mine, group=self.group, async_op=True)

@@ -21,7 +21,7 @@ BATCH = 2
 
 
 class Boom(Exception):
-    """What a forward raises when asked to."""
+    """The error of a forward that is asked to fail."""
 
 
 class FailsInBackward(torch.autograd.Function):

@@ -73,7 +73,7 @@ class Options:
 
     @property
     def unit(self) -> float:
-        """What gradients are multiples of: FSDP2 divides by the ranks, which must be exact."""
+        """The unit of all gradients: FSDP2 divides by the ranks, which must be exact."""
         return 2.0**-24 * (1 if self.world_size % 3 else 3)
 
     @property

@@ -24,7 +24,7 @@ Micro = Literal["plain", "waits", "last"]
 
 @lru_cache
 def group_of(world: object) -> dist.ProcessGroup:
-    """For the walk's own questions: no other exchange can be taken for one of them."""
+    """Return a group for the walk's own exchanges, which cannot be taken for others."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -46,8 +46,8 @@ class Side:
         if options.divide_factor is not None:
             for unit in self.units():
                 unit.set_gradient_divide_factor(options.divide_factor)
-        #: A state dict that somebody has kept, and an average of the parameters.
-        self.kept_state: dict[str, Any] | None = None
+        #: A state dict of an earlier step, and an average of the parameters.
+        self.old_state: dict[str, Any] | None = None
         self.average: dict[str, torch.Tensor] | None = None
         self.follow_parameters()
 
@@ -99,7 +99,7 @@ class Side:
             loss.backward()
 
     def accumulating(self, micro: Micro) -> contextlib.AbstractContextManager[None]:
-        """What FCDP is told about a micro-batch; FSDP2 adds up what each backward reduces."""
+        """Return FCDP's context for a micro-batch; FSDP2 adds up what each backward reduces."""
         if not self.cached or micro == "plain":
             return contextlib.nullcontext()
         return fcdp.accumulate(self.model, last=micro == "last")
@@ -110,7 +110,7 @@ class Side:
             fcdp.discard(self.model)
 
     def reset(self) -> None:
-        """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13): its gradients are lost.
+        """Reset as FSDP2 asks after an exception in a pass (torch ≥ 2.13): its gradients are lost.
 
         FSDP2 keeps those of whole parameters, though, and would add them to the next ones.
         """
@@ -119,7 +119,7 @@ class Side:
             self._forget_unsharded_gradients()
 
     def recover(self) -> None:
-        """After an error amid a pass: begin anew with the parameters as they are."""
+        """Begin anew with the parameters as they are, after an error within a pass."""
         self.reset()
         self.reshard()
         self.discard()
@@ -169,10 +169,11 @@ class Pair:
         return self.cached, self.reference
 
     @property
-    def kept_from_cache(self) -> set[str]:
+    def not_resharded(self) -> set[str]:
         """Parameters that FCDP keeps whole or gathered where FSDP2 gathers them again."""
-        kept = {id(param) for unit in engine_of(self.cached.model)._kept for param in unit.params}
-        return {name for name, param in self.cached.params.items() if id(param) in kept}
+        units = engine_of(self.cached.model)._not_resharded
+        ids = {id(param) for unit in units for param in unit.params}
+        return {name for name, param in self.cached.params.items() if id(param) in ids}
 
     def _make_cached(self, seed: int) -> Net:
         model, options = Net(self.options, seed), self.options
@@ -211,15 +212,15 @@ class Pair:
         return model
 
     def difference(self, *, gradients: bool) -> str | None:
-        """What differs between the copies on this rank: parameters, states, gradients."""
+        """Return what differs between the copies on this rank: parameters, states, gradients."""
         for name, param in self.reference.params.items():
             other = self.cached.params[name]
-            if found := self._differ(name, other, param, param):
-                return found
+            if text := self._differ(name, other, param, param):
+                return text
             if other.requires_grad != param.requires_grad:
                 return f"{name}.requires_grad: {other.requires_grad}, not {param.requires_grad}"
-            if gradients and (found := self._differ(f"{name}.grad", other.grad, param.grad, param)):
-                return found
+            if gradients and (text := self._differ(f"{name}.grad", other.grad, param.grad, param)):
+                return text
             state, expected = (
                 side.optimizer.state.get(key, {})
                 for side, key in zip(self.sides, (other, param), strict=True)
@@ -227,8 +228,8 @@ class Pair:
             if state.keys() != expected.keys():
                 return f"{name}: optimizer state {sorted(state)}, not {sorted(expected)}"
             for key, value in expected.items():
-                if found := self._differ(f"{name}.{key}", state[key], value, param):
-                    return found
+                if text := self._differ(f"{name}.{key}", state[key], value, param):
+                    return text
         return None
 
     def _differ(self, what: str, value: Any, expected: Any, like: torch.Tensor) -> str | None:
@@ -239,7 +240,7 @@ class Pair:
 
 
 def differ(what: str, value: Any, expected: Any) -> str | None:
-    """How FCDP's value differs from FSDP2's, bit for bit."""
+    """Return how FCDP's value differs from FSDP2's, bit for bit."""
     if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
         if torch.equal(value, expected):
             return None
@@ -250,13 +251,11 @@ def differ(what: str, value: Any, expected: Any) -> str | None:
             return f"{what}: {value.item()!r}, not {expected.item()!r}"
         return f"{what}: differs by up to {worst:.3g}"
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
-        found = (
-            differ(f"{what}[{i}]", *both)
-            for i, both in enumerate(zip(value, expected, strict=True))
-        )
-        return next((text for text in found if text), None)
+        pairs = enumerate(zip(value, expected, strict=True))
+        texts = (differ(f"{what}[{i}]", *pair) for i, pair in pairs)
+        return next((text for text in texts if text), None)
     if isinstance(value, dict) and isinstance(expected, dict):
         shared = value.keys() & expected.keys()
-        found = (differ(f"{what}[{key!r}]", value[key], expected[key]) for key in sorted(shared))
-        return next((text for text in found if text), None)
+        texts = (differ(f"{what}[{key!r}]", value[key], expected[key]) for key in sorted(shared))
+        return next((text for text in texts if text), None)
     return None if value == expected else f"{what}: {value!r}, not {expected!r}"

@@ -89,9 +89,9 @@ def evaluate(walk: Walk) -> None:
     def losses(side: Side) -> list[float]:
         side.model.eval()
         with torch.no_grad():
-            found = [loss_of(side.model(tokens[:, :-1]), tokens).item() for tokens in batches]
+            values = [loss_of(side.model(tokens[:, :-1]), tokens).item() for tokens in batches]
         side.model.train()
-        return found
+        return values
 
     walk.both("evaluation", losses)
     walk.started = True
@@ -204,7 +204,7 @@ def unshard(walk: Walk) -> None:
 
 
 def _set_trained(walk: Walk, trained: bool) -> None:
-    """Blocks, adapters or single parameters; at any time, also between backward and step."""
+    """Freeze or thaw blocks, adapters or single parameters, also between backward and step."""
     walk.tidy()
     names = walk.pair.reference.params
     some = walk.random.choice([*names])
@@ -254,11 +254,11 @@ def boom_in_backward(walk: Walk) -> None:
 
 
 def setup_again(walk: Walk) -> None:
-    """As a second ``train()`` of a trainer does; with equal arguments it changes nothing."""
+    """Set up again, as a second ``train()`` of a trainer does; equal arguments change nothing."""
     if walk.options.setup == "cache":
         walk.pair.cache(walk.pair.cached.model)
 
 
 def invalidate(walk: Walk) -> None:
-    """Never needed here, and never wrong."""
+    """Invalidate, which is never needed here and never wrong."""
     fcdp.invalidate(walk.pair.cached.model)

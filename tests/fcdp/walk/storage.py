@@ -16,7 +16,7 @@ from tests.fcdp.walk.pair import Side
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where FCDP's copy was written, and what FSDP2's held then."""
+    """The place of a checkpoint of FCDP's copy, and what FSDP2's held then."""
 
     directory: Path
     params: dict[str, torch.Tensor]
@@ -58,19 +58,19 @@ def rebuild(walk: Walk) -> None:
 def keep_state(walk: Walk) -> None:
     """Take a state dict, to be written into later."""
     for side in walk.pair.sides:
-        side.kept_state = side.model.state_dict()
+        side.old_state = side.model.state_dict()
 
 
-def write_kept_state(walk: Walk) -> None:
+def write_old_state(walk: Walk) -> None:
     """Write into a state dict that was taken before other events."""
-    if walk.pair.cached.kept_state is None:
+    if walk.pair.cached.old_state is None:
         keep_state(walk)
     walk.tidy()
     rank = walk.random.choice([None, *range(walk.options.world_size)])
     part = walk.random.choice(["blocks.0", "blocks.1", "head", ""])
     walk.note(f"{part or 'all'} on {'all' if rank is None else rank}")
     for side in walk.pair.sides:
-        for name, value in (side.kept_state or {}).items():
+        for name, value in (side.old_state or {}).items():
             if part in name and rank in (None, walk.rank):
                 value.detach().mul_(0.75)
 
@@ -83,15 +83,15 @@ def save_by_dcp(walk: Walk) -> None:
 
 
 def load_by_dcp(walk: Walk) -> None:
-    """In place, into a state dict taken now or earlier."""
+    """Load in place, into a state dict taken now or earlier."""
     if not walk.dcp_checkpoints:
         save_by_dcp(walk)
     walk.tidy()
-    kept = walk.random.random() < 0.5
-    walk.note("into a kept state" if kept else "")
+    into_old = walk.random.random() < 0.5
+    walk.note("into a kept state" if into_old else "")
     checkpoint = walk.random.choice(walk.dcp_checkpoints)
     for side in walk.pair.sides:
-        state = side.kept_state if kept and side.kept_state else side.model.state_dict()
+        state = side.old_state if into_old and side.old_state else side.model.state_dict()
         if side.cached:
             state_dict_loader.load({"model": state}, checkpoint_id=checkpoint.directory)
             continue
@@ -113,7 +113,7 @@ def save(walk: Walk) -> None:
 
 
 def resume(walk: Walk) -> None:
-    """From a checkpoint, into a fresh pair or into the one at hand."""
+    """Resume from a checkpoint, with a fresh pair or the present one."""
     if walk.waiting or walk.uneven:
         return
     if not walk.checkpoints:

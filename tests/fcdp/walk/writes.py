@@ -40,7 +40,7 @@ def _write(
     *,
     may_be_alone: bool = True,
 ) -> list[str]:
-    """Change some parameters, on all ranks or on one; list them."""
+    """Change some parameters, on all ranks or on one; return their names."""
     place, change = walk.random.choice([*places]), walk.random.choice([*_CHANGES])
     names = _some_names(walk)
     rank = _writing_rank(walk, names)
@@ -85,7 +85,7 @@ def _write_between(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.
 
 
 def foreach_write(walk: Walk) -> None:
-    """As averages of weights and some optimizers write: whole lists at once."""
+    """Write whole lists at once, as averages of weights and some optimizers do."""
     walk.tidy()
     local = walk.random.random() < 0.5
     walk.note("local" if local else "")
@@ -161,7 +161,7 @@ def average(walk: Walk) -> None:
 
 
 def convert(walk: Walk) -> None:
-    """To another dtype and back, by ``Module._apply``."""
+    """Convert to another dtype and back, by ``Module._apply``."""
     if walk.waiting or walk.uneven:
         return
     walk.tidy()
@@ -185,7 +185,7 @@ def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.T
     # ends the process groups too, and is tested where ranks may die.
     names = _write(walk, places, may_be_alone=False)
     why = "written amid a pass"
-    if walk.pair.kept_from_cache & {*names}:
+    if walk.pair.not_resharded & {*names}:
         # It is used as it was, or autograd itself refuses, where FSDP2 gathers anew.
         walk.begin_anew()
         return
