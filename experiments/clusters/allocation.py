@@ -84,8 +84,8 @@ class Srun:
     def head(self) -> str:
         # Slurm's daemons know the node by it; the plain name may be 127.0.1.1 on the node itself.
         described = _scontrol("show", "node", self.hosts[0], "--oneliner")
-        found = re.search(r"\bNodeAddr=(\S+)", described)
-        return found[1] if found else self.hosts[0]
+        match = re.search(r"\bNodeAddr=(\S+)", described)
+        return match[1] if match else self.hosts[0]
 
 
 #: Starts a program on a node, joined to this process by its standard streams.
@@ -110,8 +110,8 @@ class Allocation:
         launcher = _launcher(environment)
         text = environment.get("FCDP_RANKS_PER_NODE") or f"{visible_gpus(environment) or ''}"
         if not text.isdecimal() or int(text) < 1:
-            said = f" = {text!r}" if text else " is not set and this machine shows no GPU"
-            raise ClusterError(f"FCDP_RANKS_PER_NODE{said}: allowed are whole numbers from 1")
+            problem = f" = {text!r}" if text else " is not set and this machine shows no GPU"
+            raise ClusterError(f"FCDP_RANKS_PER_NODE{problem}: allowed are whole numbers from 1")
         return cls(launcher, int(text), environment.get("FCDP_HEAD") or None)
 
     @property
@@ -167,8 +167,8 @@ def _scontrol(*arguments: str) -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        raise ClusterError(f"scontrol {' '.join(arguments)}: {said.strip()}") from error
+        message = getattr(error, "stderr", "") or str(error)
+        raise ClusterError(f"scontrol {' '.join(arguments)}: {message.strip()}") from error
     return done.stdout
 
 

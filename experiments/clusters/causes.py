@@ -119,7 +119,7 @@ class Board:
         A rank must leave itself out (``besides``): a process that closes any handle of a file
         loses its lock on it.
         """
-        found = set()
+        silent = set()
         for rank in self.ranks:
             if rank == besides:
                 continue
@@ -128,8 +128,8 @@ class Board:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 text = file.read()
                 if text and not text.endswith(_DONE) and not self._report(rank).exists():
-                    found.add(rank)
-        return found
+                    silent.add(rank)
+        return silent
 
     def _life(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.life"
@@ -161,15 +161,15 @@ def outcome(
     memory ran out.
     """
     exits = {rank: exit_ for result in results.values() for rank, exit_ in result.exits.items()}
-    said = {report.rank: report for report in reports}
+    by_rank = {report.rank: report for report in reports}
     silent = exits.keys() | {rank for report in reports for rank in report.silent_before}
-    silent -= said.keys()
-    if not said and not silent:
+    silent -= by_rank.keys()
+    if not by_rank and not silent:
         errors = (results[node].error for node in sorted(results))
         broken = next((error for error in errors if error is not None), None)
         return Outcome("ok") if broken is None else Outcome("failed", None, broken)
     # A lost connection is an effect if anything else happened at all.
-    moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in said.items()}
+    moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in by_rank.items()}
     for rank in silent:
         # Before every report that knows of it.
         known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
@@ -177,8 +177,8 @@ def outcome(
             known.append(exits[rank].moment_ns)
         moments[rank] = (False, min(known))
     first = min(moments, key=lambda rank: moments[rank])
-    if first in said:
-        return Outcome(said[first].state, first, said[first].error)
+    if first in by_rank:
+        return Outcome(by_rank[first].state, first, by_rank[first].error)
     if first not in exits:
         reasons = [f"; {result.error}" for result in results.values() if result.error is not None]
         return Outcome("failed", first, "ended before its function returned" + "".join(reasons))

@@ -174,8 +174,8 @@ def _watch(
         for each in (*running, *beside):
             each.collect()
         now = time.monotonic()
-        said = (each.result.error for each in beside if each.result)
-        broken = next(filter(None, said), None)
+        errors = (each.result.error for each in beside if each.result)
+        broken = next(filter(None, errors), None)
         if broken or board.reports() or any(each.result and not each.result.ok for each in agents):
             deadline = min(deadline, now + _GRACE_S)
         if now > deadline:
@@ -271,7 +271,7 @@ class Network:
         for node in range(len(self.nodes)):
             _shape_link(self._switch, f"{INTERFACE}-{node}", None)
 
-    def _join(self, namespace: str, own: str, port: str) -> None:
+    def _join(self, namespace: str, address: str, port: str) -> None:
         """Make a machine of this address, and join it to a port of each bridge."""
         namespaces.create(namespace)
         with IPRoute(netns=self._switch) as switch:
@@ -285,17 +285,17 @@ class Network:
         with IPRoute(netns=namespace) as route:
             index = _index(route, INTERFACE)
             # By the address: others go on to know it where a machine takes an earlier one's place.
-            hardware = ipaddress.ip_address(own).packed.hex(":")
+            hardware = ipaddress.ip_address(address).packed.hex(":")
             route.link("set", index=index, address=f"02:00:{hardware}")
-            route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
+            route.addr("add", index=index, address=address, prefixlen=NETWORK.prefixlen)
             for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
                 route.link("set", index=each, state="up")
             size = len(self.nodes) // self.groups
             group = self.nodes.index(namespace) // size if self.groups > 1 else 0
-            for other, address in enumerate(self.addresses):
-                if other // size != group:
-                    there = _index(route, TO_GROUPS)
-                    route.route("add", dst=f"{address}/32", oif=there, scope="link", prefsrc=own)
+            for node, host in enumerate(self.addresses):
+                if node // size != group:
+                    index = _index(route, TO_GROUPS)
+                    route.route("add", dst=f"{host}/32", oif=index, scope="link", prefsrc=address)
 
     def _settle_protocols(self) -> None:
         """Make every machine's nodes behave alike, where /proc is writable.
@@ -328,7 +328,7 @@ class Network:
                 )
         assert to_groups is None or self.groups > 1, "there is one group only"
         try:
-            found = [
+            limits = [
                 [_shape_link(name, interface, rate) for name in self.nodes]
                 for interface, rate in zip(self.interfaces, rates.values(), strict=False)
             ]
@@ -347,7 +347,7 @@ class Network:
             ) from error
         setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
         congestion_control = namespaces.call_in(self.nodes[0], setting.read_text).strip()
-        inside, *between = (of_nodes[0] for of_nodes in found)
+        inside, *between = (of_nodes[0] for of_nodes in limits)
         others = {"to_groups": between[0]} if between else {}
         both = {"both_directions": True} if self._inside else {}
         return {**inside, "congestion_control": congestion_control, **others, **both}
@@ -372,14 +372,14 @@ def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, 
         limit = max(rate // 5, 4 * 1024 * 1024)
         burst = burst_bytes(bits_per_s)
         route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=limit)
-        found = buckets()[0].get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
+        parameters = buckets()[0].get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
         return {
             "mtu_bytes": MTU,
             "qdisc": "tbf",
-            "rate_bits_per_s": 8 * found["rate"],
+            "rate_bits_per_s": 8 * parameters["rate"],
             # The kernel keeps the burst as the time it takes, in ticks of 64 ns.
-            "burst_bytes": round(found["buffer"] * 64e-9 * found["rate"]),
-            "limit_bytes": found["limit"],
+            "burst_bytes": round(parameters["buffer"] * 64e-9 * parameters["rate"]),
+            "limit_bytes": parameters["limit"],
         }
 
 

@@ -29,13 +29,13 @@ def check_port(address: str, port: int) -> None:
         try:
             probe.bind((address, port))
         except OSError as error:
-            other = "FCDP_PORT"
+            alternative = "FCDP_PORT"
             if error.errno == errno.EADDRINUSE:
                 probe.bind((address, 0))
-                other += f"={probe.getsockname()[1]} is free"
+                alternative += f"={probe.getsockname()[1]} is free"
             raise ClusterError(
                 f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what "
-                f"listens there, or take another port: {other}"
+                f"listens there, or take another port: {alternative}"
             ) from error
 
 

@@ -74,20 +74,20 @@ def end_descendants(spare: Collection[int] = ()) -> None:
     """
 
     def alive() -> list[int]:
-        found = []
+        pids = []
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if process.pid not in spare and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-        return found
+                    pids.append(process.pid)
+        return pids
 
     end(alive)
 
 
 def out_of_memory_kills() -> int:
     """Number of processes that the kernel has killed since it booted because memory ran out."""
-    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def die_with_launcher(end_others: Callable[[], None]) -> None:

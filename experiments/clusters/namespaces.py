@@ -61,12 +61,12 @@ def processes(name: str) -> list[int]:
         inside = os.stat(f"{netns.NETNS_RUN_DIR}/{name}")
     except FileNotFoundError:
         return []
-    found = []
+    pids = []
     for pid in psutil.pids():
         with suppress(OSError):  # ended meanwhile, a zombie, or somebody else's
             if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), inside):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def end_processes(name: str, spare: frozenset[int] = frozenset()) -> None:

@@ -194,14 +194,14 @@ def run(order: Order) -> Ended:
 def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
     interface = _interface_with(order.address)
-    given = {**order.node.environment, **launch.environment}
+    requested = {**order.node.environment, **launch.environment}
     environment = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
-        **passed_on(os.environ, named(given)),
-        **given,
+        **passed_on(os.environ, named(requested)),
+        **requested,
     }
     # The kernel shows the environment with which a process was started from here.
     os.environ.clear()

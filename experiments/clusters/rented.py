@@ -77,18 +77,18 @@ class RentedCluster(Cluster):
         counted = os.environ.get("FCDP_INTERFACE")
         inquiry = Inquiry(head=self._allocation.head_address(), counted_interface=counted)
         with launched(self._launcher, [inquiry] * self.nodes) as nodes:
-            self._described = _all_answers(nodes, Description, _DESCRIBING_S)
+            self._descriptions = _all_answers(nodes, Description, _DESCRIBING_S)
         commit = provenance.gather().commit
-        for host, found in zip(self._launcher.hosts, self._described, strict=True):
-            if found.commit != commit:
-                raise ClusterError(f"{host} has commit {found.commit}, the runner {commit}")
+        for host, description in zip(self._launcher.hosts, self._descriptions, strict=True):
+            if description.commit != commit:
+                raise ClusterError(f"{host} has commit {description.commit}, the runner {commit}")
         return self
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Describe the network. Raises ``ClusterError`` for a limit, which nobody sets here."""
         if bits_per_s is not None or to_groups is not None:
             raise ClusterError("the links of rented nodes are not limited to a bandwidth")
-        networks = [found.network for found in self._described]
+        networks = [description.network for description in self._descriptions]
         if all(network == networks[0] for network in networks):
             return networks[0]
         return {f"node{node}": network for node, network in enumerate(networks)}
@@ -108,7 +108,7 @@ class RentedCluster(Cluster):
         marker.touch()
 
         # The node ends its ranks by then even if nobody asks for it.
-        theirs = replace(launch, logs=logs, timeout_s=launch.timeout_s + _GRACE_S)
+        node_launch = replace(launch, logs=logs, timeout_s=launch.timeout_s + _GRACE_S)
         texts = {name: Path(name) for name in launch.arguments if Path(name).is_file()}
 
         names = named(os.environ)
@@ -119,18 +119,18 @@ class RentedCluster(Cluster):
         }
 
         def order(node: int) -> Order:
-            counted = self._described[node].network["counted_interface"]
+            counted = self._descriptions[node].network["counted_interface"]
             return Order(
                 node=Node(
                     node=node,
                     nodes=self.nodes,
                     ranks_per_node=self.ranks_per_node,
-                    master_address=self._described[0].address,
+                    master_address=self._descriptions[0].address,
                     port=self._port,
                     environment={**chosen, "FCDP_INTERFACE": counted},
                 ),
-                address=self._described[node].address,
-                launch=theirs,
+                address=self._descriptions[node].address,
+                launch=node_launch,
                 files={name: path.read_text() for name, path in texts.items()},
                 marker=marker.name,
             )
@@ -190,14 +190,14 @@ def _all_answers(
 
 def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
     results, reports = {}, []
-    for each, answer in zip(nodes, ended, strict=True):
-        later = each.heard_ns - answer.now_ns
+    for node, answer in zip(nodes, ended, strict=True):
+        later = node.heard_ns - answer.now_ns
         exits = {
             rank: replace(exit_, moment_ns=exit_.moment_ns + later)
             for rank, exit_ in answer.result.exits.items()
         }
-        results[each.node] = replace(answer.result, exits=exits)
-        reports += [replace(of, moment_ns=of.moment_ns + later) for of in answer.reports]
+        results[node.node] = replace(answer.result, exits=exits)
+        reports += [replace(each, moment_ns=each.moment_ns + later) for each in answer.reports]
     kills = sum(answer.out_of_memory_kills for answer in ended)
     return causes.outcome(results, reports, out_of_memory_kills=kills)
 
@@ -271,9 +271,9 @@ class Launched:
     def lost(self, reason: str) -> LostNodeError:
         """The error that says that this node is lost, and what its launcher said."""
         self._errors.seek(0)
-        said = self._errors.read().decode("utf-8", errors="replace").strip()[-_LONGEST_QUOTE:]
+        tail = self._errors.read().decode("utf-8", errors="replace").strip()[-_LONGEST_QUOTE:]
         return LostNodeError(
-            f"node {self.node}, {self._host}, is lost: {reason}" + (f":\n{said}" if said else "")
+            f"node {self.node}, {self._host}, is lost: {reason}" + (f":\n{tail}" if tail else "")
         )
 
     def end(self, within_s: float) -> None:

@@ -38,8 +38,8 @@ class SimulatedCluster(Cluster):
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Return all that the simulation assumes of the cluster with this limit."""
         assert to_groups is None, "simulated nodes are in one group"
-        found = assumed(hardware_of(self._spec, bits_per_s))
-        return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
+        assumptions = assumed(hardware_of(self._spec, bits_per_s))
+        return assumptions | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
     def run(self, launch: Launch) -> Outcome:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
@@ -65,9 +65,9 @@ def largest_micro_batch(cell: Cell) -> int:
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
     """The assumptions of a simulation, for its record; without what is unlimited or not known."""
-    found, unknown = asdict(hardware), (float("inf"), None)
-    found["rates"] = {name: rate for name, rate in found["rates"].items() if rate not in unknown}
-    return {name: value for name, value in found.items() if value not in unknown}
+    fields, unknown = asdict(hardware), (float("inf"), None)
+    fields["rates"] = {name: rate for name, rate in fields["rates"].items() if rate not in unknown}
+    return {name: value for name, value in fields.items() if value not in unknown}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:
@@ -81,7 +81,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.has_policy or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"
-    kept = cycle.activations(workload, hardware.world_size, needs.forward.get("activations", 0.0))
+    stored = cycle.activations(workload, hardware.world_size, needs.forward.get("activations", 0.0))
     return Measurement(
         engine=entry.engine,
         engine_version=entry.engine_version() or "not installed",
@@ -101,8 +101,8 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         host_cache_bytes=round(needs.host.get("cache", 0.0) / ranks) if cached else None,
         peak_device_bytes=round(needs.device_bytes) if on_gpu else None,
         bytes_by_slot=cycle.sent(workload, hardware.world_size),
-        activation_bytes_by_slot=None if kept is None else kept[0],
-        activation_bytes_together=None if kept is None else kept[1],
+        activation_bytes_by_slot=None if stored is None else stored[0],
+        activation_bytes_together=None if stored is None else stored[1],
         simulation=Simulation(
             **{name: getattr(prediction, name) for name in ("mfu", "hfu", "bottleneck")},
             busy=dict(prediction.busy),

@@ -126,9 +126,9 @@ class _Probe:
         to_device = from_device = None
         if self._device.type != "cpu":
             pinned = source.pin_memory()
-            there = torch.zeros_like(source, device=self._device)
-            to_device = self._rate(lambda: there.copy_(pinned, non_blocking=True), _COPY_BYTES)
-            from_device = self._rate(lambda: pinned.copy_(there, non_blocking=True), _COPY_BYTES)
+            buffer = torch.zeros_like(source, device=self._device)
+            to_device = self._rate(lambda: buffer.copy_(pinned, non_blocking=True), _COPY_BYTES)
+            from_device = self._rate(lambda: pinned.copy_(buffer, non_blocking=True), _COPY_BYTES)
         return {
             "copy_bytes_per_s": self._rate(lambda: target.copy_(source), _COPY_BYTES),
             "to_device_bytes_per_s": to_device,
@@ -159,9 +159,9 @@ class _Probe:
 
     def _memory_bytes_per_s(self) -> float:
         """An addition in place reads two vectors and writes one."""
-        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
-        other = torch.ones_like(one)
-        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
+        vector = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        addend = torch.ones_like(vector)
+        return self._rate(lambda: vector.add_(addend), 3 * _COPY_BYTES)
 
     def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""

@@ -165,8 +165,8 @@ class Preflight(Probed):
             first = error.errors()[0]
             problem = first["msg"].removeprefix("Value error, ")
             where = ".".join(str(part) for part in first["loc"])
-            said = ": ".join(filter(None, (where, problem)))
-            raise ValueError(f"{path}: not a preflight of this version: {said}") from error
+            message = ": ".join(filter(None, (where, problem)))
+            raise ValueError(f"{path}: not a preflight of this version: {message}") from error
 
 
 def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
@@ -199,7 +199,7 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         rates = by_block(device, block.work(), block.seconds)
     else:  # an older file
         rates = rates_of(device).with_products(measured.compute.matmul_flops_per_s["bfloat16"])
-    found = replace(
+    calibrated = replace(
         nominal,
         name=f"{nominal.name}-measured",
         device=replace(
@@ -211,7 +211,7 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
-    return _with_links(reserved(found), measured)
+    return _with_links(reserved(calibrated), measured)
 
 
 def _of_host(measured: Preflight) -> Hardware:
@@ -219,14 +219,14 @@ def _of_host(measured: Preflight) -> Hardware:
     nodes = measured.nodes if measured.evidence == "emulated" else 1
     ranks = nodes * measured.ranks_per_node
     free = float(measured.host.free_bytes)
-    found = emulated(measured.nodes, measured.ranks_per_node, None, memory_bytes=free / nodes)
+    nominal = emulated(measured.nodes, measured.ranks_per_node, None, memory_bytes=free / nodes)
     # Measured while all ranks computed: together they have what one device would.
     rate = ranks * measured.compute.matmul_flops_per_s["float32"]
-    device = replace(found.device, peak_flops=rate, memory_bytes=free / ranks)
+    device = replace(nominal.device, peak_flops=rate, memory_bytes=free / ranks)
     copies = measured.host.copy_bytes_per_s
     return replace(
-        found,
-        name=f"{found.name}-measured",
+        nominal,
+        name=f"{nominal.name}-measured",
         device=device,
         rates=share_of_peak(device, 1.0, ranks),
         host_to_device_bytes_per_s=copies,
@@ -235,12 +235,12 @@ def _of_host(measured: Preflight) -> Hardware:
     )
 
 
-def _with_links(found: Hardware, measured: Preflight) -> Hardware:
+def _with_links(base: Hardware, measured: Preflight) -> Hardware:
     inter, intra = measured.links.inter_node_all_gather, measured.links.intra_node_all_gather
     if inter is not None:
         latency = inter.latency_s / max(1, measured.nodes - 1)
-        found = replace(found, inter_bytes_per_s=inter.bytes_per_s, inter_latency_seconds=latency)
+        base = replace(base, inter_bytes_per_s=inter.bytes_per_s, inter_latency_seconds=latency)
     if intra is not None:
         latency = intra.latency_s / max(1, measured.ranks_per_node - 1)
-        found = replace(found, intra_bytes_per_s=intra.bytes_per_s, intra_latency_seconds=latency)
-    return found
+        base = replace(base, intra_bytes_per_s=intra.bytes_per_s, intra_latency_seconds=latency)
+    return base

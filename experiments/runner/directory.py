@@ -110,8 +110,8 @@ class RunDirectory:
 
         Raises as ``kept``.
         """
-        kept = self.kept(matrix, retry_failed)
-        dropped = [record for record in self._all() if record not in kept]
+        finished = self.kept(matrix, retry_failed)
+        dropped = [record for record in self._all() if record not in finished]
         if dropped:
             archive = self._new_archive()
             records = files.stored(self.records)
@@ -120,8 +120,8 @@ class RunDirectory:
                 if path.exists():
                     (archive / "cells").mkdir(exist_ok=True)
                     path.rename(archive / "cells" / path.name)
-            files.write(kept, self.records)
-        return kept
+            files.write(finished, self.records)
+        return finished
 
     def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
         """Records that ``resume`` keeps: not of failures before the first step of a cell.
@@ -133,14 +133,14 @@ class RunDirectory:
         finished = self._all()
         to_run = {entry.cell.id for entry in matrix.cells if entry.skip_reason is None}
         for record in finished:
-            for what, theirs, ours in (
+            for what, recorded, expected in (
                 ("of matrix", record.cell.matrix, matrix.name),
                 ("that are", record.evidence, matrix.evidence),
             ):
-                if theirs != ours:
+                if recorded != expected:
                     raise ValueError(
-                        f"{self.records}: holds records {what} {theirs!r}, "
-                        f"not {ours!r}; give another directory with --output"
+                        f"{self.records}: holds records {what} {recorded!r}, "
+                        f"not {expected!r}; give another directory with --output"
                     )
 
         def runs_again(record: Record) -> bool:

@@ -66,8 +66,8 @@ def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]
     """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
     if pattern is None:
         return list(cells)
-    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
-    return [entry for entry in cells if entry.cell.id in wanted]
+    ids = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
+    return [entry for entry in cells if entry.cell.id in ids]
 
 
 def run(
@@ -165,8 +165,8 @@ class _Runner:
             if outcome.state == "ok":
                 file = directory / "measurement.json"
                 if not file.exists():
-                    said = "all ranks ended without an error, but rank 0 wrote no"
-                    raise RuntimeError(f"{said} {file.name}")
+                    problem = "all ranks ended without an error, but rank 0 wrote no"
+                    raise RuntimeError(f"{problem} {file.name}")
                 measurement = Measurement.model_validate_json(file.read_bytes())
                 shutil.rmtree(directory / CHECKPOINT, ignore_errors=True)
         except LostNodeError as error:
@@ -226,11 +226,11 @@ class _Runner:
         return outcome
 
     def _record(
-        self, cell: Cell, state: State, error: str | None, started_at: str, **found: Any
+        self, cell: Cell, state: State, error: str | None, started_at: str, **fields: Any
     ) -> Record:
-        """A cell's record, with what was ``found`` where it ran."""
+        """A cell's record; ``fields`` are those that only a cell which ran has."""
         deepspeed = pins.version(cell.deepspeed)
-        theirs = {"deepspeed": deepspeed} if deepspeed else {}  # what the cell's ranks import
+        pinned = {"deepspeed": deepspeed} if deepspeed else {}  # what the cell's ranks import
         return Record(
             cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
@@ -238,10 +238,10 @@ class _Runner:
             error=error,
             evidence=self._cluster.can.evidence,
             commit=self._origin.commit,
-            versions=self._origin.versions | theirs,
+            versions=self._origin.versions | pinned,
             hardware=self._origin.hardware,
             started_at=started_at,
-            **({"measurement": None, "network": {}, "seconds": 0.0} | found),
+            **({"measurement": None, "network": {}, "seconds": 0.0} | fields),
         )
 
 
@@ -264,9 +264,9 @@ def _error(outcome: Outcome, logs: Path) -> str | None:
         with suppress(OSError), log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
             end = file.read().decode("utf-8", errors="replace")
-        if said := end.strip().splitlines()[-_LAST_LINES:]:
+        if tail := end.strip().splitlines()[-_LAST_LINES:]:
             # In front, as a traceback: the last line is the one that names the error.
-            lines = ["last lines of the log:", *said, *lines]
+            lines = ["last lines of the log:", *tail, *lines]
     return provenance.scrub("\n".join(lines))
 
 

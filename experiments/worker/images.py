@@ -43,21 +43,21 @@ class ImageWorkload:
 
     metrics: Sequence[str] = ("held_out_loss", "held_out_accuracy")
 
-    def __init__(self, cell: Cell, given: Images, rank: int, ranks: int) -> None:
+    def __init__(self, cell: Cell, spec: Images, rank: int, ranks: int) -> None:
         """Raises ``ValueError`` naming line and key where the images are not on this node."""
-        self._source = SOURCES[given.images]
+        self._source = SOURCES[spec.images]
         self._cell, self._rank, self._ranks = cell, rank, ranks
-        self._training, self._kept = self._source.read(given, cell.origin)
+        self._training, self._validation = self._source.read(spec, cell.origin)
         least = ranks * cell.micro_batch
         if len(self._training) < least:
             raise ValueError(
                 f"micro_batch = {cell.micro_batch}: {ranks} ranks take {least} images at a time, "
-                f"and {given.name} has {len(self._training)} to train on"
+                f"and {spec.name} has {len(self._training)} to train on"
             )
-        if cell.held_out > len(self._kept):
+        if cell.held_out > len(self._validation):
             raise ValueError(
-                f"held_out = {cell.held_out}: allowed are 0 to {len(self._kept)}, the images of "
-                f"{given.name} that are not trained on"
+                f"held_out = {cell.held_out}: allowed are 0 to {len(self._validation)}, the images "
+                f"of {spec.name} that are not trained on"
             )
 
     def batches(self) -> Iterator[torch.Tensor]:
@@ -70,10 +70,10 @@ class ImageWorkload:
 
     def held_out(self) -> Iterator[torch.Tensor]:
         """Images spread evenly over those that are kept."""
-        wanted, size = self._cell.held_out, self._cell.micro_batch
-        chosen = [index * len(self._kept) // wanted for index in range(wanted)]
-        batches = [chosen[start : start + size] for start in range(0, wanted, size)]
-        return iter(self._loader(self._kept, batches, torch.Generator()))
+        number, size = self._cell.held_out, self._cell.micro_batch
+        chosen = [index * len(self._validation) // number for index in range(number)]
+        batches = [chosen[start : start + size] for start in range(0, number, size)]
+        return iter(self._loader(self._validation, batches, torch.Generator()))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         pixels, classes = self._parts(batch)
@@ -116,18 +116,18 @@ def epochs(images: int, size: int, ranks: int, seed: int) -> Iterator[list[int]]
 
 
 #: Last of scikit-learn's digits: others wrote them than those that are trained on.
-_KEPT_DIGITS = 360
+_VALIDATION_DIGITS = 360
 
 
-def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+def _digits(spec: Images, origin: Origin) -> tuple[Examples, Examples]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
-    found = load_digits()
-    pixels = torch.from_numpy(found.images).float()[:, None] / 16
-    classes = torch.from_numpy(found.target)
-    cut = len(pixels) - _KEPT_DIGITS
+    digits = load_digits()
+    pixels = torch.from_numpy(digits.images).float()[:, None] / 16
+    classes = torch.from_numpy(digits.target)
+    cut = len(pixels) - _VALIDATION_DIGITS
     return (TensorDataset(pixels[:cut], classes[:cut]), TensorDataset(pixels[cut:], classes[cut:]))
 
 
@@ -151,19 +151,19 @@ def _imagenet(vision: Any, of: Any, folder: str) -> tuple[Examples, Examples]:
 def _by_torchvision(made: Callable[[Any, Any, str], tuple[Examples, Examples]]) -> Read:
     """Reads what is ``made`` of its data sets, its transforms and a folder on this node."""
 
-    def read(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+    def read(spec: Images, origin: Origin) -> tuple[Examples, Examples]:
         try:
             from torchvision import datasets, transforms
         except Exception as error:  # a build for another torch fails in its own ways
             raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
-        assert given.folder is not None, "the reader sees to it"
+        assert spec.folder is not None, "the reader sees to it"
         where = origin.key("data", "folder")
-        folder = origin.source(str(origin.path(given.folder)), where)
+        folder = origin.source(str(origin.path(spec.folder)), where)
         try:
             return made(datasets, transforms, folder)
         except (OSError, RuntimeError) as error:
             raise ValueError(
-                f"{where}: {given.folder} has no {given.images} that torchvision reads: {error}"
+                f"{where}: {spec.folder} has no {spec.images} that torchvision reads: {error}"
             ) from error
 
     return read

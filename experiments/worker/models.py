@@ -91,8 +91,8 @@ def _built_in(spec: ModelSpec, sequence_length: int) -> ConfiguredModel:
             "num_key_value_heads": spec.heads,
         },
     }
-    said = {"model_type": spec.family, "vocab_size": spec.vocabulary, **shapes[spec.family]}
-    return ConfiguredModel(name=spec.name, config=spec.name, configuration=said)
+    fields = {"model_type": spec.family, "vocab_size": spec.vocabulary, **shapes[spec.family]}
+    return ConfiguredModel(name=spec.name, config=spec.name, configuration=fields)
 
 
 def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -147,14 +147,14 @@ def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         raise ValueError(f"{where}: {must}; it has ended the program") from error
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise ValueError(f"{where}: {must}; it returned a {type(made).__name__}")
-    model, given = made
+    model, blocks = made
     try:
-        found = [] if given is None else blocks_of(model, given)
+        blocks = [] if blocks is None else blocks_of(model, blocks)
     except ValueError as error:
         raise ValueError(f"{where}: {must}; {str(error).replace('units', 'blocks')}") from error
-    if not found:
+    if not blocks:
         raise ValueError(f"{where}: {must}; it returned none")
-    return model, found
+    return model, blocks
 
 
 @contextmanager
@@ -183,10 +183,10 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
     """The configuration without dropout, as strategies must see the same losses."""
     from transformers import AutoConfig
 
-    said = {name: value for name, value in spec.configuration.items() if name != "model_type"}
+    fields = {name: value for name, value in spec.configuration.items() if name != "model_type"}
     what = f"{spec.config}, of model_type {spec.model_type!r}"
     with telling(f"{where}: transformers does not know {what}"):
-        config = AutoConfig.for_model(spec.model_type, **said)
+        config = AutoConfig.for_model(spec.model_type, **fields)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for name, value in part.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -223,17 +223,17 @@ def find_function(name: str, where: str) -> Callable[..., Any]:
 
     Raises ``ValueError`` where there is none.
     """
-    module, _, function = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), function, None)
+        function: Any = getattr(importlib.import_module(module), attribute, None)
     except (ImportError, SystemExit) as error:
         raise ValueError(
             f"{where}: {module} cannot be imported: {error}; each node imports it from the folder "
             "that ranks start in, this repository's, or from installed packages"
         ) from error
-    if not callable(found):
-        raise ValueError(f"{where}: {module} has no function {function!r}")
-    return cast(Callable[..., Any], found)
+    if not callable(function):
+        raise ValueError(f"{where}: {module} has no function {attribute!r}")
+    return cast(Callable[..., Any], function)
 
 
 def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Module:
@@ -285,9 +285,9 @@ def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
         return
     sums = [checksum(param.detach()) for param in model.parameters()]
     mine = checksum(torch.stack(sums)).item()
-    every: list[int | None] = [None] * topology.world_size
-    dist.all_gather_object(every, mine)
-    others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+    checksums: list[int | None] = [None] * topology.world_size
+    dist.all_gather_object(checksums, mine)
+    others = [rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]]
     if others:
         raise ValueError(
             f"{cell.origin.key('model', key)}: {what} other weights on rank {others[0]} than on "

@@ -116,7 +116,7 @@ class _Training:
 
         It goes on from the cell's checkpoint, if its ranks have ended before.
         """
-        cell, trainable, every = self.cell, self.trainable, self.cell.checkpoint_every
+        cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
         dist.barrier()
         if self.topology.rank == 0:
@@ -124,11 +124,11 @@ class _Training:
         dist.barrier()
         end = cell.warmup_steps + cell.steps
         while (done := len(self.losses)) < end:
-            # After how many steps the next checkpoint is due, and measurement; never: 0.
-            due = every and (done // every + 1) * every
-            often = cell.held_out and cell.held_out_every
-            told = often and (done // often + 1) * often
-            stop = min(step for step in (*self._warm_up, due, told, end) if step > done)
+            # Steps after which the next checkpoint and the next evaluation are due; 0: never.
+            save_at = save_every and (done // save_every + 1) * save_every
+            evaluate_every = cell.held_out and cell.held_out_every
+            evaluate_at = evaluate_every and (done // evaluate_every + 1) * evaluate_every
+            stop = min(step for step in (*self._warm_up, save_at, evaluate_at, end) if step > done)
             if self.allocated and done == self._warm_up[0]:
                 self.allocated.mark()
             counts = self._stretch(stop - done)
@@ -139,9 +139,9 @@ class _Training:
                 self.phases.clear()
             if self.allocated and stop == cell.warmup_steps:
                 self.most_allocated = self.allocated.most()
-            if stop == told and stop < end:
+            if stop == evaluate_at and stop < end:
                 self.held_out[stop] = self._held_out()["held_out_loss"]
-            if stop == due and stop < end:
+            if stop == save_at and stop < end:
                 self._save()
         # After all that is counted, timed or at its peak has been read.
         measurement = self._measurement()
@@ -177,9 +177,9 @@ class _Training:
 
     def _go_on(self) -> None:
         """Take up what the last checkpoint holds, if there is one: rank 0 looks."""
-        there: list[Any] = [(self.output / CHECKPOINT / COMMIT).exists()]
-        dist.broadcast_object_list(there)
-        if not there[0]:
+        exists: list[Any] = [(self.output / CHECKPOINT / COMMIT).exists()]
+        dist.broadcast_object_list(exists)
+        if not exists[0]:
             return
         saved = fcdp.load(self.model, self._optimizer, self.output / CHECKPOINT)
         mine = saved["ranks"][self.topology.rank]
@@ -292,15 +292,15 @@ class _Training:
             "cache": trainable.cache,
             "by_phase": self.phases.per_step(cell.steps),
             "rewards": self.objective.rewards if self.objective else (),
-            "told": self.objective.told if isinstance(self.objective, GRPO) else (),
+            "publications": self.objective.publications if isinstance(self.objective, GRPO) else (),
             "allocated": self.most_allocated,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
-        every: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
+        counted: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
         on_accelerator = self._device.type != "cpu"
-        busiest, *to_groups = max([*rank["sent"].values()] for rank in every)
+        busiest, *to_groups = max([*rank["sent"].values()] for rank in counted)
         return Measurement(
             engine=trainable.engine,
             engine_version=trainable.engine_version,
@@ -318,9 +318,9 @@ class _Training:
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
-            cache=_cached([r["cache"] for r in ranks], [r["gathers"] for r in every], cell.steps),
+            cache=_cached([r["cache"] for r in ranks], [r["gathers"] for r in counted], cell.steps),
             phase_seconds=counts["phases"]
-            and _mean([r["phases"] or {} for r in every], cell.steps),
+            and _mean([r["phases"] or {} for r in counted], cell.steps),
             resumed_at=self.resumed_at,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
             **_of_iterations(ranks, cell.warmup_steps),
@@ -334,15 +334,15 @@ def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dic
     what a rollout's publications were, which ranks tell alike, and of rewards.
     """
     phases = ranks[0]["by_phase"]
-    found: dict[str, Any] = {name: max(r["by_phase"][name] for r in ranks) for name in phases}
-    if told := ranks[0]["told"][warmup_steps:]:
-        found |= _mean(told, 1)
+    metrics: dict[str, Any] = {name: max(r["by_phase"][name] for r in ranks) for name in phases}
+    if publications := ranks[0]["publications"][warmup_steps:]:
+        metrics |= _mean(publications, 1)
     if ranks[0]["allocated"] is not None:
-        found["iteration_device_bytes"] = max(r["allocated"] for r in ranks)
+        metrics["iteration_device_bytes"] = max(r["allocated"] for r in ranks)
     if rewards := _by_step(ranks, "rewards"):
         measured = rewards[warmup_steps:]
-        found |= {"rewards": rewards, "reward": sum(measured) / len(measured)}
-    return found
+        metrics |= {"rewards": rewards, "reward": sum(measured) / len(measured)}
+    return metrics
 
 
 def _by_step(ranks: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -350,13 +350,13 @@ def _by_step(ranks: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [sum(each) / len(each) for each in zip(*(r[name] for r in ranks), strict=True)]
 
 
-def _sum(one: Any, other: Any) -> Any:
-    """The sum of numbers, or of mappings key by key; what only one has is that one's."""
-    if one is None or other is None:
-        return other if one is None else one
-    if not isinstance(one, Mapping):
-        return one + other
-    return {name: _sum(one.get(name), other.get(name)) for name in dict.fromkeys([*one, *other])}
+def _sum(a: Any, b: Any) -> Any:
+    """Add numbers, or mappings key by key; a key that only one mapping has keeps its value."""
+    if a is None or b is None:
+        return b if a is None else a
+    if not isinstance(a, Mapping):
+        return a + b
+    return {name: _sum(a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])}
 
 
 def _cached(

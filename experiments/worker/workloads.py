@@ -37,8 +37,8 @@ class TextWorkload:
     metrics: Sequence[str] = ("held_out_loss",)
 
     def __init__(self, cell: Cell, model: nn.Module, rank: int) -> None:
-        found = tokens(cell, models.vocabulary(model))
-        self._training, self._held_out = split(found, cell)
+        token_ids = tokens(cell, models.vocabulary(model))
+        self._training, self._held_out = split(token_ids, cell)
         self._cell, self._rank = cell, rank
         #: The mean of a batch, a scalar; and means of a held-out one. Both call the model once.
         self.loss = self.measure = _loss(cell)
@@ -63,18 +63,18 @@ def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
     where = cell.origin.key("loss")
-    given = models.find_function(cell.loss, where)
+    function = models.find_function(cell.loss, where)
 
     def checked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        found = given(model, batch)
-        if not isinstance(found, torch.Tensor):
-            wrong = f"a {type(found).__name__}"
-        elif found.numel() != 1:
-            wrong = f"a tensor of shape {tuple(found.shape)}"
-        elif torch.is_grad_enabled() and not found.requires_grad:
+        loss = function(model, batch)
+        if not isinstance(loss, torch.Tensor):
+            wrong = f"a {type(loss).__name__}"
+        elif loss.numel() != 1:
+            wrong = f"a tensor of shape {tuple(loss.shape)}"
+        elif torch.is_grad_enabled() and not loss.requires_grad:
             wrong = "a tensor that depends on no parameter, as after .detach() and .item()"
         else:
-            return found
+            return loss
         raise ValueError(
             f"{where}: {cell.loss} returned {wrong}; it must return the mean loss of the batch, a "
             "tensor of one number to call backward() on"
@@ -95,26 +95,26 @@ def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
     Raises ``ValueError`` naming line and key where the data are not on this node or are others than
     the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
     """
-    given = cell.data
-    assert not isinstance(given, workload.Images), "cells see to it"
-    found = _bytes(given, cell) if given.tokenizer is None else _tokenised(given, cell)
+    spec = cell.data
+    assert not isinstance(spec, workload.Images), "cells see to it"
+    token_ids = _bytes(spec, cell) if spec.tokenizer is None else _tokenised(spec, cell)
     where = cell.origin.key("data")
     least = cell.sequence_length + 2
-    if len(found) < least:
+    if len(token_ids) < least:
         raise ValueError(
-            f"{where}: {cell.data.name} has {len(found)} tokens, of which sequence_length = "
+            f"{where}: {cell.data.name} has {len(token_ids)} tokens, of which sequence_length = "
             f"{cell.sequence_length} needs {least}"
         )
-    largest = int(found.max())
+    largest = int(token_ids.max())
     if vocabulary is not None and largest >= vocabulary:
         raise ValueError(
             f"{where}: {cell.data.name} has token {largest}, and the vocabulary of model "
             f"{cell.model.name} has {vocabulary}: tokens must be below that"
         )
-    return found
+    return token_ids
 
 
-def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+def split(token_ids: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens to train on, and the cell's held-out sequences, int64 (sequences, tokens + 1).
 
     The sequences are spread evenly over the last ``HELD_OUT_SHARE`` and do not overlap. Raises
@@ -122,9 +122,9 @@ def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     """
     window = cell.sequence_length + 1
     if cell.held_out == 0:
-        return found, torch.empty(0, window, dtype=torch.int64)
-    kept = len(found) - int(len(found) * HELD_OUT_SHARE)
-    training, last = found[:kept], found[kept:]
+        return token_ids, torch.empty(0, window, dtype=torch.int64)
+    cut = len(token_ids) - int(len(token_ids) * HELD_OUT_SHARE)
+    training, last = token_ids[:cut], token_ids[cut:]
     most = len(last) // window
     if cell.held_out > most or len(training) <= window:
         raise ValueError(
@@ -165,63 +165,63 @@ def micro_batches(
         yield torch.stack([text[start : start + window] for start in starts.tolist()]).long()
 
 
-def _bytes(given: workload.AnyText, cell: Cell) -> torch.Tensor:
-    if isinstance(given, workload.Library):
+def _bytes(spec: workload.AnyText, cell: Cell) -> torch.Tensor:
+    if isinstance(spec, workload.Library):
         return corpus()
-    if isinstance(given, workload.TextFile):
-        file = _file(given.text, given.digest, cell.origin.key("data", "text"), cell.origin)
+    if isinstance(spec, workload.TextFile):
+        file = _file(spec.text, spec.digest, cell.origin.key("data", "text"), cell.origin)
         # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
         return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    joined = bytearray(b"\n".join(text.encode() for text in _texts(given, cell.origin)))
+    joined = bytearray(b"\n".join(text.encode() for text in _texts(spec, cell.origin)))
     return torch.frombuffer(joined, dtype=torch.uint8)
 
 
-def _tokenised(given: workload.AnyText, cell: Cell) -> torch.Tensor:
+def _tokenised(spec: workload.AnyText, cell: Cell) -> torch.Tensor:
     """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
     from transformers import AutoTokenizer
 
-    assert given.tokenizer is not None
+    assert spec.tokenizer is not None
     where = cell.origin.key("data", "tokenizer")
-    source = cell.origin.source(given.tokenizer, where)
-    with models.telling(f"{where}: no tokenizer {given.tokenizer} on this node"):
+    source = cell.origin.source(spec.tokenizer, where)
+    with models.telling(f"{where}: no tokenizer {spec.tokenizer} on this node"):
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    found: list[int] = []
-    for text in _texts(given, cell.origin):
-        found += end if found else []
-        found += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(found, dtype=torch.int64)
+    token_ids: list[int] = []
+    for text in _texts(spec, cell.origin):
+        token_ids += end if token_ids else []
+        token_ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(token_ids, dtype=torch.int64)
 
 
-def _texts(given: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
-    if isinstance(given, workload.Library):
+def _texts(spec: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
+    if isinstance(spec, workload.Library):
         yield bytes(corpus().tolist()).decode(errors="replace")
-    elif isinstance(given, workload.TextFile):
-        file = _file(given.text, given.digest, origin.key("data", "text"), origin)
+    elif isinstance(spec, workload.TextFile):
+        file = _file(spec.text, spec.digest, origin.key("data", "text"), origin)
         yield file.read_text(encoding="utf-8", errors="replace")
-    elif isinstance(given, workload.JsonLines):
-        file = _file(given.jsonl, given.digest, origin.key("data", "jsonl"), origin)
-        yield from workload.json_lines(file, given.field)
+    elif isinstance(spec, workload.JsonLines):
+        file = _file(spec.jsonl, spec.digest, origin.key("data", "jsonl"), origin)
+        yield from workload.json_lines(file, spec.field)
     else:
-        yield from _of_dataset(given, origin)
+        yield from _of_dataset(spec, origin)
 
 
-def _file(given: str, digest: str, where: str, origin: workload.Origin) -> Path:
+def _file(name: str, digest: str, where: str, origin: workload.Origin) -> Path:
     """A file of the matrix's folder that is the one that the runner has read."""
-    file = Path(origin.source(str(origin.path(given)), where))
+    file = Path(origin.source(str(origin.path(name)), where))
     if workload.digest(file) != digest:
         raise ValueError(f"{where}: {file} is another file on this node than it was for the runner")
     return file
 
 
-def _of_dataset(given: workload.Dataset, origin: workload.Origin) -> Iterator[str]:
+def _of_dataset(spec: workload.Dataset, origin: workload.Origin) -> Iterator[str]:
     where = origin.key("data", "dataset")
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(f"{where}: needs the package datasets on each node: {error}") from error
-    source = origin.source(given.dataset, where)
-    with models.telling(f"{where}: {given.source} cannot be had on this node"):
-        rows = load_dataset(source, given.subset, split=given.split)
+    source = origin.source(spec.dataset, where)
+    with models.telling(f"{where}: {spec.source} cannot be had on this node"):
+        rows = load_dataset(source, spec.subset, split=spec.split)
     for number, row in enumerate(rows):
-        yield workload.text_of(row, given.field, f"{where}: row {number}")
+        yield workload.text_of(row, spec.field, f"{where}: row {number}")

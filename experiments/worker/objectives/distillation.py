@@ -41,16 +41,16 @@ class Distillation:
         prepared = []
         for batch in batches:
             tokens = batch[:, :-1]
-            found = self._teacher.logits(tokens)
-            prepared.append(torch.cat([tokens[..., None].float(), found], dim=-1))
+            scores = self._teacher.logits(tokens)
+            prepared.append(torch.cat([tokens[..., None].float(), scores], dim=-1))
         ended("scoring")
         return prepared
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """The divergence per token; its gradients are as large at every temperature."""
         student, teacher = (
-            (found / self._temperature).log_softmax(-1).flatten(0, 1)
-            for found in (logits(model, batch[..., 0].long()), batch[..., 1:])
+            (scores / self._temperature).log_softmax(-1).flatten(0, 1)
+            for scores in (logits(model, batch[..., 0].long()), batch[..., 1:])
         )
         divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
         return divergence * self._temperature**2

@@ -37,10 +37,10 @@ class DPO:
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         tokens, reference = batch[:, :-1].long(), batch[:, -1]
         margins = _of_answers(log_probabilities(model, tokens)) - reference
-        preferred, other = margins.chunk(2)
-        return -F.logsigmoid(self._beta * (preferred - other)).mean()
+        preferred, rejected = margins.chunk(2)
+        return -F.logsigmoid(self._beta * (preferred - rejected)).mean()
 
 
-def _of_answers(found: torch.Tensor) -> torch.Tensor:
+def _of_answers(per_token: torch.Tensor) -> torch.Tensor:
     """Log-probability of each answer, of those (sequences, tokens) of all tokens but the first."""
-    return found[:, (found.shape[1] + 1) // 2 - 1 :].sum(1)
+    return per_token[:, (per_token.shape[1] + 1) // 2 - 1 :].sum(1)

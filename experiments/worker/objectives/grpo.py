@@ -48,7 +48,7 @@ class GRPO:
         self._sampler = Sampler(cell, rank)
         self._rollout = Rollout(cell, rank) if spec.rollout != "trainer" else None
         #: Figures of each iteration's publication, by field of a measurement.
-        self.told: list[dict[str, float]] = []
+        self.publications: list[dict[str, float]] = []
 
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
@@ -67,8 +67,8 @@ class GRPO:
         for part in torch.arange(len(tokens), device=tokens.device).split(self._micro_batch):
             reference = old[part]
             if self._reference is not None:
-                found = self._reference.log_probabilities(model, tokens[part])
-                reference = found[:, self._prompt - 1 :]
+                per_token = self._reference.log_probabilities(model, tokens[part])
+                reference = per_token[:, self._prompt - 1 :]
             # Exact: float32 has all whole numbers up to 2^24.
             columns = (tokens[part], advantages[part, None], counts[part], old[part], reference)
             prepared.append(torch.cat([each.float() for each in columns], dim=1))
@@ -85,26 +85,26 @@ class GRPO:
             return tokens, self._sampler.scores(model, tokens)
         published = self._rollout.publish(model)
         ended("sync")
-        got = self._rollout.answers(prompts)
+        answers = self._rollout.answers(prompts)
         ended("generation")
-        self.told.append(
+        self.publications.append(
             {
-                "versions_behind": published.version - got.version,
+                "versions_behind": published.version - answers.version,
                 "changed_share": published.changed / published.words,
                 "bits_per_parameter": published.bits_per_parameter,
             }
         )
-        return got.tokens, got.old
+        return answers.tokens, answers.old
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         new, clip = self._spec.new_tokens, self._spec.clip
         tokens, advantages, counts, old, reference = batch.split(
             [self._prompt + new, 1, new, new, new], dim=1
         )
-        found = log_probabilities(model, tokens.long())[:, self._prompt - 1 :]
-        ratio = (found - old).exp()
+        current = log_probabilities(model, tokens.long())[:, self._prompt - 1 :]
+        ratio = (current - old).exp()
         gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-        behind = reference - found
+        behind = reference - current
         losses = self._spec.beta * (behind.exp() - behind - 1) - gain
         mean: torch.Tensor = ((losses * counts).sum(1) / counts.sum(1)).mean()
         return mean

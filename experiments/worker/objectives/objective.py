@@ -98,8 +98,8 @@ class Reference:
 
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Float32 logits of a ``transformers`` model: (sequences, tokens, vocabulary)."""
-    found: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-    return found.float()
+    scores: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return scores.float()
 
 
 def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,8 @@ def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return _of_tokens(logits(model, tokens[:, :-1]), tokens)
 
 
-def _of_tokens(found: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return found.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+def _of_tokens(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return scores.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
 class Phases:

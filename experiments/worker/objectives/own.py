@@ -60,30 +60,30 @@ class Own:
     ) -> Sequence[torch.Tensor]:
         """Micro-batches of the user's, once all ranks have made as many."""
 
-        def told(phase: Phase) -> None:
+        def phase_ended(phase: Phase) -> None:
             with self._waiting(f"the end of {phase}"):
                 ended(phase)
 
         self._iteration, self._state = self._iteration + 1, (0, 0, "")
         with self._counted(model), self._watched():
-            prepared = self._made.prepare(model, batches, told)
+            prepared = self._made.prepare(model, batches, phase_ended)
             with self._waiting("the end of prepare"):
-                every: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(every, (self._state[1], len(prepared), self.epochs))
-        if len({*every}) > 1:
+                by_rank: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(by_rank, (self._state[1], len(prepared), self.epochs))
+        if len({*by_rank}) > 1:
             raise ValueError(
-                f"{self._where}: calls of the model, micro-batches and epochs, by rank = {every}; "
-                "must be alike"
+                f"{self._where}: calls of the model, micro-batches and epochs, by rank = {by_rank}"
+                "; must be alike"
             )
         return prepared
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         self._state = 0, 0, ""
         with self._counted(model, most=1):
-            found = self._made.loss(model, batch)
+            loss = self._made.loss(model, batch)
         if not self._state[1]:
             raise ValueError(f"{self._where}: loss has not called the model; it must, once")
-        return found
+        return loss
 
     @contextmanager
     def _counted(self, model: nn.Module, most: float = math.inf) -> Iterator[None]:
@@ -135,12 +135,12 @@ class Own:
                 key = f"{self._iteration}/{ends}"
                 if at and state == seen:
                     board.put(key, Announcement(f"another waits at {at}", calls))
-                there = board.read(key)
-                if there and (calls > there.exchanges or not there.text.endswith(at)):
+                posted = board.read(key)
+                if posted and (calls > posted.exchanges or not posted.text.endswith(at)):
                     self._wrong = (
                         f"{self._where}: rank {rank} has called the model {calls} times and is "
-                        f"{f'at {at}' if at else 'in a call'}, {there.text} after "
-                        f"{there.exchanges}; must be alike"
+                        f"{f'at {at}' if at else 'in a call'}, {posted.text} after "
+                        f"{posted.exchanges}; must be alike"
                     )
                     break_all(every_backend())
                     return

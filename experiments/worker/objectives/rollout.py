@@ -58,18 +58,18 @@ class Sampler:
         """Prompts and answers: always as many tokens, so that no rank waits for another's."""
         if self._generator is None:
             self._generator = torch.Generator(tokens.device).manual_seed(self._seed)
-        given, past = tokens, None
+        inputs, past = tokens, None
         for _ in range(self._spec.new_tokens):
-            found: Any = model(input_ids=given, past_key_values=past, use_cache=True)
-            past = found.past_key_values
+            outputs: Any = model(input_ids=inputs, past_key_values=past, use_cache=True)
+            past = outputs.past_key_values
             if past is None:
                 raise ValueError(
                     "objective = grpo: the model keeps no keys and values of earlier tokens "
                     "(past_key_values), without which nothing is generated"
                 )
-            chances = (found.logits[:, -1].float() / self._spec.temperature).softmax(-1)
-            given = torch.multinomial(chances, 1, generator=self._generator)
-            tokens = torch.cat([tokens, given], dim=1)
+            chances = (outputs.logits[:, -1].float() / self._spec.temperature).softmax(-1)
+            inputs = torch.multinomial(chances, 1, generator=self._generator)
+            tokens = torch.cat([tokens, inputs], dim=1)
         return tokens
 
     def scores(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,9 +112,9 @@ class Rollout:
             self._connection.send(prompts.numpy(force=True))
             self._asked.append(self._version)
         self._asked.popleft()
-        while not isinstance(got := self._take(), tuple):
+        while not isinstance(message := self._take(), tuple):
             pass  # that it follows
-        version, *parts = got
+        version, *parts = message
         return Answers(version, *(torch.from_numpy(part).to(prompts.device) for part in parts))
 
     def _take(self) -> Any:
@@ -169,9 +169,9 @@ def main() -> None:
     with Listener(_address(), backlog=128, authkey=secret) as listener:
         while len(ranks) < int(os.environ["WORLD_SIZE"]):
             connection = listener.accept()
-            rank, told, url = connection.recv()
+            rank, cell_json, url = connection.recv()
             ranks[rank] = connection
-    cell = Cell.model_validate_json(told)
+    cell = Cell.model_validate_json(cell_json)
     generation = _Generation(cell, url)
     samplers = {rank: Sampler(cell, rank) for rank in sorted(ranks)}
     try:
