@@ -71,16 +71,16 @@ def docker(network: Network, folder: Path) -> Iterator[list[Engine]]:
     with daemons.stack:
         engines = []
         for node in range(len(network.nodes)):
-            own = folder / str(node)
-            own.mkdir()
-            engines.append(Engine(own))
+            directory = folder / str(node)
+            directory.mkdir()
+            engines.append(Engine(directory))
             paths = {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}
             daemons.inside(
                 node,
                 # All that it starts ends with it, and it sees no engine of this machine.
                 *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
                 *("sh", "-c", 'mount -t tmpfs none /run && exec "$@"', "sh", "dockerd"),
-                *(f"--{option}={own / name}" for option, name in paths.items()),
+                *(f"--{option}={directory / name}" for option, name in paths.items()),
                 f"--host={engines[-1].variables['DOCKER_HOST']}",
                 *("--bridge=none", "--iptables=false", "--ip-forward=false"),
             )
@@ -157,9 +157,9 @@ class Containers:
         }
 
     def start(self, steps: int, *more: str) -> subprocess.Popen[str]:
-        there = " ".join(self.run.command(steps)).replace(str(self._checkout), "/opt/fcdp")
+        command = " ".join(self.run.command(steps)).replace(str(self._checkout), "/opt/fcdp")
         return subprocess.Popen(
-            [self._checkout / "launch/docker.sh", self._hosts, there, *more],
+            [self._checkout / "launch/docker.sh", self._hosts, command, *more],
             env={**os.environ, **self._variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -173,8 +173,8 @@ class Containers:
 
 def test_two_containers_train(run: Containers) -> None:
     started = run.start(steps=2)
-    said = finish(started)
-    assert started.returncode == 0, said
+    output = finish(started)
+    assert started.returncode == 0, output
     run.run.check_record()
     run.check_nothing_runs()
 
@@ -184,8 +184,8 @@ def test_a_signal_ends_the_run_and_all_containers(run: Containers) -> None:
     run.run.wait_until_it_trains()
     assert [len(engine.containers()) for engine in run.engines] == [1, 1]
     started.send_signal(signal.SIGTERM)
-    said = finish(started, 60)
-    assert started.returncode == 130, said
-    assert "interrupted: the cluster is torn down" in said
-    assert "between nodes" not in said
+    output = finish(started, 60)
+    assert started.returncode == 130, output
+    assert "interrupted: the cluster is torn down" in output
+    assert "between nodes" not in output
     run.check_nothing_runs()

@@ -51,13 +51,13 @@ def start(
     return programs.ended(*command, environment=inherited, within_s=200, **variables)
 
 
-def told(file: Path) -> list[dict[str, Any]]:
+def read_calls(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def check_calls(tmp_path: Path) -> dict[str, str]:
     """The commands ran one after another with the same settings, which are returned."""
-    calls = told(tmp_path / "python.jsonl")
+    calls = read_calls(tmp_path / "python.jsonl")
     assert [" ".join(call["arguments"]) for call in calls] == [
         f"-m experiments {command} --cluster rented" for command in COMMANDS
     ]
@@ -69,20 +69,20 @@ def check_calls(tmp_path: Path) -> dict[str, str]:
 def test_ssh_runs_the_commands_for_its_hosts_and_slurm_in_its_allocation(
     tmp_path: Path, python: Path, script: str
 ) -> None:
-    hosts, told = [], {"NCCL_DEBUG": "WARN"}
+    hosts, expected = [], {"NCCL_DEBUG": "WARN"}
     if script == "ssh.sh":
-        hosts, told = ["node0 node1"], {"FCDP_HOSTS": "node0 node1", **told}
+        hosts, expected = ["node0 node1"], {"FCDP_HOSTS": "node0 node1", **expected}
     submitted = {"SLURM_SUBMIT_DIR": str(ROOT), "NCCL_DEBUG": "WARN"}
     words = ["bash", ROOT / "launch" / script, *hosts, *COMMANDS]
     done = start(words, VENV=str(python), **submitted)
     assert done.returncode == 0, done.stderr
-    assert check_calls(tmp_path) == told
+    assert check_calls(tmp_path) == expected
 
 
 def test_a_command_has_quotes_as_in_a_shell(tmp_path: Path, python: Path) -> None:
     command = "run 'my m.yaml'\n--set \"policy=[host, disk]\""
     assert start([ROOT / "launch/commands.sh", command], VENV=str(python)).returncode == 0
-    (call,) = told(tmp_path / "python.jsonl")
+    (call,) = read_calls(tmp_path / "python.jsonl")
     assert call["arguments"][3:6] == ["my m.yaml", "--set", "policy=[host, disk]"]
 
 
@@ -90,9 +90,9 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
     task = yaml.safe_load(SKYPILOT.read_text())
     assert set(task) == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
     for rank in range(2):
-        given = {"VENV": str(python), "FCDP_COMMANDS": "\n".join(COMMANDS) + "\n"}
+        variables = {"VENV": str(python), "FCDP_COMMANDS": "\n".join(COMMANDS) + "\n"}
         nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(rank)}
-        done = start(["bash", "-c", task["run"]], **given, **nodes)
+        done = start(["bash", "-c", task["run"]], **variables, **nodes)
         assert done.returncode == 0, done.stderr
     assert check_calls(tmp_path)["FCDP_HOSTS"] == "10.0.0.1 10.0.0.2"
 
@@ -104,7 +104,7 @@ def test_skypilots_managed_job_starts_torchrun_on_each_node(tmp_path: Path) -> N
     ranks = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     done = start(["bash", "-c", task["run"]], tmp_path, **nodes, **ranks)
     assert done.returncode == 0, done.stderr
-    (call,) = told(tmp_path / "torchrun.jsonl")
+    (call,) = read_calls(tmp_path / "torchrun.jsonl")
     launcher = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 10.0.0.1 --master-port "
     assert " ".join(call["arguments"]).startswith(f"{launcher}29400 examples/train.py --model ")
 
@@ -122,31 +122,31 @@ def test_kubeflow_reads_all_of_the_manifest() -> None:
 
 @pytest.mark.parametrize("gpus", ["all", "none"])
 def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: str) -> None:
-    given = {"NCCL_DEBUG": "a setting", "WANDB_API_KEY": "a key", "FCDP_GPUS": gpus}
-    call = call_of_docker(tmp_path, **given, FCDP_DOCKER_OPTIONS="--device /dev/infiniband")
+    variables = {"NCCL_DEBUG": "a setting", "WANDB_API_KEY": "a key", "FCDP_GPUS": gpus}
+    call = call_of_docker(tmp_path, **variables, FCDP_DOCKER_OPTIONS="--device /dev/infiniband")
     line = " ".join(call["arguments"])
-    there = call["settings"]["FCDP_PREFIX"]
+    prefix = call["settings"]["FCDP_PREFIX"]
     assert call["settings"]["FCDP_HOSTS"] == "node0 node1"
-    assert there.startswith("docker run --interactive --rm ")
-    assert there.endswith(" fcdp")
+    assert prefix.startswith("docker run --interactive --rm ")
+    assert prefix.endswith(" fcdp")
     for part in ("--network host", "--ipc host", "--ulimit memlock=-1", "--device /dev/infiniband"):
         assert part in line
-        assert part in there
-    assert ("--gpus all" in line) == ("--gpus all" in there) == (gpus == "all")
+        assert part in prefix
+    assert ("--gpus all" in line) == ("--gpus all" in prefix) == (gpus == "all")
     for name in ("FCDP_HOSTS", "FCDP_PREFIX", "NCCL_DEBUG", "WANDB_API_KEY"):
         assert f"--env {name} " in line
-        assert name not in there
+        assert name not in prefix
     assert "a setting" not in line
     assert "a key" not in line
     assert "--tty" not in line  # no terminal
     assert call["arguments"][-4:] == ["fcdp", "launch/commands.sh", *COMMANDS]
 
 
-def test_what_is_compiled_on_the_other_machines_is_kept(tmp_path: Path) -> None:
+def test_operators_that_other_machines_compile_stay_in_volumes(tmp_path: Path) -> None:
     call = call_of_docker(tmp_path, FCDP_IMAGE="me/fcdp:2")
-    there = call["settings"]["FCDP_PREFIX"]
-    assert "--volume me-fcdp-2-operators:/opt/venv/operators " in there
-    assert there.endswith("--volume me-fcdp-2-operators-paper:/opt/venv-paper/operators me/fcdp:2")
+    prefix = call["settings"]["FCDP_PREFIX"]
+    assert "--volume me-fcdp-2-operators:/opt/venv/operators " in prefix
+    assert prefix.endswith("--volume me-fcdp-2-operators-paper:/opt/venv-paper/operators me/fcdp:2")
     assert "operators:" not in " ".join(call["arguments"])
 
 
@@ -179,7 +179,7 @@ def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
     telling(folder / "docker", file)
     done = start([ROOT / "launch/docker.sh", "node0 node1", *COMMANDS], folder, **settings)
     assert done.returncode == 0, done.stderr
-    (call,) = told(file)
+    (call,) = read_calls(file)
     return call
 
 

@@ -95,8 +95,8 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
                 *("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)),
                 *("/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *options),
             )
-            there = [*enter(network, 0), str(client / "ssh"), address, "true"]
-            wait_until(lambda there=there: succeeds(there), every_s=0.1)
+            login = [*enter(network, 0), str(client / "ssh"), address, "true"]
+            wait_until(lambda login=login: succeeds(login), every_s=0.1)
         yield client
 
 
@@ -127,9 +127,9 @@ class Slurm:
         return programs.printed(*self.command(*words), **self.variables)
 
     def wait_until_idle(self) -> None:
-        wanted = ["idle"] * len(self._daemons.network.nodes)
+        idle = ["idle"] * len(self._daemons.network.nodes)
         look = ("sinfo", "--noheader", "--Node", "--format=%T")
-        wait_until(lambda: self.call(*look).split() == wanted, every_s=0.3)
+        wait_until(lambda: self.call(*look).split() == idle, every_s=0.3)
 
     def wait_until_ended(self, job: str, within_s: float = 280) -> str:
         """Wait until a job has ended; its state."""

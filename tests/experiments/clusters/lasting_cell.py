@@ -82,11 +82,11 @@ class LastingCell:
 
     def ranks(self, node: int | None = None) -> list[psutil.Process]:
         """The processes that train, which agents fork: all, or those of one node."""
-        found = [psutil.Process(pid) for pid in programs_of_ranks(self._network, node)]
+        processes = [psutil.Process(pid) for pid in programs_of_ranks(self._network, node)]
         return [
             each
-            for each in found
-            for parent in found
+            for each in processes
+            for parent in processes
             if each.ppid() == parent.pid and each.cmdline() == parent.cmdline()
         ]
 
@@ -97,13 +97,13 @@ class LastingCell:
 
     def runner(self) -> psutil.Process:
         words = self.command.split()
-        (found,) = [
+        (process,) = [
             each
             for each in psutil.process_iter(["cmdline"])
             if (each.info["cmdline"] or [])[1:3] == ["-m", "experiments"]
             and each.info["cmdline"][3 : 3 + len(words)] == words
         ]
-        return found
+        return process
 
     def measured(self) -> Measurement:
         """What its record has, once it has ended; nothing of it runs any more."""

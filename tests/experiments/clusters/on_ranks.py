@@ -29,10 +29,10 @@ def run(
     function: str,
     *arguments: str,
     timeout_s: float = 100,
-    **given: str,
+    **variables: str,
 ) -> Outcome:
-    """Call a function of ``on_ranks`` on every rank, whose environment has what is ``given``."""
-    environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", ""), **given}
+    """Call a function of ``on_ranks`` on every rank, with ``variables`` in its environment."""
+    environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", ""), **variables}
     entry = f"{ON_RANKS}:{function}"
     common = {"logs": logs, "environment": environment, "timeout_s": timeout_s}
     return cluster.run(Launch(entry=entry, arguments=arguments, **common))

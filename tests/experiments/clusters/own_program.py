@@ -20,7 +20,7 @@ from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
 #: Trains as the program does, and is told to leave after so many steps.
-_TOLD = """
+_REFERENCE = """
 import sys
 from examples import train
 
@@ -91,22 +91,22 @@ class Training:
         Bit for bit; where that is the same number throughout, of a run that nobody disturbs.
         """
         lines = self.lines()
-        kept = {line["step"]: line for line in lines if line["step"] <= lines[-1]["step"]}
+        by_step = {line["step"]: line for line in lines if line["step"] <= lines[-1]["step"]}
         words = list(self.words[1:])
-        words[words.index("--output") + 1] = str(self._folder / "told")
+        words[words.index("--output") + 1] = str(self._folder / "reference")
         words += ["--evaluate-every", "1000000"]  # where notices are looked for too, but no step is
-        (self._folder / "told.py").write_text(_TOLD)
-        for ranks, part in itertools.groupby(kept.values(), lambda line: line["ranks"]):
+        (self._folder / "reference.py").write_text(_REFERENCE)
+        for ranks, part in itertools.groupby(by_step.values(), lambda line: line["ranks"]):
             launcher = [self.torchrun, "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*launcher, self._folder / "told.py", str(len([*part])), *words]
-            with (self._folder / "told.txt").open("ab") as log:
+            command = [*launcher, self._folder / "reference.py", str(len([*part])), *words]
+            with (self._folder / "reference.txt").open("ab") as log:
                 subprocess.run(command, env=os.environ, stdout=log, stderr=log, check=False)
-        told = (self._folder / "told/log.jsonl").read_text().splitlines()
-        same = ("step", "ranks", "loss", "norm", "lr")
-        assert [[line[key] for key in same] for line in map(json.loads, told)] == [
-            [kept[step][key] for key in same] for step in sorted(kept)
+        expected = (self._folder / "reference/log.jsonl").read_text().splitlines()
+        keys = ("step", "ranks", "loss", "norm", "lr")
+        assert [[line[key] for key in keys] for line in map(json.loads, expected)] == [
+            [by_step[step][key] for key in keys] for step in sorted(by_step)
         ]
-        print(f"{len(kept)} steps are those of a run that nobody disturbs")
+        print(f"{len(by_step)} steps are those of a run that nobody disturbs")
 
     def resumed(self) -> list[int]:
         """The steps that the ranks began with, each time."""

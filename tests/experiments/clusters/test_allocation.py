@@ -70,7 +70,7 @@ def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> No
         Allocation.from_env(GOOD | {name: value})
 
 
-def test_the_port_is_the_matrixs_unless_it_is_said() -> None:
+def test_the_port_is_the_matrixs_unless_a_variable_sets_it() -> None:
     assert port({}, 29600) == 29600
     assert port({"FCDP_PORT": "29700"}, 29600) == 29700
     with pytest.raises(ClusterError, match="FCDP_PORT = '80': allowed are whole numbers from 1024"):
@@ -78,17 +78,17 @@ def test_the_port_is_the_matrixs_unless_it_is_said() -> None:
 
 
 def test_a_head_that_others_cannot_reach_is_refused() -> None:
-    own = GOOD | {"FCDP_HOSTS": "localhost other"}
+    environment = GOOD | {"FCDP_HOSTS": "localhost other"}
     with pytest.raises(ClusterError, match=r"localhost is 127\.0\.0\.1 here.*set FCDP_HEAD"):
-        Allocation.from_env(own).head_address()
-    assert Allocation.from_env(own | {"FCDP_HEAD": "10.0.0.3"}).head_address() == "10.0.0.3"
+        Allocation.from_env(environment).head_address()
+    assert Allocation.from_env(environment | {"FCDP_HEAD": "10.0.0.3"}).head_address() == "10.0.0.3"
     for name in ("nowhere.invalid", "two..dots", "x" * 64):
         with pytest.raises(ClusterError, match=f"{re.escape(name)}: no address of the first node"):
             Allocation.from_env(GOOD | {"FCDP_HEAD": name}).head_address()
 
 
 @pytest.mark.parametrize(("chosen", "count"), [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0)])
-def test_ranks_are_gpus_unless_said(tmp_path: Path, chosen: str | None, count: int) -> None:
+def test_ranks_are_visible_gpus_by_default(tmp_path: Path, chosen: str | None, count: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}

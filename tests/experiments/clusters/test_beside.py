@@ -28,24 +28,24 @@ def cluster(privileged: None) -> Iterator[EmulatedCluster]:
         yield built
 
 
-def _told(folder: str, name: str) -> None:
+def _write_variables(folder: str, name: str) -> None:
     names = ("FCDP_SWITCH", "FCDP_SERVER", "FCDP_RUN_SECRET", "WORLD_SIZE")
-    told = {each: os.environ.get(each) for each in names}
+    variables = {key: os.environ.get(key) for key in names}
     namespace = os.readlink("/proc/thread-self/ns/net")
-    (Path(folder) / f"{name}.draft").write_text(json.dumps({**told, "namespace": namespace}))
+    (Path(folder) / f"{name}.draft").write_text(json.dumps({**variables, "namespace": namespace}))
     (Path(folder) / f"{name}.draft").rename(Path(folder) / name)
 
 
 def on_ranks(folder: str) -> None:
     """Say what a rank is told; end when the others have said it too."""
-    _told(folder, f"rank{os.environ['RANK']}")
+    _write_variables(folder, f"rank{os.environ['RANK']}")
     while len([*Path(folder).glob("*[0-9h]")]) < 3:
         time.sleep(0.01)
 
 
 def as_switch() -> None:
     """Say what the process is told, in the folder that its variable names."""
-    _told(os.environ["TEST_FOLDER"], "switch")
+    _write_variables(os.environ["TEST_FOLDER"], "switch")
     time.sleep(600)
 
 
@@ -71,11 +71,11 @@ def test_they_share_a_secret_with_the_ranks_and_end_with_them(
     switch = ExtraProcess("switch", f"{HERE}:as_switch", in_network=True)
     outcome = _run(cluster, tmp_path, "on_ranks", switch)
     assert outcome.state == "ok", outcome
-    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "said").iterdir()}
-    assert found.keys() == {"rank0", "rank1", "switch"}
-    assert len({each.pop("namespace") for each in found.values()}) == 3
-    assert found["switch"] == found["rank0"] == found["rank1"] | {"WORLD_SIZE": "2"}
-    secret = found["switch"]["FCDP_RUN_SECRET"]
+    by_process = {path.name: json.loads(path.read_text()) for path in (tmp_path / "said").iterdir()}
+    assert by_process.keys() == {"rank0", "rank1", "switch"}
+    assert len({each.pop("namespace") for each in by_process.values()}) == 3
+    assert by_process["switch"] == by_process["rank0"] == by_process["rank1"] | {"WORLD_SIZE": "2"}
+    secret = by_process["switch"]["FCDP_RUN_SECRET"]
     assert len(bytes.fromhex(secret)) == 32
     assert all(secret not in path.read_text() for path in (tmp_path / "logs").iterdir())
     assert not [
@@ -109,17 +109,17 @@ def test_a_part_of_the_network_is_limited_by_the_links_of_all_others(privileged:
         network.add("switch", in_network=True)
         network.add("server", in_network=False)
         network.shape(MBIT)
-        own = {"fcdp0": MBIT}
+        limited = {"fcdp0": MBIT}
         beside = {name: _rates(namespace) for name, (namespace, _) in network.beside.items()}
-        assert beside == {"switch": {}, "server": own}
-        assert [_rates(node) for node in network.nodes] == [own, own]
+        assert beside == {"switch": {}, "server": limited}
+        assert [_rates(node) for node in network.nodes] == [limited, limited]
         assert _rates(network._switch) == {"fcdp0-0": MBIT, "fcdp0-1": MBIT, "fcdp0-server": MBIT}
         gone = [namespace for namespace, _ in network.beside.values()]
         network.withdraw()
         assert not set(gone) & set(netns.listnetns())
         network.shape(MBIT)
         assert _rates(network._switch) == {}
-        assert [_rates(node) for node in network.nodes] == [own, own]
+        assert [_rates(node) for node in network.nodes] == [limited, limited]
         assert namespaces.processes(network.nodes[0]) == []
 
 

@@ -38,8 +38,8 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every run, no process is left in any node."""
     yield
     if "cluster" in request.fixturenames:
-        own = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
-        assert [namespaces.processes(name) for name in own] == [[]] * len(own)
+        names = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
+        assert [namespaces.processes(name) for name in names] == [[]] * len(names)
 
 
 def test_ranks_meet_and_a_further_run_has_no_cold_start(
@@ -53,8 +53,8 @@ def test_ranks_meet_and_a_further_run_has_no_cold_start(
 
 
 def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    given = {"GIVEN": "$value", "OMP_NUM_THREADS": "2"}
-    outcome = run(cluster, tmp_path / "logs", "describe", str(tmp_path), **given)
+    variables = {"GIVEN": "$value", "OMP_NUM_THREADS": "2"}
+    outcome = run(cluster, tmp_path / "logs", "describe", str(tmp_path), **variables)
     assert outcome == Outcome("ok")
     texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
     seen = [json.loads(text) for text in texts]
@@ -81,8 +81,8 @@ def test_ranks_import_from_the_pythonpath_they_are_given(
     (tmp_path / "only_here.py").write_text(
         f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
     )
-    given = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
-    launch = Launch(entry="only_here:main", logs=tmp_path / "logs", **given)
+    options = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
+    launch = Launch(entry="only_here:main", logs=tmp_path / "logs", **options)
     assert cluster.run(launch) == Outcome("ok")
     assert (tmp_path / "called").read_text() == "xxxx"
 

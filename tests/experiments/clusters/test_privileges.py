@@ -72,13 +72,13 @@ def test_where_user_namespaces_are_forbidden_it_says_what_to_do(
     if "ClusterError" not in done.stderr and "unshare" in done.stderr:
         pytest.skip(f"no user namespaces here: {done.stderr}")
     assert done.returncode == 1
-    for said in (
+    for part in (
         "CAP_NET_ADMIN and CAP_SYS_ADMIN",
         "forbidden by user.max_user_namespaces = 0",
         "--cap-add SYS_ADMIN --cap-add NET_ADMIN",
         "--privileged",
     ):
-        assert said in done.stderr
+        assert part in done.stderr
 
 
 def test_without_privileges_and_unshare_it_says_what_is_missing(

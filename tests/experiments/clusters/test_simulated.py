@@ -30,7 +30,7 @@ def simulated(strategy: str, **settings: Any) -> Cell:
 
 
 def run(cells: list[Cell], directory: Path) -> list[Record]:
-    listed = [MatrixCell(given, None) for given in cells]
+    listed = [MatrixCell(each, None) for each in cells]
     cluster = SimulatedCluster(cells[0].cluster)
     return runner.run(listed, [], cluster, RunDirectory(directory), Observer())
 
@@ -56,9 +56,9 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
 
 def test_what_caches_by_a_policy_says_by_which(tmp_path: Path) -> None:
     cells = [*(simulated(name, policy="device") for name in ("fcdp", "fcdp-sched"))]
-    found = [record.measurement for record in run([*cells, simulated("hpz")], tmp_path)]
-    assert [each.policy for each in found] == ["device", "device", None]
-    assert [each.host_cache_bytes for each in found] == [0, 0, None]
+    measurements = [record.measurement for record in run([*cells, simulated("hpz")], tmp_path)]
+    assert [each.policy for each in measurements] == ["device", "device", None]
+    assert [each.host_cache_bytes for each in measurements] == [0, 0, None]
 
 
 def test_what_does_not_fit_is_oom_and_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
@@ -119,15 +119,15 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / f"fcdp-{os.stat('/proc/self/ns/pid').st_ino}-{2**22 - 1}-1-0-x"
     left.mkdir()
-    said = printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
-    assert "4 cells · simulated cluster, 2 nodes × 2 ranks" in said
-    assert "emulated" not in said
-    assert str(ROOT) not in said
+    output = printed("run", "parity", "--cluster", "simulated", "--only", "mics-full")
+    assert "4 cells · simulated cluster, 2 nodes × 2 ranks" in output
+    assert "emulated" not in output
+    assert str(ROOT) not in output
     assert not left.exists()
-    found = read_records(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
+    records = read_records(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
     # Also what this machine could not run.
-    assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
-    assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
+    assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in records}
+    assert {(record.state, record.evidence) for record in records} == {("ok", "simulated")}
 
 
 def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:

@@ -43,8 +43,8 @@ def test_a_cell_trains_without_a_common_file_system_after_a_killed_ssh_is_a_lost
     check_lost(started, run, time.monotonic())
     wait_until(lambda: programs_of_ranks(network) == [])
     again = run.start(2, str(ROOT / "launch/ssh.sh"), run.variables["FCDP_HOSTS"])
-    said = finish(again)
-    assert again.returncode == 0, said
+    output = finish(again)
+    assert again.returncode == 0, output
     run.check_record()
     assert programs_of_ranks(network) == []
 

@@ -65,14 +65,14 @@ class Run:
 
     def check_record(self) -> Measurement:
         """The cell has trained on two nodes, and the kernel has counted what crossed."""
-        (found,) = self.records()
-        assert (found.state, found.evidence) == ("ok", "measured"), found.error
-        assert (found.cell.cluster.nodes, found.cell.cluster.ranks_per_node) == (2, 1)
-        assert found.network["counted_interface"] == INTERFACE
-        assert found.measurement.inter_node_bytes_per_step > 1000
-        logs = self.output / "run/cells" / found.cell_id / "logs"
+        (record,) = self.records()
+        assert (record.state, record.evidence) == ("ok", "measured"), record.error
+        assert (record.cell.cluster.nodes, record.cell.cluster.ranks_per_node) == (2, 1)
+        assert record.network["counted_interface"] == INTERFACE
+        assert record.measurement.inter_node_bytes_per_step > 1000
+        logs = self.output / "run/cells" / record.cell_id / "logs"
         assert {"node0.log", "node1.log", "rank0.log", "rank1.log"} <= set(os.listdir(logs))
-        return found.measurement
+        return record.measurement
 
     def records(self) -> list[Record]:
         file = self.output / "run/records.jsonl"
@@ -89,20 +89,20 @@ def finish(process: subprocess.Popen[str], within_s: float = 280) -> str:
 
 def check_lost(process: subprocess.Popen[str], run: Run, since: float) -> None:
     """It has ended within a minute, without a record of the cell that ran."""
-    said = finish(process, _AT_MOST_S)
+    output = finish(process, _AT_MOST_S)
     assert time.monotonic() - since < _AT_MOST_S
-    assert process.returncode == terminal.LOST, said
-    assert "is lost" in said
-    assert "go on with --resume" in said
+    assert process.returncode == terminal.LOST, output
+    assert "is lost" in output
+    assert "go on with --resume" in output
     assert run.records() == []
 
 
 def programs_of_ranks(network: Network, node: int | None = None) -> list[int]:
     """Pids of ranks, of their agents and of what started these, on any node or on one."""
-    found = []
+    pids = []
     for name in network.nodes if node is None else [network.nodes[node]]:
         for pid in namespaces.processes(name):
             words = Path(f"/proc/{pid}/cmdline").read_bytes() if is_running(pid) else b""
             if b"experiments.clusters." in words or b"multiprocessing" in words:
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids

@@ -32,11 +32,11 @@ def fitted(samples: list[tuple[int, float]]) -> Link:
     bytes_per_s=st.floats(1e5, 1e11),
     sizes=st.lists(st.sampled_from(SIZES), min_size=2, unique=True),
 )
-def test_a_line_is_found_again(latency: float, bytes_per_s: float, sizes: list[int]) -> None:
+def test_a_line_is_recovered(latency: float, bytes_per_s: float, sizes: list[int]) -> None:
     link = fitted([(size, latency + size / bytes_per_s) for size in sizes])
     for sample in link.samples:
-        found = link.latency_s + sample.bytes / link.bytes_per_s
-        assert found == pytest.approx(sample.seconds, rel=1e-3)
+        seconds = link.latency_s + sample.bytes / link.bytes_per_s
+        assert seconds == pytest.approx(sample.seconds, rel=1e-3)
 
 
 def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> None:
@@ -92,16 +92,16 @@ GPU_HOST = Host(
 
 def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
     measured = made_up.preflight(compute=GPU_COMPUTE, host=GPU_HOST)
-    found = hardware_of(measured, "a40")
-    assert found.rates.products_per_s == pytest.approx(110e12)
-    assert found.device.peak_flops == gpu("a40").peak_flops
-    assert found.device.memory_bytes == 47e9
-    assert found.host_to_device_bytes_per_s == 21e9
-    assert found.device_to_host_bytes_per_s == 22e9
-    assert found.host_memory_bytes == 400e9
-    assert (found.nodes, found.ranks_per_node) == (measured.nodes, measured.ranks_per_node)
+    hardware = hardware_of(measured, "a40")
+    assert hardware.rates.products_per_s == pytest.approx(110e12)
+    assert hardware.device.peak_flops == gpu("a40").peak_flops
+    assert hardware.device.memory_bytes == 47e9
+    assert hardware.host_to_device_bytes_per_s == 21e9
+    assert hardware.device_to_host_bytes_per_s == 22e9
+    assert hardware.host_memory_bytes == 400e9
+    assert (hardware.nodes, hardware.ranks_per_node) == (measured.nodes, measured.ranks_per_node)
     across = measured.links.inter_node_all_gather
-    assert found.inter_bytes_per_s == across.bytes_per_s
+    assert hardware.inter_bytes_per_s == across.bytes_per_s
     assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
     with pytest.raises(ValueError, match="gpu: is missing; NVIDIA A40 was measured"):
         hardware_of(measured)
@@ -115,15 +115,15 @@ def test_ranks_share_the_cores_and_the_memory_of_their_host(
     measured = made_up.preflight(
         compute=compute, backend="gloo", evidence=evidence, across=1e6, inside=2e6, free=160 * 10**9
     )
-    found = hardware_of(measured)
-    assert found.backend == "gloo"
-    assert found.rates.flops_per_s == pytest.approx(measured.compute.matmul_flops_per_s["float32"])
-    assert found.host_to_device_bytes_per_s == measured.host.copy_bytes_per_s
-    assert (found.inter_bytes_per_s, found.intra_bytes_per_s) == (1e6, 2e6)
+    hardware = hardware_of(measured)
+    assert hardware.backend == "gloo"
+    assert hardware.rates.flops_per_s == pytest.approx(compute.matmul_flops_per_s["float32"])
+    assert hardware.host_to_device_bytes_per_s == measured.host.copy_bytes_per_s
+    assert (hardware.inter_bytes_per_s, hardware.intra_bytes_per_s) == (1e6, 2e6)
     ranks_on_host = 8 * nodes_on_host
-    assert found.ranks_sharing_device == ranks_on_host
-    assert found.host_memory_bytes == 160e9 / nodes_on_host
-    assert found.device.memory_bytes == 160e9 / ranks_on_host
+    assert hardware.ranks_sharing_device == ranks_on_host
+    assert hardware.host_memory_bytes == 160e9 / nodes_on_host
+    assert hardware.device.memory_bytes == 160e9 / ranks_on_host
 
 
 def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
@@ -132,13 +132,13 @@ def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
     fitted = rates_of(gpu("a40"))
     block = block.model_copy(update={"seconds": 2 * fitted.seconds(block.work())})
     compute = GPU_COMPUTE.model_copy(update={"block": block, "memory_bytes_per_s": 600e9})
-    found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), "a40")
-    assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
-    assert found.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)
-    assert found.rates.bytes_per_s == pytest.approx(fitted.bytes_per_s / 2)
-    assert fitted.lowest < found.rates.lowest < 1 < found.rates.highest < fitted.highest
-    assert found.device.memory_bytes_per_s == 600e9
-    assert "a transformer block measured by preflight" in rests_on(found)
+    hardware = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), "a40")
+    assert hardware.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
+    assert hardware.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)
+    assert hardware.rates.bytes_per_s == pytest.approx(fitted.bytes_per_s / 2)
+    assert fitted.lowest < hardware.rates.lowest < 1 < hardware.rates.highest < fitted.highest
+    assert hardware.device.memory_bytes_per_s == 600e9
+    assert "a transformer block measured by preflight" in rests_on(hardware)
 
 
 def test_the_block_computes_what_is_counted() -> None:

@@ -86,7 +86,7 @@ def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
         _tear(disturbed.records, chance.randrange(3))
     process = start(file, disturbed.path, "--resume", **cluster)
     process.communicate()
-    assert _told(disturbed.records) == _told(undisturbed.records)
+    assert _without_times(disturbed.records) == _without_times(undisturbed.records)
     assert process.returncode == 1  # for the cell that fails
 
 
@@ -99,7 +99,7 @@ def _tear(file: Path, how: int) -> None:
         text.write(line[: len(line) // 2] if how == 1 else line)
 
 
-def _told(file: Path) -> list[dict[str, Any]]:
+def _without_times(file: Path) -> list[dict[str, Any]]:
     """The records, without what says when they were made, and on how busy a machine."""
     when = {"started_at", "seconds", "machine"}
     return [record.model_dump(exclude=when) for record in read_records(file)]

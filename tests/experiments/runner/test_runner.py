@@ -107,8 +107,8 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
 def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
     tmp_path: Path, directory: RunDirectory
 ) -> None:
-    own = "deepspeed-zero3, deepspeed-hpz, deepspeed-offload"
-    matrix = reader.read(str(matrix_file(tmp_path, strategies=own)))
+    strategies = "deepspeed-zero3, deepspeed-hpz, deepspeed-offload"
+    matrix = reader.read(str(matrix_file(tmp_path, strategies=strategies)))
     cluster = StandInCluster()
     result = run(matrix, directory, cluster)
     assert {r.state for r in result} == {"ok"}
@@ -146,7 +146,7 @@ def test_a_cell_that_comes_to_no_new_checkpoint_fails(
 
 
 @pytest.mark.parametrize(
-    ("happens", "raised", "said"),
+    ("cause", "raised", "reason"),
     [
         (KeyboardInterrupt(), KeyboardInterrupt, None),
         (
@@ -158,16 +158,16 @@ def test_a_cell_that_comes_to_no_new_checkpoint_fails(
     ids=["interrupt", "lost node"],
 )
 def test_what_ends_the_run_tears_the_cluster_down_and_keeps_what_is_finished(
-    matrix: Matrix, directory: RunDirectory, happens: BaseException, raised: Any, said: str | None
+    matrix: Matrix, directory: RunDirectory, cause: BaseException, raised: Any, reason: str | None
 ) -> None:
     class Ended(StandInCluster):
         def run(self, *arguments: Any, **options: Any) -> Outcome:
             if len(self.started) == 2:
-                raise happens
+                raise cause
             return super().run(*arguments, **options)
 
     cluster = Ended()
-    with pytest.raises(raised, match=said):
+    with pytest.raises(raised, match=reason):
         run(matrix, directory, cluster)
     assert not cluster.entered
     finished = directory.resume(matrix, retry_failed=False)
@@ -187,8 +187,8 @@ def test_a_resumed_matrix_has_every_cell_once(
     ids = [entry.cell.id for entry in matrix.cells]
     states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
     for i in finished:
-        of = matrix.cells[i].cell
-        files.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
+        cell = matrix.cells[i].cell
+        files.append(record(cell, states[i], None), directory.records)  # type: ignore[arg-type]
     if torn and len(finished) < 6:
         left = next(i for i in range(6) if i not in finished)
         line = record(matrix.cells[left].cell).model_dump_json()
@@ -198,8 +198,8 @@ def test_a_resumed_matrix_has_every_cell_once(
 
     # Its ranks end at once, without a process, so that many examples are cheap.
     cluster = StandInCluster(behaviours={"": "oom"})
-    kept = directory.resume(matrix, retry_failed=retry)
-    result = run(matrix, directory, cluster, kept)
+    records = directory.resume(matrix, retry_failed=retry)
+    result = run(matrix, directory, cluster, records)
     retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
     assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
     assert [r.cell_id for r in result] == ids
@@ -212,15 +212,15 @@ def test_a_resumed_matrix_has_every_cell_once(
 def test_what_failed_before_its_first_step_or_is_skipped_no_longer_runs(
     matrix: Matrix, directory: RunDirectory
 ) -> None:
-    of = [entry.cell for entry in matrix.cells]
-    for each, state in zip(of, ("failed", "timeout", "oom", "failed", "skipped"), strict=False):
+    cells = [entry.cell for entry in matrix.cells]
+    for each, state in zip(cells, ("failed", "timeout", "oom", "failed", "skipped"), strict=False):
         files.append(record(each, state, None), directory.records)  # type: ignore[arg-type]
         directory.new_cell(each.id)
-    (directory.cells / of[1].id / PROGRESS).touch()
-    shutil.rmtree(directory.cells / of[3].id)  # its logs are gone: nobody knows
-    kept = directory.resume(matrix, retry_failed=False)
-    assert [each.cell_id for each in kept] == [of[i].id for i in (1, 2, 3)]
-    assert read_records(directory.records) == kept
+    (directory.cells / cells[1].id / PROGRESS).touch()
+    shutil.rmtree(directory.cells / cells[3].id)  # its logs are gone: nobody knows
+    finished = directory.resume(matrix, retry_failed=False)
+    assert [each.cell_id for each in finished] == [cells[i].id for i in (1, 2, 3)]
+    assert read_records(directory.records) == finished
 
 
 @pytest.mark.parametrize("written", [b'{"step": 1}\n{"step": 2}\n', b'{"step": 1}\n{"st', b'{"st'])
@@ -244,8 +244,8 @@ def test_starting_afresh_keeps_the_earlier_run(matrix: Matrix, directory: RunDir
     assert sorted(p.name for p in directory.path.iterdir()) == ["earlier", "unrelated.txt"]
     again = run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     assert read_records(directory.records) == again
-    other = directory.start_afresh()
-    assert other not in (None, archive)
+    second = directory.start_afresh()
+    assert second not in (None, archive)
 
 
 def test_resuming_refuses_what_another_matrix_or_kind_of_cluster_left(
@@ -271,29 +271,29 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
 ) -> None:
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     before = directory.records.read_bytes()
-    kept = read_records(directory.records)[:-1]
-    directory.records.write_text("".join(r.model_dump_json() + "\n" for r in kept))
+    earlier = read_records(directory.records)[:-1]
+    directory.records.write_text("".join(r.model_dump_json() + "\n" for r in earlier))
     size = directory.records.stat().st_size
-    said = r"cannot write to .*File too large.*--resume"
-    with full_disk(size + 10), pytest.raises(runner.RunError, match=said):
-        run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
-    assert read_records(directory.records) == kept
-    run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    message = r"cannot write to .*File too large.*--resume"
+    with full_disk(size + 10), pytest.raises(runner.RunError, match=message):
+        run(matrix, directory, StandInCluster(behaviours={"": "oom"}), earlier)
+    assert read_records(directory.records) == earlier
+    run(matrix, directory, StandInCluster(behaviours={"": "oom"}), earlier)
     assert len(read_records(directory.records)) == before.count(b"\n")
 
 
 def test_steal_is_a_share_of_the_time_that_has_passed_since_the_last_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = runner.look()  # at this machine
-    assert found.cores >= 1
-    assert 0 <= found.steal_share <= 1
+    machine = runner.look()  # at this machine
+    assert machine.cores >= 1
+    assert 0 <= machine.steal_share <= 1
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     shares = []
     for idle, steal in ((1000, 10), (1060, 50), (1160, 50)):
         # user nice system idle iowait irq softirq steal guest guest_nice, in jiffies
-        said = f"cpu  100 0 50 {idle} 0 0 0 {steal} 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
-        (tmp_path / "stat").write_text(said)
+        text = f"cpu  100 0 50 {idle} 0 0 0 {steal} 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+        (tmp_path / "stat").write_text(text)
         shares.append(runner.machine(0.5).steal_share)
     assert shares[1:] == [pytest.approx(0.4), 0.0]
 

@@ -45,15 +45,15 @@ def measured(record: Record) -> Measurement:
     return record.measurement
 
 
-def check(found: Measurement, undisturbed: Measurement, *resumed_at: int) -> None:
+def check(disturbed: Measurement, undisturbed: Measurement, *resumed_at: int) -> None:
     """Check that it trained alike, and counted each step once and nothing of a checkpoint."""
-    assert found.resumed_at == list(resumed_at)
-    assert found.losses == undisturbed.losses
-    assert len(found.step_seconds) == 6
-    assert found.ledger_bytes_per_step == undisturbed.ledger_bytes_per_step
-    assert found.cache == undisturbed.cache
+    assert disturbed.resumed_at == list(resumed_at)
+    assert disturbed.losses == undisturbed.losses
+    assert len(disturbed.step_seconds) == 6
+    assert disturbed.ledger_bytes_per_step == undisturbed.ledger_bytes_per_step
+    assert disturbed.cache == undisturbed.cache
     sent = undisturbed.inter_node_bytes_per_step
-    assert found.inter_node_bytes_per_step == pytest.approx(sent, rel=0.05)
+    assert disturbed.inter_node_bytes_per_step == pytest.approx(sent, rel=0.05)
 
 
 def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(

@@ -54,13 +54,13 @@ def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strat
 
 def test_what_is_held_out_is_measured_on_the_way_and_changes_nothing(run: Runner) -> None:
     plain = run("streaming-diloco", **WHOLE)
-    told = run("streaming-diloco", **WHOLE, held_out_every=2)
-    losses = told.measurement.held_out_losses
+    evaluated = run("streaming-diloco", **WHOLE, held_out_every=2)
+    losses = evaluated.measurement.held_out_losses
     assert list(losses) == [2, 4, 6]
-    assert losses[6] == told.measurement.held_out_loss
+    assert losses[6] == evaluated.measurement.held_out_loss
     assert len(set(losses.values())) == 3
-    assert told.measurement.losses == plain.measurement.losses
-    assert told.sent == pytest.approx(plain.sent, abs=FIXED_BYTES)
+    assert evaluated.measurement.losses == plain.measurement.losses
+    assert evaluated.sent == pytest.approx(plain.sent, abs=FIXED_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
 ) -> None:
     failed = run("co2", FAILING_WORKER, how, "2", **{**settings, "interval": 1})
     assert (failed.outcome.state, failed.outcome.rank) == ("failed", 2), failed.outcome.error
-    said = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
-    assert said in str(failed.outcome.error)
+    error = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
+    assert error in str(failed.outcome.error)
     assert failed.seconds < 120
     progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
     # Others may end the step that it failed in, and then wait for its displacement.

@@ -24,20 +24,20 @@ from tests.ranks import Pools
 
 MODEL = Convolutional(name="cnn", family="convolutional", layers=1, width=2)
 ORIGIN = Origin(data="mine.yaml:7: workload.data")
-TRAINED, KEPT = 24, 10
+TRAINED, VALIDATION = 24, 10
 
 
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of one pixel, their number; of class 1 from the tenth on. Those kept are negative."""
     numbers = torch.arange(TRAINED).float().view(-1, 1, 1, 1)
-    kept = -1.0 - torch.arange(KEPT).view(-1, 1, 1, 1)
+    validation = -1.0 - torch.arange(VALIDATION).view(-1, 1, 1, 1)
     source = images.Source(
         (1, 1, 1),
         2,
         lambda *_: (
             TensorDataset(numbers, (numbers.flatten() > 9).long()),
-            TensorDataset(kept, (kept.flatten() > 0).long()),
+            TensorDataset(validation, (validation.flatten() > 0).long()),
         ),
     )
     monkeypatch.setitem(images.SOURCES, "digits", source)
@@ -58,11 +58,11 @@ def drawn(cell: Cell, rank: int, count: int = 4) -> list[list[float]]:
 
 def test_ranks_share_each_epoch() -> None:
     """24 images are two turns of four ranks, and after them comes another order."""
-    every = [drawn(of(), rank) for rank in range(4)]
-    first = sorted(number for batches in every for batch in batches[:2] for number in batch)
-    again = sorted(number for batches in every for batch in batches[2:] for number in batch)
+    by_rank = [drawn(of(), rank) for rank in range(4)]
+    first = sorted(number for batches in by_rank for batch in batches[:2] for number in batch)
+    again = sorted(number for batches in by_rank for batch in batches[2:] for number in batch)
     assert first == again == list(range(TRAINED))
-    assert [batches[:2] for batches in every] != [batches[2:] for batches in every]
+    assert [batches[:2] for batches in by_rank] != [batches[2:] for batches in by_rank]
 
 
 def test_what_does_not_fill_a_turn_is_left_out_of_an_epoch() -> None:
@@ -77,7 +77,7 @@ def test_a_seed_is_the_same_order_for_every_strategy() -> None:
     assert drawn(of(seed=1), 1) != drawn(of(seed=0), 1)
 
 
-def test_images_held_out_are_spread_over_those_kept() -> None:
+def test_images_held_out_are_spread_over_the_validation_set() -> None:
     batches = list(workload(of(held_out=5), rank=2).held_out())
     assert [batch[:, 0].tolist() for batch in batches] == [[-1.0, -3.0, -5.0], [-7.0, -9.0]]
     assert list(workload(of()).held_out()) == []
@@ -92,47 +92,47 @@ class ByNumber(nn.Module):
 
 
 def test_loss_and_accuracy() -> None:
-    found, model = workload(of()), ByNumber()
+    image_workload, model = workload(of()), ByNumber()
     batch = images.joined([(torch.full((1, 1, 1), float(n)), int(n > 9)) for n in (8, 10, 11, 12)])
-    loss, accuracy = found.measure(model, batch)
+    loss, accuracy = image_workload.measure(model, batch)
     assert accuracy == 0.5
     assert loss == pytest.approx((300 + 100) / 4)
-    assert found.loss(model, batch) == loss
-    assert found.metrics == ("held_out_loss", "held_out_accuracy")
+    assert image_workload.loss(model, batch) == loss
+    assert image_workload.metrics == ("held_out_loss", "held_out_accuracy")
 
 
 def test_more_images_than_there_are() -> None:
-    turn = "micro_batch = 7: 4 ranks take 28 images at a time, and digits has 24 to train on"
-    with pytest.raises(ValueError, match=f"^{turn}$"):
+    message = "micro_batch = 7: 4 ranks take 28 images at a time, and digits has 24 to train on"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         workload(of(micro_batch=7))
-    kept = "held_out = 11: allowed are 0 to 10, the images of digits that are not trained on"
-    with pytest.raises(ValueError, match=f"^{kept}$"):
+    message = "held_out = 11: allowed are 0 to 10, the images of digits that are not trained on"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         workload(of(held_out=11))
 
 
 def test_digits_are_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn", reason="the group images has it")
-    training, kept = images._digits(Images(images="digits"), ORIGIN)
-    assert (len(training), len(kept)) == (1437, 360)
+    training, validation = images._digits(Images(images="digits"), ORIGIN)
+    assert (len(training), len(validation)) == (1437, 360)
     pixels, kind = training[0]
     assert pixels.shape == (1, 8, 8)
     assert (pixels.min(), pixels.max(), kind) == (0, 15 / 16, 0)
 
 
 @pytest.mark.parametrize(
-    ("module", "given"),
+    ("module", "spec"),
     [
         ("sklearn.datasets", Images(images="digits")),
         ("torchvision", Images(images="cifar-10", folder="here")),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_group(
-    monkeypatch: pytest.MonkeyPatch, module: str, given: Images
+    monkeypatch: pytest.MonkeyPatch, module: str, spec: Images
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    read = images._digits if given.images == "digits" else images.SOURCES["cifar-10"].read
+    read = images._digits if spec.images == "digits" else images.SOURCES["cifar-10"].read
     with pytest.raises(ValueError, match=re.escape("pip install --group images")) as raised:
-        read(given, ORIGIN)
+        read(spec, ORIGIN)
     assert str(raised.value).startswith("mine.yaml:7: workload.data.images: needs the packages")
 
 
@@ -152,12 +152,12 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
 def test_images_on_a_disk_come_from_torchvision(
     tmp_path: Path, torchvision: mock.MagicMock
 ) -> None:
-    found, sets = {}, torchvision.datasets
+    examples, sets = {}, torchvision.datasets
     for name in ("cifar-10", "imagenet"):
-        given = Images(images=name, folder=tmp_path.name)
-        found[name] = images.SOURCES[name].read(given, beside(tmp_path))
-    assert found["cifar-10"] == (sets.CIFAR10.return_value,) * 2
-    assert found["imagenet"] == (sets.ImageFolder.return_value,) * 2
+        spec = Images(images=name, folder=tmp_path.name)
+        examples[name] = images.SOURCES[name].read(spec, beside(tmp_path))
+    assert examples["cifar-10"] == (sets.CIFAR10.return_value,) * 2
+    assert examples["imagenet"] == (sets.ImageFolder.return_value,) * 2
     normal = ["ToTensor", "Normalize"]
     changed = ["RandomCrop", "RandomHorizontalFlip", *normal]
     assert sets.CIFAR10.mock_calls == [
@@ -203,8 +203,8 @@ def test_processes_that_read_ahead_keep_the_order_and_the_changes(
     plain = images.SOURCES["digits"]
 
     def read(*_: Any) -> Any:
-        training, kept = plain.read(*_)
-        return Shifted(training), kept
+        training, validation = plain.read(*_)
+        return Shifted(training), validation
 
     monkeypatch.setitem(images.SOURCES, "digits", replace(plain, read=read, readers=2))
     first, again = drawn(of(), 1), drawn(of("ddp"), 1)

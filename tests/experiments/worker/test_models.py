@@ -47,12 +47,12 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_has_its_blocks_and_nothing_random(family: str) -> None:
-    model, found = models.build(of(family))
+    model, blocks = models.build(of(family))
     assert model.training
-    assert len(found) == 3
-    names = [name for name, module in model.named_modules() if any(module is b for b in found)]
+    assert len(blocks) == 3
+    names = [name for name, module in model.named_modules() if any(module is b for b in blocks)]
     assert [re.findall(r"\d+$", name) for name in names] == [["0"], ["1"], ["2"]]
-    inside = sum(param.numel() for block in found for param in block.parameters())
+    inside = sum(param.numel() for block in blocks for param in block.parameters())
     assert inside > 0.5 * sum(param.numel() for param in model.parameters())
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert models.vocabulary(model) == 256
@@ -71,26 +71,26 @@ def test_the_configuration_of_a_built_in_family_is_the_same_model(family: str) -
 
 
 def test_lora_adapts_what_is_usual_of_the_family() -> None:
-    _, found = models.build(of("qwen2", tuning="lora"))
-    for block in found:
+    _, blocks = models.build(of("qwen2", tuning="lora"))
+    for block in blocks:
         trained = {n.partition(".lora_")[0] for n, p in block.named_parameters() if p.requires_grad}
         assert trained == {"self_attn.q_proj", "self_attn.v_proj"}
 
 
 def test_lora_adapts_all_linear_layers_of_the_blocks_of_an_unknown_family() -> None:
-    model, found = models.build(own("build", tuning="lora"))
+    model, blocks = models.build(own("build", tuning="lora"))
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     assert len(trained) == 4
     assert all(".blocks." in name and ".lora_" in name for name in trained)
-    assert len(found) == 2
+    assert len(blocks) == 2
     assert model(torch.arange(6).view(2, 3)).shape == (2, 3, 256)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "opt"])
 def test_pretrained_weights_are_those_of_the_folder(family: str, tmp_path: Path) -> None:
     saved = families.save(family, tmp_path / "saved")
-    loaded, found = models.build(of(family, tmp_path))
-    assert len(found) == 3
+    loaded, blocks = models.build(of(family, tmp_path))
+    assert len(blocks) == 3
     expected = dict(saved.named_parameters())
     assert expected.keys() == dict(loaded.named_parameters()).keys()
     for name, param in loaded.named_parameters():
@@ -99,9 +99,9 @@ def test_pretrained_weights_are_those_of_the_folder(family: str, tmp_path: Path)
     assert not logits(random).equal(logits(loaded))
 
 
-def problem(wanted: Cell) -> str:
+def problem(invalid: Cell) -> str:
     with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
-        models.build(wanted)
+        models.build(invalid)
     return str(raised.value).removeprefix(f"{WHERE}.")
 
 
@@ -112,17 +112,17 @@ def test_weights_that_are_not_there_name_the_key(tmp_path: Path) -> None:
         f"weights: there is no {folder} on this node; each node needs it, at the same path"
     )
     saved = families.save("qwen2", folder)
-    said = problem(of("qwen2", tmp_path, configuration={"num_hidden_layers": 4}))
-    assert said.startswith("weights: ./saved has no weights for ")
-    assert "layers.3." in said
+    error = problem(of("qwen2", tmp_path, configuration={"num_hidden_layers": 4}))
+    assert error.startswith("weights: ./saved has no weights for ")
+    assert "layers.3." in error
     (folder / "model.safetensors").unlink()
     torch.save(saved.state_dict(), folder / "pytorch_model.bin")
-    said = problem(of("qwen2", tmp_path))
-    assert said.startswith("weights: no pretrained weights of ./saved on ")
+    error = problem(of("qwen2", tmp_path))
+    assert error.startswith("weights: no pretrained weights of ./saved on ")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "nonesuch"}, "transformers does not know ./saved, of model_type 'none"),
         ({"model_type": "vit"}, "transformers cannot build ./saved, of model_type 'vit', a"),
@@ -134,10 +134,10 @@ def test_weights_that_are_not_there_name_the_key(tmp_path: Path) -> None:
     ],
 )
 def test_configurations_that_cannot_be_trained_name_the_key(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], message: str
 ) -> None:
     error = problem(of("qwen2", configuration=changes))
-    assert error.startswith(f"config: {said}")
+    assert error.startswith(f"config: {message}")
     assert len(error.splitlines()) == 1
     assert len(error) < 600
     # A decoder of a masked family is causal.
@@ -156,10 +156,10 @@ def test_configurations_that_cannot_be_trained_name_the_key(
         ("exits", "at least 1; it has ended the program"),
     ],
 )
-def test_functions_that_make_no_model_name_the_key(function: str, said: str) -> None:
+def test_functions_that_make_no_model_name_the_key(function: str, message: str) -> None:
     error = problem(own(function))
     assert error.startswith("function: tests.experiments.own_model")
-    assert said in error
+    assert message in error
     assert len(error.splitlines()) == 1
     with pytest.raises(ValueError, match=r"^mine.yaml:9: workload.loss: nowhere cannot be import"):
         models.find_function("nowhere:loss", "mine.yaml:9: workload.loss")
@@ -192,8 +192,8 @@ def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_
     held: str,
 ) -> None:
     """Codes of a quantised base are whole numbers: no cast keeps them."""
-    of = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
-    model, _ = models.build(own("partly_narrow", **of))
+    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
+    model, _ = models.build(own("partly_narrow", **settings))
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     prefix = "base_model.model."
     assert dtypes.pop(f"{prefix}codes") == torch.int8
@@ -233,19 +233,19 @@ def compared(of_a_user: bool, differ: bool) -> str | None:
     """What the check says on this rank of weights that differ, or do not."""
     topology = topology_of(2, 1)
     torch.manual_seed(topology.rank if differ else 0)
-    own = {"model": OwnModel(name="mine", function="mine:build")} if of_a_user else {}
-    wanted = cell("fcdp", origin=Origin(model="mine.yaml:5: models[0]"), **own)
+    model = {"model": OwnModel(name="mine", function="mine:build")} if of_a_user else {}
+    checked = cell("fcdp", origin=Origin(model="mine.yaml:5: models[0]"), **model)
     try:
-        models.check(nn.Linear(3, 3), wanted, topology)
+        models.check(nn.Linear(3, 3), checked, topology)
     except ValueError as error:
         return str(error)
     return None
 
 
 def test_unequal_weights_of_a_user_are_an_error_on_all_ranks_and_no_others(ranks: Pools) -> None:
-    said, same = ranks.run(2, compared, True, True)
-    assert said == same
-    assert said.startswith(
+    message, other = ranks.run(2, compared, True, True)
+    assert message == other
+    assert message.startswith(
         "mine.yaml:5: models[0].function: mine:build makes other weights on rank 1 than on rank 0"
     )
     for of_a_user, differ in ((True, False), (False, True)):

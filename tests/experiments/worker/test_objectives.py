@@ -50,7 +50,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def wanted(strategy: str, **settings: Any) -> Cell:
+def cell_of(strategy: str, **settings: Any) -> Cell:
     usual = {"model": SMALL, "sequence_length": 16, "micro_batch": 4, "learning_rate": 1e-2}
     return cell(strategy, **{**usual, **settings})
 
@@ -72,10 +72,10 @@ def trained(
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
     sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
-    given = job(topology, blocks, **{name: getattr(of, name) for name in sizes})
+    base = job(topology, blocks, **{name: getattr(of, name) for name in sizes})
 
     def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
-        return load(of.strategy)(frozen, replace(given, blocks=its_blocks))
+        return load(of.strategy)(frozen, replace(base, blocks=its_blocks))
 
     prepared: list[torch.Tensor] = []
 
@@ -84,7 +84,7 @@ def trained(
         return objective.loss(model, batch)
 
     objective = objectives.of(of, model, blocks, topology.rank, shard)
-    trainable = load(of.strategy)(model, replace(given, loss=loss))
+    trainable = load(of.strategy)(model, replace(base, loss=loss))
     batches = workloads.micro_batches(
         workloads.corpus(),
         rank=topology.rank,
@@ -99,8 +99,8 @@ def trained(
         sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     parameters = [each.detach().clone() for each in whole]
-    found = losses, objective.rewards, prepared, parameters, sent
-    return Trained(*found, trainable.closed_form_bytes)
+    rewards, closed_form_bytes = objective.rewards, trainable.closed_form_bytes
+    return Trained(losses, rewards, prepared, parameters, sent, closed_form_bytes)
 
 
 #: Objectives that are seen to learn, which takes iterations.
@@ -113,8 +113,8 @@ def beside_fsdp2(name: str, iterations: int) -> list[Trained]:
     if name == "grpo-epochs":
         strategies.append(("fsdp2", {"forwards": "unsharded"}))
     return [
-        trained(wanted(strategy, **OBJECTIVES[name], **own), 2, 1, iterations)
-        for strategy, own in strategies
+        trained(cell_of(strategy, **OBJECTIVES[name], **extra), 2, 1, iterations)
+        for strategy, extra in strategies
     ]
 
 
@@ -122,40 +122,40 @@ def beside_fsdp2(name: str, iterations: int) -> list[Trained]:
 def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
     """Bit for bit, but for the order in which several micro-batches' gradients are added."""
     iterations, settings = 20 if name in LEARNING else 5, OBJECTIVES[name]
-    own, *others = ranks.run(2, beside_fsdp2, name, iterations)[0]
-    start, _ = models.build(wanted("fcdp", **settings))
+    fcdp, *others = ranks.run(2, beside_fsdp2, name, iterations)[0]
+    start, _ = models.build(cell_of("fcdp", **settings))
     near = {"rtol": 1e-3, "atol": 1e-4} if "accumulation" in settings else {"rtol": 0, "atol": 0}
     for other in others:
-        assert list(own.rewards) == list(other.rewards)
-        tokens = [[part[:, :17] for part in each.prepared] for each in (own, other)]
+        assert list(fcdp.rewards) == list(other.rewards)
+        tokens = [[part[:, :17] for part in each.prepared] for each in (fcdp, other)]
         torch.testing.assert_close(*tokens, rtol=0, atol=0)
-        torch.testing.assert_close(own.prepared, other.prepared, **near)
-        torch.testing.assert_close(own.losses, other.losses, **near)
-        torch.testing.assert_close(own.parameters, other.parameters, **near)
-    moved = zip(own.parameters, start.parameters(), strict=True)
+        torch.testing.assert_close(fcdp.prepared, other.prepared, **near)
+        torch.testing.assert_close(fcdp.losses, other.losses, **near)
+        torch.testing.assert_close(fcdp.parameters, other.parameters, **near)
+    moved = zip(fcdp.parameters, start.parameters(), strict=True)
     assert not all(torch.equal(*pair) for pair in moved)
     if name.startswith("grpo"):
-        assert len(own.rewards) == iterations
-        assert len({*own.rewards}) > 1
+        assert len(fcdp.rewards) == iterations
+        assert len({*fcdp.rewards}) > 1
     if name == "grpo":
-        assert sum(own.rewards[-5:]) > 3 * sum(own.rewards[:5]), "answers become digits"
+        assert sum(fcdp.rewards[-5:]) > 3 * sum(fcdp.rewards[:5]), "answers become digits"
     if name.startswith("dpo"):
-        assert own.losses[0] == pytest.approx(math.log(2), abs=1e-3), "of two equal models"
+        assert fcdp.losses[0] == pytest.approx(math.log(2), abs=1e-3), "of two equal models"
     if name in ("dpo", "distillation"):
-        assert sum(own.losses[-5:]) < 0.95 * sum(own.losses[:5])
+        assert sum(fcdp.losses[-5:]) < 0.95 * sum(fcdp.losses[:5])
 
 
 def generating(new_tokens: int) -> Trained:
     objective = GRPO(kind="grpo", new_tokens=new_tokens, group=4)
-    return trained(wanted("fcdp", objective=objective, sequence_length=32), 2, 2, 2)
+    return trained(cell_of("fcdp", objective=objective, sequence_length=32), 2, 2, 2)
 
 
 def test_generation_sends_one_gather_however_long_answers_are(ranks: Pools) -> None:
     """Trained parameters cross once per optimizer step, the reference's once ever."""
     for new_tokens in (2, 8):
-        found = ranks.run(4, generating, new_tokens)[0]
-        first, *later = found.sent
-        half = found.closed_form_bytes / 2
+        measured = ranks.run(4, generating, new_tokens)[0]
+        first, *later = measured.sent
+        half = measured.closed_form_bytes / 2
         assert first["forward"] == half
         for sent in later:
             assert sent == {"forward": half, "reduce": half}
@@ -165,16 +165,16 @@ def without_room() -> str:
     """What is said where the host's memory has no room for the reference."""
     with mock.patch("fcdp.cache.memory.available_host_memory", return_value=1000):
         try:
-            trained(wanted("fcdp", **OBJECTIVES["dpo"]), 2, 1, 1)
+            trained(cell_of("fcdp", **OBJECTIVES["dpo"]), 2, 1, 1)
         except ValueError as error:
             return str(error)
     return "nothing"
 
 
 def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) -> None:
-    for said in ranks.run(2, without_room):
-        assert "beta: the reference, a frozen copy of all that is trained: " in said
-        assert "host memory are free" in said
+    for error in ranks.run(2, without_room):
+        assert "beta: the reference, a frozen copy of all that is trained: " in error
+        assert "host memory are free" in error
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) ->
 )
 def test_what_does_not_fit_an_objective_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
-        wanted(**{"strategy": "fcdp", **settings})
+        cell_of(**{"strategy": "fcdp", **settings})
 
 
 def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
     """The first loss of an objective, and what it has prepared, of a model of one process."""
-    of = wanted("fcdp", objective=spec)
+    of = cell_of("fcdp", objective=spec)
     model, blocks = models.build(of)
 
     def shard(frozen: nn.Module, _: object) -> Any:
@@ -207,8 +207,8 @@ def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
     objective = objectives.of(of, model, blocks, 0, shard)
     batch = torch.arange(4 * 17).view(4, 17)
     with torch.no_grad():
-        found = objective.prepare(model, [batch, batch], lambda phase: None)
-        return objective.loss(model, found[0]).item(), found
+        prepared_batches = objective.prepare(model, [batch, batch], lambda phase: None)
+        return objective.loss(model, prepared_batches[0]).item(), prepared_batches
 
 
 def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_count() -> None:
@@ -239,9 +239,9 @@ def test_a_users_reward_is_checked(reward: str, problem: str) -> None:
 def test_a_users_objective_and_a_teacher_are_checked() -> None:
     with pytest.raises(ValueError, match="returned a Model without epochs, rewards, prepare, loss"):
         prepared(OwnObjective(function=f"{OWN}:model_alone"))
-    other = SMALL.model_copy(update={"vocabulary": 300})
+    teacher = SMALL.model_copy(update={"vocabulary": 300})
     with pytest.raises(ValueError, match=r"teacher: gpt2-2x32 has a vocabulary of 300 tokens, and"):
-        prepared(Distillation(kind="distillation", teacher=other))
+        prepared(Distillation(kind="distillation", teacher=teacher))
 
 
 def unequal(strategy: str, what: str) -> None:
@@ -252,7 +252,7 @@ def unequal(strategy: str, what: str) -> None:
         mock.patch.object(own_model, "objective", return_value=made),
     ):
         try:
-            trained(wanted(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
+            trained(cell_of(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
         except BaseException:
             # As the end of its process would.
             break_all(every_backend())

@@ -42,8 +42,8 @@ def test_answers_are_the_trainers_bit_for_bit(run: Runner, tuning: str) -> None:
     assert beside.changed_share
     assert beside.bits_per_parameter
     assert beside.sync_bytes
-    told = beside.bits_per_parameter * beside.trainable_parameters / 8
-    assert told < beside.sync_bytes < 2 * told + 30_000
+    published = beside.bits_per_parameter * beside.trainable_parameters / 8
+    assert published < beside.sync_bytes < 2 * published + 30_000
 
 
 def test_answers_may_be_a_version_behind(run: Runner) -> None:
@@ -58,9 +58,9 @@ def fail_in_mid_answer() -> None:
 
     answer = rollout._Generation.answer
 
-    def once(*told: Any) -> Any:
+    def once(*arguments: Any) -> Any:
         rollout._Generation.answer = _interrupted
-        return answer(*told)
+        return answer(*arguments)
 
     rollout._Generation.answer = once  # type: ignore[method-assign]
     rollout.main()
@@ -127,10 +127,10 @@ def interrupted_worker(cell_file: str, output_directory: str) -> None:
 
     draw, calls = torch.multinomial, iter(range(10**6))
 
-    def draw_or_raise(*told: Any, **more: Any) -> torch.Tensor:
+    def draw_or_raise(*arguments: Any, **options: Any) -> torch.Tensor:
         if os.environ["RANK"] == "2" and next(calls) == 2:
             raise KeyboardInterrupt("in mid generation")
-        return draw(*told, **more)
+        return draw(*arguments, **options)
 
     with mock.patch.object(torch, "multinomial", draw_or_raise):
         worker.main(cell_file, output_directory)

@@ -43,9 +43,9 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def of(folder: Path, given: Any, sequence_length: int = 4, **settings: Any) -> Cell:
+def of(folder: Path, data: Any, sequence_length: int = 4, **settings: Any) -> Cell:
     origin = Origin(folder=str(folder), data=WHERE)
-    return cell("fcdp", data=given, origin=origin, sequence_length=sequence_length, **settings)
+    return cell("fcdp", data=data, origin=origin, sequence_length=sequence_length, **settings)
 
 
 def prose(folder: Path, **more: Any) -> TextFile:
@@ -62,9 +62,9 @@ def test_the_default_is_the_standard_library() -> None:
 
 
 def test_files_byte_by_byte(folder: Path) -> None:
-    found = workloads.tokens(of(folder, prose(folder)), 256)
-    assert bytes(found.tolist()) == PROSE.encode()
-    found.zero_()  # its own pages: the file stays as it is
+    token_ids = workloads.tokens(of(folder, prose(folder)), 256)
+    assert bytes(token_ids.tolist()) == PROSE.encode()
+    token_ids.zero_()  # its own pages: the file stays as it is
     assert (folder / "prose.txt").read_text(encoding="utf-8") == PROSE
     lines = workloads.tokens(of(folder, chat(folder)), None)
     assert bytes(lines.tolist()).decode() == "the word\nwörd"
@@ -100,22 +100,22 @@ def test_a_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         workloads.tokens(of(folder, Dataset(dataset="names")), 256)
 
 
-def problem(wanted: Cell, vocabulary: int = 256) -> str:
+def problem(invalid: Cell, vocabulary: int = 256) -> str:
     with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
-        workloads.tokens(wanted, vocabulary)
+        workloads.tokens(invalid, vocabulary)
     return str(raised.value).removeprefix(WHERE)
 
 
 def test_what_is_not_on_this_node_names_the_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
+    cells = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
     (folder / "prose.txt").write_text("another text of another node", encoding="utf-8")
     (folder / "chat.jsonl").unlink()
-    assert problem(wanted[0]) == (
+    assert problem(cells[0]) == (
         f".text: {folder}/prose.txt is another file on this node than it was for the runner"
     )
-    assert problem(wanted[1]) == (
+    assert problem(cells[1]) == (
         f".jsonl: there is no {folder}/chat.jsonl on this node; each node needs it, at the same "
         "path"
     )
@@ -130,23 +130,23 @@ def test_what_is_not_on_this_node_names_the_key(
 
 
 def test_tokens_are_below_the_vocabulary_and_a_text_has_a_sequence(folder: Path) -> None:
-    said = problem(of(folder, prose(folder)), vocabulary=128)
-    assert said == (
+    error = problem(of(folder, prose(folder)), vocabulary=128)
+    assert error == (
         ": prose.txt has token 195, and the vocabulary of model gpt2-2x128 has 128: tokens must be "
         "below that"
     )
     size = len(PROSE.encode())
     assert len(workloads.tokens(of(folder, prose(folder), sequence_length=size - 2), 256)) == size
-    said = problem(of(folder, prose(folder), sequence_length=size - 1))
-    assert said == (
+    error = problem(of(folder, prose(folder), sequence_length=size - 1))
+    assert error == (
         f": prose.txt has {size} tokens, of which sequence_length = {size - 1} needs {size + 1}"
     )
 
 
 def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
     def split(held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-        of = cell("fcdp", held_out=held_out, sequence_length=4)
-        return workloads.split(torch.arange(200, dtype=torch.uint8), of)
+        short = cell("fcdp", held_out=held_out, sequence_length=4)
+        return workloads.split(torch.arange(200, dtype=torch.uint8), short)
 
     training, last = split(3)
     assert training.tolist() == list(range(180))
@@ -158,21 +158,21 @@ def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         ("float_loss", "returned a float"),
         ("vector_loss", "returned a tensor of shape (2,)"),
         ("detached_loss", "returned a tensor that depends on no parameter"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_names_the_key(loss: str, said: str) -> None:
+def test_a_loss_that_cannot_be_trained_on_names_the_key(loss: str, message: str) -> None:
     where = "mine.yaml:9: workload.loss"
     named = f"tests.experiments.own_model:{loss}"
-    wanted = cell("fcdp", loss=named, origin=Origin(loss=where), sequence_length=4)
+    invalid = cell("fcdp", loss=named, origin=Origin(loss=where), sequence_length=4)
     model = own_model.Model()
     batch = torch.ones(1, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=re.escape(f"{where}: {named} {said}")) as raised:
-        workloads.TextWorkload(wanted, model, 0).loss(model, batch)
+    with pytest.raises(ValueError, match=re.escape(f"{where}: {named} {message}")) as raised:
+        workloads.TextWorkload(invalid, model, 0).loss(model, batch)
     assert len(str(raised.value).splitlines()) == 1
 
 

@@ -56,9 +56,9 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
 def nothing_is_left(cluster: EmulatedCluster) -> Iterator[None]:
     """After every test, no process is left in any node."""
     yield
-    own = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
-    assert len(own) == NODES + 1
-    assert [namespaces.processes(name) for name in own] == [[]] * len(own)
+    names = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
+    assert len(names) == NODES + 1
+    assert [namespaces.processes(name) for name in names] == [[]] * len(names)
 
 
 def payload(run: CellResult, itemsize: int = 4) -> float:
@@ -222,12 +222,12 @@ def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner) -> None:
 
 
 def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
-    own = {
+    settings = {
         "model": OwnModel(name="mine", function="tests.experiments.own_model:build"),
         "loss": "tests.experiments.own_model:loss",
         "held_out": 2,
     }
-    fcdp, fsdp2 = (run(strategy, **own).measurement for strategy in ("fcdp", "fsdp2"))
+    fcdp, fsdp2 = (run(strategy, **settings).measurement for strategy in ("fcdp", "fsdp2"))
     assert fcdp.parameters == 2 * 256 * 16 + 256 + 2 * (16 * 16 + 16)
     assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-5)
     assert fcdp.losses[-1] < fcdp.losses[0]
@@ -252,20 +252,20 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
     answers = GRPO(kind="grpo", new_tokens=16, group=2)
     settings = {"objective": answers, "micro_batch": 2, "accumulation": 2, "steps": 2}
     fcdp, fsdp2, once = (
-        run(strategy, **settings, **own)
-        for strategy, own in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
+        run(strategy, **settings, **extra)
+        for strategy, extra in (("fcdp", {}), ("fsdp2", {}), ("fsdp2", {"forwards": "unsharded"}))
     )
     half = payload(fcdp) / 2
     generated = {}
     for name, finished in (("fcdp", fcdp), ("fsdp2", fsdp2), ("once", once)):
-        found = finished.measurement
-        generated[name] = found.generation_bytes
-        in_all = found.generation_bytes + found.scoring_bytes + found.update_bytes
+        measured = finished.measurement
+        generated[name] = measured.generation_bytes
+        in_all = measured.generation_bytes + measured.scoring_bytes + measured.update_bytes
         assert in_all == pytest.approx(finished.sent, rel=0.02)
-        seconds = found.generation_seconds + found.scoring_seconds + found.update_seconds
-        assert seconds == pytest.approx(fmean(found.step_seconds), rel=0.2)
-        assert found.inter_node_bytes_closed_form is None
-        assert len(found.rewards) == finished.cell.warmup_steps + finished.cell.steps
+        seconds = measured.generation_seconds + measured.scoring_seconds + measured.update_seconds
+        assert seconds == pytest.approx(fmean(measured.step_seconds), rel=0.2)
+        assert measured.inter_node_bytes_closed_form is None
+        assert len(measured.rewards) == finished.cell.warmup_steps + finished.cell.steps
     assert half <= generated["fcdp"] <= 1.05 * half + 2 * FIXED_BYTES
     assert fcdp.measurement.scoring_bytes <= FIXED_BYTES
     assert half <= fcdp.measurement.update_bytes <= 1.05 * half + 2 * FIXED_BYTES
