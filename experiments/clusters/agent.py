@@ -1,4 +1,4 @@
-"""The agent of one node: forks the node's ranks, as torchrun would; and what each rank does.
+"""The agent of one node, which forks its ranks as torchrun would; each runs the launch's function.
 
 An emulated node's is forked from a process that has imported everything, and enters the node's
 namespace.
@@ -44,8 +44,8 @@ def serve(node: Node, launch: Launch, board: Board, parent: Connection) -> None:
             _settle(node)
             store: TCPStore | None = None
             if node.node == 0:
-                # Where all ranks meet, at this address only. Rank 0's own would be open on every
-                # interface of the node, and it asks nobody who they are.
+                # All ranks meet here, at this address only: a store that rank 0 opens would listen
+                # on every interface of the node, and it authenticates nobody.
                 listener = socket.create_server((node.master_address, node.port))
                 store = TCPStore(
                     node.master_address,
@@ -66,7 +66,7 @@ def serve(node: Node, launch: Launch, board: Board, parent: Connection) -> None:
 
 
 def serve_beside(machine: Machine, entry: str, log: Path, parent: Connection) -> None:
-    """Call the function of a process beside the ranks; send what it ends with."""
+    """Call the function of a process beside the ranks; send how it ended."""
     _begin(log, lambda: None)
     error = None
     try:
@@ -88,10 +88,10 @@ def _begin(log: Path, end_others: Callable[[], None]) -> None:
 
 
 def _settle(machine: Machine) -> None:
-    """Have this process on its machine, with its environment and modules."""
+    """Move this process to its machine, and take on its environment and modules."""
     os.environ.clear()
     os.environ.update(machine.environment)
-    # Temporary files of the machine's processes meet no others, and end with the launch.
+    # Temporary files of the machine's processes lie apart from others, and end with the launch.
     os.mkdir(machine.scratch)
     os.environ["TMPDIR"] = machine.scratch
     tempfile.tempdir = None  # A module imported before may have asked for the directory already.
@@ -116,8 +116,8 @@ def _search_first(folders: Sequence[str]) -> None:
 def _launched(node: Node, launch: Launch, board: Board) -> NodeResult:
     """Fork the ranks of the node and wait for them; return how they ended.
 
-    Ranks of a failed node have a moment to end by themselves: the one that was the cause may not
-    have said so yet.
+    Ranks of a failed node have a moment to end by themselves: the one that failed first may
+    not have reported it yet.
     """
     context = get_context("fork")
     returned = context.Barrier(node.ranks_per_node)
@@ -130,7 +130,7 @@ def _launched(node: Node, launch: Launch, board: Board) -> NodeResult:
     exits: dict[int, Exit] = {}
     ends = float("inf")
     while running and time.monotonic() < ends:
-        # A sentinel is not enough: what the rank has started may hold it.
+        # A sentinel is not enough: a process that the rank has started may hold it open.
         wait([process.sentinel for process in running.values()], _LOOK_S)
         for rank, process in [*running.items()]:
             if (code := process.exitcode) is None:
@@ -173,8 +173,8 @@ def _run(
 ) -> None:
     """Call the launch's function with what torchrun sets for this rank.
 
-    Its process stays until all ranks of the node have ``returned``; ``agent`` is the pid of the one
-    that forked it.
+    Its process stays until all ranks of the node have ``returned``; ``agent`` is the pid of the
+    process that forked it.
     """
     lifetimes.die_with(agent)
     os.environ.update(variables)
@@ -204,7 +204,7 @@ def _write_to(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Whoever is killed has lost nothing but its last line.
+    # A process that is killed loses its last line at most.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -1,4 +1,4 @@
-"""Which nodes are rented: those of a Slurm allocation, or machines that ssh reaches."""
+"""Rented nodes: those of a Slurm allocation, or machines that ssh reaches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ssh:
     hosts: tuple[str, ...]
     prefix: tuple[str, ...] = ()
 
-    #: A silent machine is given up after 20 s, one that does not answer at all after as long.
+    #: A machine that falls silent is given up after 20 s, and so is one that never answers.
     OPTIONS = (
         "BatchMode=yes",
         "ConnectTimeout=20",
@@ -56,7 +56,7 @@ class Ssh:
 
     def head(self) -> str:
         """The name or address by which the other nodes reach the first."""
-        # A user's name goes to ssh alone.
+        # The user's name is for ssh alone.
         return self.hosts[0].rpartition("@")[2]
 
 
@@ -82,13 +82,13 @@ class Srun:
         ]
 
     def head(self) -> str:
-        # Slurm's daemons know the node by it; the plain name may be 127.0.1.1 on the node itself.
+        # Slurm's daemons use this address; the node's name may be 127.0.1.1 on the node itself.
         described = _scontrol("show", "node", self.hosts[0], "--oneliner")
         match = re.search(r"\bNodeAddr=(\S+)", described)
         return match[1] if match else self.hosts[0]
 
 
-#: Starts a program on a node, joined to this process by its standard streams.
+#: A way to start a program on a node, joined to this process by its standard streams.
 Launcher = Ssh | Srun
 
 
@@ -173,7 +173,7 @@ def _scontrol(*arguments: str) -> str:
 
 
 def port(environment: Mapping[str, str], otherwise: int) -> int:
-    """Where the ranks meet: ``FCDP_PORT``, or what the matrix says."""
+    """The port at which the ranks meet: ``FCDP_PORT``, or the matrix's, ``otherwise``."""
     text = environment.get("FCDP_PORT", "")
     if text and not (text.isdecimal() and 1024 <= int(text) <= 65535):
         raise ClusterError(f"FCDP_PORT = {text!r}: allowed are whole numbers from 1024 to 65535")

@@ -1,4 +1,4 @@
-"""The root cause of a failed launch: which rank failed first and why, by what the ranks leave.
+"""The root cause of a failed launch: which rank failed first and why, from what ranks leave behind.
 
 Exit codes have no order, and the errors that one rank's end causes on the others follow within
 milliseconds. Here the order is kept by cause rather than by clock: a rank holds a lock on its file,
@@ -35,17 +35,17 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended before its function had returned."""
+    """The end of a rank's process whose function had not returned."""
 
     #: Exit code; negative: the number of the signal that killed it.
     code: int
-    #: When it was noticed, on the clock of ``time.monotonic_ns``.
+    #: Time at which it was noticed, on the clock of ``time.monotonic_ns``.
     moment_ns: int
 
 
 @dataclass(frozen=True)
 class NodeResult:
-    """How the ranks of one node ended."""
+    """The ends of one node's ranks."""
 
     #: Ends of ranks, by global rank, that failed before their agent ended the others.
     exits: dict[int, Exit] = field(default_factory=dict)
@@ -68,14 +68,14 @@ class Report:
     state: Literal["failed", "oom"]
     #: The traceback.
     error: str
-    #: Whether it says that another process is gone, so that it is rather an effect than a cause.
+    #: Whether it says that another process is gone: then it is an effect rather than a cause.
     lost_peer: bool
-    #: Ranks that had ended without a word before.
+    #: Ranks that had ended before without a report.
     silent_before: list[int]
 
 
 class Board:
-    """A directory with a file per rank; the parent creates them, the ranks write, all may read."""
+    """A directory with a file per rank: the parent creates them, ranks write them, all may read."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         self._directory = directory
@@ -95,7 +95,7 @@ class Board:
             file.write(_DONE)
 
     def report(self, rank: int, error: BaseException) -> None:
-        """Leave the exception that is being handled; the first thing to do after catching it."""
+        """Write down the exception that is being handled, first of all after catching it."""
         report = Report(
             rank=rank,
             moment_ns=time.monotonic_ns(),
@@ -114,7 +114,7 @@ class Board:
         return [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
 
     def silent(self, besides: int | None = None) -> set[int]:
-        """Ranks whose process has begun and ended, neither finished nor with a report.
+        """Ranks whose process has begun and ended without finishing or writing a report.
 
         A rank must leave itself out (``besides``): a process that closes any handle of a file
         loses its lock on it.
@@ -156,8 +156,8 @@ def outcome(
 ) -> Outcome:
     """The outcome of a launch that was within its time, with its root cause.
 
-    ``results`` has, by node, what the agents said, and ``reports`` the exceptions that ended
-    ranks. ``out_of_memory_kills`` is how many processes the kernel killed meanwhile because
+    ``results`` has the agents' results by node, ``reports`` the exceptions that ended ranks, and
+    ``out_of_memory_kills`` is the number of processes that the kernel killed meanwhile because
     memory ran out.
     """
     exits = {rank: exit_ for result in results.values() for rank, exit_ in result.exits.items()}
@@ -171,7 +171,7 @@ def outcome(
     # A lost connection is an effect if anything else happened at all.
     moments = {rank: (report.lost_peer, report.moment_ns) for rank, report in by_rank.items()}
     for rank in silent:
-        # Before every report that knows of it.
+        # It ended before every report that names it.
         known = [report.moment_ns - 1 for report in reports if rank in report.silent_before]
         if rank in exits:
             known.append(exits[rank].moment_ns)
@@ -182,7 +182,7 @@ def outcome(
     if first not in exits:
         reasons = [f"; {result.error}" for result in results.values() if result.error is not None]
         return Outcome("failed", first, "ended before its function returned" + "".join(reasons))
-    # Nobody of ours sends SIGKILL before the first failure.
+    # None of our processes sends SIGKILL before the first failure.
     if exits[first].code == -signal.SIGKILL and out_of_memory_kills > 0:
         return Outcome("oom", first, "killed by signal SIGKILL: the kernel ran out of memory")
     return Outcome("failed", first, describe_exit(exits[first].code))

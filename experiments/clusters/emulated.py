@@ -30,8 +30,8 @@ from experiments.records.environment import named, passed_on
 _GRACE_S = 2.0
 #: ... and between two looks at the ranks.
 _WATCH_INTERVAL_S = 0.1
-#: The interface of a node that leads to the other nodes, or to those of its group where there are
-#: several; and the one to nodes of other groups. The same names inside every node.
+#: The interface that leads to the other nodes (of the same group, where there are several), and
+#: the one that leads to nodes of other groups: the same names on every node.
 INTERFACE = "fcdp0"
 TO_GROUPS = "fcdp1"
 #: Bytes of the largest IP packet between nodes (jumbo frames, as in clusters).
@@ -47,11 +47,11 @@ _LOOPBACK_INDEX = 1
 class EmulatedCluster(Cluster):
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
 
-    With several ``spec.groups`` links between groups are limited apart from those inside.
+    With several ``spec.groups``, links between groups have a limit of their own.
 
     ``preload`` names the modules that the launch's function needs: they are imported once, and the
     ranks of every run are forked from the process that has imported them. They must not run
-    tensor operations nor use a GPU while they are imported.
+    tensor operations or use a GPU while they are imported.
 
     A context manager. ``__enter__`` removes what a killed parent left, imports and builds the
     network; it raises ``ClusterError`` if privileges, kernel features or modules are missing. The
@@ -83,16 +83,16 @@ class EmulatedCluster(Cluster):
     def run(self, launch: Launch) -> Outcome:
         """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
-        The ranks see what passes of this process's environment, the launch's, what torchrun
-        sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
-        ``links.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
-        there are several. Logs are one ``rank<r>.log`` per rank and one ``node<n>.log`` per node.
+        The ranks see those variables of this process that ``passed_on`` selects, the launch's,
+        torchrun's, and ``FCDP_INTERFACE``: the interface to the other nodes, whose counters
+        ``links.transmitted_bytes`` reads. ``FCDP_GROUP_INTERFACE`` is the one to other groups,
+        where there are several. Each rank has a log ``rank<r>.log``, each node ``node<n>.log``.
 
         Raises ``ClusterError`` if the port is taken. Whatever is raised, no process is left.
 
-        A process of ``extra`` is on a machine of its own, whose link is limited like a node's; its
-        log has its name. It and the ranks find the address of each in ``FCDP_<NAME>``, and a
-        secret of this launch in ``FCDP_RUN_SECRET``.
+        A process of ``extra`` runs on a machine of its own, whose link is limited like a node's;
+        its log is named after it. It and the ranks find the address of each such process in
+        ``FCDP_<NAME>``, and a secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._network, self._context
         namespaces.call_in(network.nodes[0], lambda: check_port(network.addresses[0], self._port))
@@ -128,7 +128,7 @@ class EmulatedCluster(Cluster):
                     ranks_per_node=self.ranks_per_node,
                     master_address=network.addresses[0],
                     port=self._port,
-                    # Nodes are hosts to NCCL, which else takes shared memory for their link.
+                    # Each node is a host to NCCL, which else would use shared memory between them.
                     environment={**variables, "NCCL_HOSTID": f"node{number}"},
                     preload=self._preload,
                 )
@@ -149,11 +149,11 @@ class EmulatedCluster(Cluster):
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
-            # Not InfiniBand's: no namespace limits that.
+            # Not InfiniBand, which no namespace limits.
             "NCCL_NET": "Socket",
             **launch.environment,
             "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            # Where processes beside the ranks are, and a secret that all share.
+            # Addresses of the processes beside the ranks, and a secret that all share.
             **{
                 f"FCDP_{name.upper()}": f"{address}:{self._port}"
                 for name, (_, address) in network.beside.items()
@@ -192,11 +192,11 @@ def _watch(
 
 
 class Network:
-    """``nodes`` network namespaces, joined through veth pairs and a bridge in one of its own.
+    """``nodes`` network namespaces, joined through veth pairs and a bridge in another one.
 
-    With several ``groups``, of as many consecutive nodes each, there are two such bridges: what
-    goes to a node of another group takes the second one, so that each kind of link has a limit of
-    its own, and counters.
+    With several ``groups``, of equally many consecutive nodes, there are two bridges: traffic to
+    nodes of another group takes the second one, so that each kind of link has its own limit and
+    counters.
 
     Nothing is created in the caller's namespace. A context manager: ``__enter__`` builds it,
     ``__exit__`` ends what still runs inside and removes it. Raises ``ClusterError`` if the
@@ -213,7 +213,7 @@ class Network:
         self.addresses = [str(NETWORK[1 + node]) for node in range(nodes)]
         #: Namespaces and addresses of machines beside the nodes, by name.
         self.beside: dict[str, tuple[str, str]] = {}
-        #: Those that are parts of the network, which links in both directions limit.
+        #: Those that are part of the network: in their place all others are limited, both ways.
         self._inside: set[str] = set()
         self._prefix = prefix
         self.groups = groups
@@ -241,13 +241,13 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A veth pair ends with either of its ends, so nothing but the names has to go.
+        # A veth pair goes with either of its namespaces, so only these have to be removed.
         beside = (namespace for namespace, _ in self.beside.values())
         for name in (*beside, *self.nodes, self._switch):
             namespaces.remove(name)
 
     def add(self, name: str, *, in_network: bool) -> None:
-        """Join a machine more, beside the nodes; ``in_network``: a part of the network itself.
+        """Add a machine beside the nodes; ``in_network``: as a part of the network itself.
 
         Raises ``ClusterError`` if the kernel refuses.
         """
@@ -272,7 +272,7 @@ class Network:
             _shape_link(self._switch, f"{INTERFACE}-{node}", None)
 
     def _join(self, namespace: str, address: str, port: str) -> None:
-        """Make a machine of this address, and join it to a port of each bridge."""
+        """Make a machine with this address, and join it to a port of each bridge."""
         namespaces.create(namespace)
         with IPRoute(netns=self._switch) as switch:
             for interface in self.interfaces:
@@ -284,7 +284,7 @@ class Network:
         namespaces.call_in(namespace, self._settle_protocols)
         with IPRoute(netns=namespace) as route:
             index = _index(route, INTERFACE)
-            # By the address: others go on to know it where a machine takes an earlier one's place.
+            # Made from the IP address: ARP caches stay right where another machine takes it over.
             hardware = ipaddress.ip_address(address).packed.hex(":")
             route.link("set", index=index, address=f"02:00:{hardware}")
             route.addr("add", index=index, address=address, prefixlen=NETWORK.prefixlen)
@@ -298,12 +298,12 @@ class Network:
                     route.route("add", dst=f"{host}/32", oif=index, scope="link", prefsrc=address)
 
     def _settle_protocols(self) -> None:
-        """Make every machine's nodes behave alike, where /proc is writable.
+        """Make nodes behave alike on every host, where /proc is writable.
 
-        Router and neighbour discovery stay out of the byte counters. The host's congestion control
-        may be one that probes and paces (BBR), which on a link of a few Mbit/s costs bandwidth in
-        an exchange of both directions; Reno never meets a loss here, and every namespace may
-        choose it.
+        Without IPv6, router and neighbour discovery stay out of the byte counters. The host's
+        congestion control may be one that probes and paces (BBR), which on a link of a few Mbit/s
+        costs bandwidth in an exchange of both directions; Reno never meets a loss here, and every
+        namespace may choose it.
         """
         settings = {f"ipv6/conf/{name}/disable_ipv6": "1" for name in self.interfaces}
         for name, value in {**settings, "ipv4/tcp_congestion_control": "reno"}.items():
@@ -313,9 +313,9 @@ class Network:
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
 
-        Of several groups that is to nodes of the own one, and ``to_groups`` to all others.
+        With several groups, this limits links inside a group, and ``to_groups`` those between them.
         Returns what the kernel reports to have set: the rate in bits per second, the burst and the
-        queue's limit in bytes, and the nodes' TCP congestion control; the same of ``to_groups``
+        queue's limit in bytes, and the nodes' TCP congestion control; the same for ``to_groups``
         under that name. Raises ``ValueError`` for a rate that cannot be had and ``ClusterError``
         if the kernel has no token bucket.
         """
@@ -335,8 +335,8 @@ class Network:
             outside = [name for name in self.beside if name not in self._inside]
             for name in outside:
                 _shape_link(self.beside[name][0], INTERFACE, bits_per_s)
-            # Where a machine is a part of the network, what the others receive is limited alike:
-            # its own link stands for as many as there are others.
+            # Where a machine is part of the network, what the others receive is limited alike:
+            # its own link stands for one link to each of them.
             if self._inside:
                 for port in (*range(len(self.nodes)), *outside):
                     _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)

@@ -14,7 +14,7 @@ from baselines.description import ExtraProcess
 from experiments.records.abilities import Abilities
 
 if TYPE_CHECKING:
-    from experiments.records.cell import AnyCluster  # which processes on nodes need not wait for
+    from experiments.records.cell import AnyCluster  # processes on nodes do not wait for it
 
 
 class ClusterError(RuntimeError):
@@ -22,7 +22,7 @@ class ClusterError(RuntimeError):
 
 
 def check_port(address: str, port: int) -> None:
-    """Raise ``ClusterError`` if the ranks cannot meet there, with a port where they can."""
+    """Raise ``ClusterError`` if the ranks cannot meet there; it names a port where they can."""
     with socket.socket() as probe:
         # A port whose last connections merely wait to expire is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,14 +56,14 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Seconds after which it is ended.
     timeout_s: float
-    #: Processes beside the ranks, of clusters that can start some: each on a machine of its own,
+    #: Processes beside the ranks, where the cluster can start some: each on a machine of its own,
     #: ended with the ranks.
     extra: tuple[ExtraProcess, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one launch ended."""
+    """The end of one launch's ranks."""
 
     state: Literal["ok", "oom", "failed", "timeout"]
     #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
@@ -92,7 +92,7 @@ class Cluster(ABC):
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to bits per second (``None``: no limit).
 
-        Of nodes in several groups, to those of the own one; and ``to_groups`` to all others.
+        With several groups, this limits links inside a group, and ``to_groups`` those between them.
         Returns what was set, for the record.
         """
 

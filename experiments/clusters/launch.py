@@ -1,4 +1,4 @@
-"""Processes of a launch, and what they are told of their machine.
+"""Processes of a launch, and the description of the machine that each runs on.
 
 The agent of a node (``agent``) is one of them, on every kind of cluster: an emulated node's is
 forked from the fork server, a rented one's is started afresh by ``node``.
@@ -23,7 +23,7 @@ _AGENT_END_S = 2.0
 class Machine:
     """One machine, as a process on it needs to know it."""
 
-    #: The network namespace that is the machine; ``None`` for one that is real.
+    #: The network namespace that is the machine; ``None`` for a real one.
     namespace: str | None = None
     #: The whole environment of its processes, but for what torchrun adds.
     environment: dict[str, str] = field(repr=False)
@@ -53,7 +53,7 @@ class Node(Machine):
 
 
 class Started:
-    """A process on a machine, which says once how it, or the ranks that it launches, ended."""
+    """A process on a machine, which reports once how it or the ranks that it launches ended."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Started:
         machine: Machine,
         *arguments: object,
     ) -> None:
-        """It calls the function ``serve`` of ``agent`` with the machine and ``arguments``."""
+        """Start it: it calls ``serve``, a function of ``agent``, with machine and ``arguments``."""
         self.name = name
-        #: Its own report; the reason why it ended where it has made none.
+        #: Its own report; if it ended without one, the reason.
         self.result: NodeResult | None = None
         self.connection: Connection
         self.connection, other_end = context.Pipe()
@@ -77,7 +77,7 @@ class Started:
             self._process.start()
 
     def collect(self) -> None:
-        """Take the result, if it has been sent or the process has ended without."""
+        """Take the result, if it has been sent or the process has ended without one."""
         if self.result is not None or not self.connection.poll():
             return
         try:
@@ -103,5 +103,5 @@ class Started:
 
 
 def _serve(entry: str, *arguments: object) -> None:
-    # By its name: the process that starts this one needs no torch, which it imports.
+    # By its name: its module imports torch, which the process that starts this one does not need.
     resolve_name(entry)(*arguments)

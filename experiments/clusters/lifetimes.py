@@ -1,9 +1,9 @@
-"""Lifetimes of processes, network namespaces and folders: none outlives whom it is for.
+"""Lifetimes of processes, network namespaces and folders: none outlives its owner.
 
 A process dies with the one that started it, however that one ends. Namespaces and folders outlive
 a parent that was killed with SIGKILL: their names carry the parent's pid, start time and pid
-namespace, so that the next start can tell the ones nobody owns any more from those of a parent
-that still runs.
+namespace, so that the next start can tell those without an owner from those of a parent that
+still runs.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILLING_S = 10.0
 
 _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
-_things = itertools.count()
+_numbers = itertools.count()
 
 #: The directory for temporary files wherever ``TMPDIR`` does not name one.
 USUAL = "/tmp"
@@ -93,7 +93,7 @@ def out_of_memory_kills() -> int:
 def die_with_launcher(end_others: Callable[[], None]) -> None:
     """Call ``end_others`` and kill this process when the one that called ``Process.start`` ends.
 
-    With the fork server that one is not the parent, so the kernel's signal does not tell; the
+    With the fork server that one is not the parent, so the kernel's signal does not help: the
     fork server itself lives as long as any of its children.
     """
     launcher = parent_process()
@@ -111,7 +111,7 @@ def die_with_launcher(end_others: Callable[[], None]) -> None:
 
 def new_prefix() -> str:
     """A name prefix for one thing of this process: nothing else, past or present, has it."""
-    return f"fcdp-{_pid_scope()}-{os.getpid()}-{_started_at(os.getpid())}-{next(_things)}"
+    return f"fcdp-{_pid_scope()}-{os.getpid()}-{_started_at(os.getpid())}-{next(_numbers)}"
 
 
 def is_orphan(name: str) -> bool:
@@ -140,7 +140,7 @@ def _pid_scope() -> int:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder, removed afterwards, as are those that killed processes left before."""
+    """An empty folder, removed afterwards, as are those that killed processes have left."""
     remove_stale()
     with tempfile.TemporaryDirectory(prefix=f"{new_prefix()}-") as name:
         yield Path(name)

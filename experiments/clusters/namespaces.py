@@ -1,4 +1,4 @@
-"""Network namespaces: makes, enters, and removes them with whatever runs inside."""
+"""Network namespaces: how they are made, entered, and removed with whatever runs inside."""
 
 import os
 from collections.abc import Callable

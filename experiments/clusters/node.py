@@ -1,9 +1,9 @@
-"""A rented node's side: what the runner's launcher starts on it, for one question.
+"""The program that the runner's launcher starts on a rented node, for one question.
 
 The question comes as one line of JSON by standard input, the answer goes as one to standard output.
 The input stays open afterwards: where it is closed, the node ends its ranks, whether the runner has
-asked for that or is gone. Until the answer both sides send empty lines, so that each notices a link
-that has gone dead, whatever the launcher makes of it.
+asked for that or is gone. Until the answer both sides send empty lines, so that each notices a dead
+link, even if the launcher does not.
 """
 
 import os
@@ -31,10 +31,10 @@ from experiments.records import provenance
 from experiments.records.environment import named, passed_on, without_secrets
 from simulation.files import Strict
 
-#: Seconds between two empty lines, and without any after which the other side is taken for lost.
+#: Seconds between two empty lines, and without one until the other side counts as lost.
 BEAT_S = 5.0
 SILENCE_S = 40.0
-#: Bytes of each log that travel; the end says why a rank failed.
+#: Bytes of each log that are sent, its last: they say why a rank failed.
 _LONGEST_LOG = 1_000_000
 #: Settings of NCCL that name a machine, a file or an identity.
 _PRIVATE_SETTINGS = ("FILE", "HOST", "COMM_ID", "PATH", "PLUGIN")
@@ -45,7 +45,7 @@ _APART = "the runner must be on the first node, or its directory (--output) one 
 
 
 class Inquiry(Strict):
-    """A question: what the node is."""
+    """A question for the description of the node."""
 
     #: An address of node 0 on the network between nodes.
     head: str
@@ -66,23 +66,23 @@ class Description(Strict):
 class Order(Strict):
     """An order to start the ranks of one launch on the node."""
 
-    #: The node, but for what it adds itself: its scratch, and variables that pass of its own.
+    #: The node, without what it adds itself: its scratch directory and its own variables.
     node: Node
     address: str
-    #: Its logs go there on the runner's machine.
+    #: Its folder of logs is on the runner's machine.
     launch: Launch
     #: Content of those arguments that are names of text files on the runner's machine.
     files: dict[str, str]
-    #: A file among the logs, which tells whether a node sees them.
+    #: Name of a file in that folder: a node that has the file sees the folder.
     marker: str
 
 
 class Ended(Strict):
-    """The answer to an order, once nothing of it runs on the node any more."""
+    """The answer to an order, once none of its processes runs on the node."""
 
     result: NodeResult
     reports: list[Report]
-    #: The node's clock when it answered, by which both of these go: nodes' clocks differ.
+    #: The node's clock at its answer, which both of these go by: nodes' clocks differ.
     now_ns: int
     #: Logs by name, if the node does not see the runner's directory for them.
     logs: dict[str, str]
@@ -192,7 +192,7 @@ def run(order: Order) -> Ended:
 
 
 def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> NodeResult:
-    """Run the ranks; returns how they ended, if that was before the runner was done with them."""
+    """Run the ranks; returns how they ended, or an empty result if they were cut short."""
     interface = _interface_with(order.address)
     requested = {**order.node.environment, **launch.environment}
     environment = {
@@ -203,7 +203,7 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
         **passed_on(os.environ, named(requested)),
         **requested,
     }
-    # The kernel shows the environment with which a process was started from here.
+    # The kernel shows this environment as the one that the agent was started with.
     os.environ.clear()
     os.environ.update(environment)
     node = replace(order.node, environment=environment, scratch=str(scratch))
@@ -224,7 +224,7 @@ def _launched(order: Order, launch: Launch, board: Board, scratch: Path) -> Node
 
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
-    """The function's arguments; files of the runner's are copied to ``folder``."""
+    """The function's arguments; the runner's files among them are copied to ``folder``."""
     arguments: list[str] = []
     for argument in order.launch.arguments:
         if argument in order.files:

@@ -2,7 +2,7 @@
 
 It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
 with the calling process. It imports this module when it starts, which pays for the heavy imports
-once: multiprocessing skips a preloaded module that does not import; here the reason is kept.
+once. multiprocessing silently skips a module that cannot be imported: here the reason is kept.
 """
 
 import gc
@@ -39,8 +39,8 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     """Start the fork server if there is none, and check that ``modules`` can be imported.
 
     Modules that an earlier caller did not name are imported again by every node's agent: a later
-    cluster with other modules works, but slower. Variables that libraries read while they are
-    imported count as they are now. Raises ``ClusterError`` with the traceback of the first module
+    cluster with other modules works, but slower. Libraries that read variables while they are
+    imported see the present ones. Raises ``ClusterError`` with the traceback of the first module
     that cannot be imported.
     """
     context = multiprocessing.get_context("forkserver")
@@ -73,10 +73,10 @@ def start(modules: Sequence[str]) -> ForkServerContext:
 
 @cache
 def _own_sockets() -> None:
-    """Have multiprocessing's folder of sockets inside one whose name says whose it is.
+    """Put multiprocessing's folder of sockets into one whose name says who owns it.
 
     multiprocessing removes its folder when this process ends, but not if this process is killed:
-    then a later one does.
+    then the next process does.
     """
     lifetimes.remove_stale()
     parent = tempfile.gettempdir()
@@ -89,7 +89,7 @@ def _own_sockets() -> None:
     )
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
-        util.get_temp_dir()  # It keeps to the first answer.
+        util.get_temp_dir()  # It remembers the first answer.
     finally:
         tempfile.tempdir = before
 
@@ -128,8 +128,8 @@ def _send_failures(modules: list[str], sender: Connection) -> None:
 def import_modules(modules: list[str]) -> None:
     """Import modules; tracebacks of those that fail are in ``_FAILURES``.
 
-    The garbage collector of processes forked from this one leaves what is there now alone: it
-    would write to every page of it, and each write copies the page.
+    In processes forked from this one, garbage collection skips all objects that exist now: it
+    would write to each of their pages, and so copy it.
     """
     for module in modules:
         try:

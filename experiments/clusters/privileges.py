@@ -1,4 +1,4 @@
-"""Gets the right to make network namespaces: as root, or in a user namespace of one's own."""
+"""The right to make network namespaces: root's, or that of a user namespace."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def require() -> None:
 def enter_user_namespace_if_needed() -> None:
     """Execute the running command again as root of a user namespace, unless it is privileged.
 
-    The first thing a command does: everything before runs twice. The network stays the host's:
+    A command calls it first: everything before runs twice. The network stays the host's:
     only the cluster's own namespaces are new. Raises ``ClusterError`` with what forbids it and
     what to do instead where user namespaces cannot be had.
     """

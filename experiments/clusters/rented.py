@@ -1,9 +1,9 @@
 """A cluster of real nodes, reached by Slurm's ``srun`` or by ``ssh``.
 
 For every launch of ranks the launcher starts one process on each node (``node``), which starts the
-node's agent and with it the ranks. What it has to know comes by its standard input, what it has to
-say goes by its output, so that nodes need no common file system; the first node sees the run's
-directory. A lost node is a launcher that ends without an answer.
+node's agent and with it the ranks. Its order comes on standard input, its answer goes to standard
+output, so that nodes need no common file system; the first node sees the run's directory. A node
+is lost when its launcher ends without an answer.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ AnyAnswer = TypeVar("AnyAnswer", bound=Strict)
 
 
 class RentedCluster(Cluster):
-    """The nodes of an allocation, whose links are what they are.
+    """The nodes of an allocation, whose links are not limited.
 
     A context manager: ``__enter__`` asks each node who it is and raises ``ClusterError`` if one
-    does not answer or cannot take part. Nothing runs on a node but during a launch.
+    does not answer or cannot take part. Outside of a launch nothing runs on a node.
     """
 
     can = ABILITIES["rented"]
@@ -96,10 +96,10 @@ class RentedCluster(Cluster):
     def run(self, launch: Launch) -> Outcome:
         """Call the launch's function on every rank, in fresh processes; see ``Cluster.run``.
 
-        Ranks see what passes of their node's environment, the runner's variables of NCCL and FCDP
-        and those that ``FCDP_PASS`` names, the launch's, what torchrun sets, and
-        ``FCDP_INTERFACE``. Arguments that name text files here are carried to nodes that do not
-        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer.
+        Ranks see those variables of their node that ``passed_on`` selects, the runner's of NCCL and
+        FCDP and those that ``FCDP_PASS`` names, the launch's, torchrun's, and ``FCDP_INTERFACE``.
+        Arguments that name text files here are copied to nodes that do not see these. Raises
+        ``LostNodeError`` if a node's launcher ends without an answer.
         """
         assert not launch.extra, "matrices skip cells that need some"
         logs = launch.logs.absolute()
@@ -155,9 +155,9 @@ class RentedCluster(Cluster):
 def _answers(
     nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float, grace_s: float
 ) -> dict[int, AnyAnswer]:
-    """Answers that come in time, by node: within the grace after one that tells of a failure.
+    """Answers that come in time, by node; after a failure only ``grace_s`` are left.
 
-    Raises ``LostNodeError`` for a node that ends without one, or falls silent.
+    Raises ``LostNodeError`` for a node that ends without an answer, or falls silent.
     """
     deadline = time.monotonic() + timeout_s
     answers: dict[int, AnyAnswer] = {}
@@ -181,7 +181,7 @@ def _answers(
 def _all_answers(
     nodes: Sequence[Launched], kind: type[AnyAnswer], timeout_s: float
 ) -> list[AnyAnswer]:
-    answers = _answers(nodes, kind, timeout_s, grace_s=timeout_s)  # for all, whatever one tells
+    answers = _answers(nodes, kind, timeout_s, grace_s=timeout_s)  # a failure shortens nothing
     for each in nodes:
         if each.node not in answers:
             raise each.lost("it has not answered in time")
@@ -203,13 +203,13 @@ def _outcome(nodes: Sequence[Launched], ended: Sequence[Ended]) -> Outcome:
 
 
 class Launched:
-    """One node's process."""
+    """A launcher's process, which reaches one node."""
 
     def __init__(
         self, node: int, host: str, command: list[str], environment: Mapping[str, str]
     ) -> None:
         self.node = node
-        #: When the node was last heard of, on the clock of ``time.monotonic_ns``.
+        #: Time at which the node was last heard of, on the clock of ``time.monotonic_ns``.
         self.heard_ns = time.monotonic_ns()
         self.answer: Future[bytes] = Future()
         self._host = host
@@ -232,7 +232,7 @@ class Launched:
             raise ClusterError(f"cannot start {command[0]}: {error.strerror}") from error
 
     def ask(self, question: Strict) -> None:
-        """Send the one question; the answer comes in its time."""
+        """Send the one question; ``answer`` is set once it is there."""
         line = question.model_dump_json().encode() + b"\n"
         # A launcher that does not reach its node takes no input: only a thread may wait for that.
         for target, arguments in ((self._talk, (line,)), (self._listen, ())):
@@ -257,7 +257,7 @@ class Launched:
         self.answer.set_result(answer)
 
     def read(self, kind: type[AnyAnswer]) -> AnyAnswer:
-        """The answer, which has come. Raises ``LostNodeError`` if the launcher ended without."""
+        """Parse the answer that came. Raises ``LostNodeError`` if the launcher ended instead."""
         line = self.answer.result(timeout=0)
         if not line.endswith(b"\n"):
             with suppress(subprocess.TimeoutExpired):
@@ -269,7 +269,7 @@ class Launched:
             raise self.lost(f"it said {line[:_LONGEST_QUOTE]!r}") from error
 
     def lost(self, reason: str) -> LostNodeError:
-        """The error that says that this node is lost, and what its launcher said."""
+        """The error for a lost node, with the end of its launcher's standard error."""
         self._errors.seek(0)
         tail = self._errors.read().decode("utf-8", errors="replace").strip()[-_LONGEST_QUOTE:]
         return LostNodeError(
@@ -277,7 +277,7 @@ class Launched:
         )
 
     def end(self, within_s: float) -> None:
-        """Have the launcher end, if need be without the node's consent."""
+        """Wait for the launcher to end; then terminate, and in the end kill it."""
         for patience, act in (
             (max(0.0, within_s), self._process.terminate),
             (_TERMINATING_S, self._process.kill),

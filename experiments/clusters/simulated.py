@@ -1,4 +1,4 @@
-"""A cluster that need not exist: the simulator answers its cells, in this process."""
+"""A cluster that need not exist: the simulator predicts its cells, in this process."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ class SimulatedCluster(Cluster):
     """A cluster without processes.
 
     A cluster of kind ``emulated`` is simulated as the host that the committed records were
-    measured on. Raises ``ClusterError`` for one of rented nodes, of which nothing is known.
+    measured on. Raises ``ClusterError`` for rented nodes, whose hardware is not described.
     """
 
     can = ABILITIES["simulated"]
@@ -42,7 +42,7 @@ class SimulatedCluster(Cluster):
         return assumptions | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
     def run(self, launch: Launch) -> Outcome:
-        """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
+        """Predict the cell that the arguments name, without any worker; see ``Cluster.run``."""
         cell_file, output = map(Path, launch.arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
@@ -59,7 +59,7 @@ class SimulatedCluster(Cluster):
 
 
 def largest_micro_batch(cell: Cell) -> int:
-    """Most sequences per rank and micro-batch with which the cell fits; 0 if not even one does."""
+    """The most sequences per rank and micro-batch with which the cell fits; 0 if none does."""
     return prediction.largest_micro_batch(workload_of(cell), cluster_of(cell))
 
 

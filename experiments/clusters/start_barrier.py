@@ -33,7 +33,7 @@ def limiting(directory: Path, limit: Callable[[], dict[str, Any]]) -> Iterator[d
     """Call ``limit`` when the ranks of a launch inside are ready, and let them go on.
 
     ``directory`` is one that the launch's rank 0 shares. What ``limit`` raises goes to that rank.
-    Gives the limit, once it is set: it stays empty if the ranks never get that far.
+    Yields the limit, filled in once it is set: it stays empty if ranks never get that far.
     """
     network: dict[str, Any] = {}
     ranks_ended = threading.Event()

@@ -30,7 +30,7 @@ _RATE_S = 0.3
 _ROWS = {"cpu": 512}
 _ROWS_ON_ACCELERATOR = 4096
 _DTYPES = ("float32", "bfloat16")
-#: Calls between two looks at the clock on an accelerator: it is not to wait for the host.
+#: Calls between two looks at the clock on an accelerator, which must not wait for the host.
 _BURST = 8
 #: The block that is timed: of a model of 7 billion parameters, or as small as on emulated nodes.
 _BLOCK = {"cpu": {"width": 256, "heads": 4, "sequence_length": 128, "sequences": 2}}
@@ -53,7 +53,7 @@ def main(output_directory: str) -> None:
 
 
 def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """The link of these (bytes, seconds): bandwidth of the largest, latency of the smallest.
+    """The link of these (bytes, seconds): bandwidth by the largest, latency by the smallest.
 
     The slope is that of least squares through the largest three, as links that are limited by
     a token bucket let small messages pass at full speed.
@@ -92,7 +92,7 @@ class _Probe:
         return {"inter_node_all_gather": across, "intra_node_all_gather": inside}
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
-        """The link under an all-gather of ``group``, as far as it is quick enough.
+        """The link under an all-gather of ``group``, with sizes up to the longest wait.
 
         ``senders`` ranks share it.
         """
@@ -158,7 +158,7 @@ class _Probe:
         }
 
     def _memory_bytes_per_s(self) -> float:
-        """An addition in place reads two vectors and writes one."""
+        """The rate of an addition in place, which reads two vectors and writes one."""
         vector = torch.zeros(_COPY_BYTES // 4, device=self._device)
         addend = torch.ones_like(vector)
         return self._rate(lambda: vector.add_(addend), 3 * _COPY_BYTES)
@@ -204,7 +204,7 @@ class _Probe:
 
 
 class Block(nn.Module):
-    """A block of GPT-2's kind; attention, each norm and the activation function are a kernel."""
+    """A block like GPT-2's; attention, each norm and the activation are one kernel each."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

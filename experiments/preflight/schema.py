@@ -18,7 +18,7 @@ from simulation.hardware import Hardware, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
 from simulation.workload import Workload, block_work
 
-#: Links of two ranks alone, and rates of one.
+#: Fields of older files: links of two ranks alone, and rates of one.
 _OLDER = ("inter_node_point_to_point", "intra_node_point_to_point", "alone_matmul_flops_per_s")
 
 
@@ -41,7 +41,7 @@ class Link(Strict):
 
 
 class _Part(Strict):
-    """A part of the file, without what older files have besides and nobody reads."""
+    """A part of the file, without fields of older files that nobody reads."""
 
     @model_validator(mode="before")
     @classmethod
@@ -114,8 +114,8 @@ class Compute(_Part):
     matmul_flops_per_s: dict[DType, float]
     #: Device memory of a rank; ``None`` without an accelerator.
     memory_bytes: int | None
-    #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
-    #: in bf16 on accelerators. ``None`` in older files.
+    #: Bytes per second that a kernel which computes next to nothing reads and writes, and the time
+    #: of a block, in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
     block: TimedBlock | None = None
 

@@ -38,12 +38,12 @@ class Step:
     of: int
     loss: float
     seconds: float
-    #: When it ended, in seconds since 1970.
+    #: Time of its end, in seconds since 1970.
     at: float
 
 
 def steps(directory: Path, start: int) -> list[Step]:
-    """Steps of the cell that runs here, of complete lines from the index ``start`` on."""
+    """Steps of the cell that runs here, from index ``start`` on, without an incomplete line."""
     try:
         lines = files.lines(directory / PROGRESS)
     except OSError:  # The worker has not come to its first step yet.
@@ -52,7 +52,7 @@ def steps(directory: Path, start: int) -> list[Step]:
 
 
 def last_step(directory: Path) -> Step | None:
-    """The newest of ``steps``; ``None`` before one."""
+    """The newest of ``steps``; ``None`` before the first."""
     return next(iter(steps(directory, -1)), None)
 
 
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out; ``ValueError`` if one is in already.
+        """Keep other runs out. Raises ``ValueError`` if one is in already.
 
         The kernel frees this lock when its process ends, however it ends, so that a killed run
         leaves no stale lock; and unlike ``flock`` it does not pass to the ranks that we start.
@@ -94,7 +94,7 @@ class RunDirectory:
                 file.truncate(0)
 
     def start_afresh(self) -> Path | None:
-        """Move what an earlier run left to ``earlier/<time>``; return where, if there was any."""
+        """Move what an earlier run left to ``earlier/<time>``; return that folder, if any."""
         # The records last: if this is cut short, they still say what was finished.
         records = files.stored(self.records)
         left = [p for p in (self.report, self.wandb, self.cells, records) if p.exists()]
@@ -106,9 +106,9 @@ class RunDirectory:
         return archive
 
     def resume(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
-        """Records of the finished cells; of those to run again lines and logs go to ``earlier``.
+        """Records of finished cells; of cells to run again, lines and logs move to ``earlier``.
 
-        Raises as ``kept``.
+        Raises what ``kept`` raises.
         """
         finished = self.kept(matrix, retry_failed)
         dropped = [record for record in self._all() if record not in finished]
@@ -124,11 +124,11 @@ class RunDirectory:
         return finished
 
     def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
-        """Records that ``resume`` keeps: not of failures before the first step of a cell.
+        """Records that ``resume`` keeps: not those of cells that failed before their first step.
 
-        Nor of cells that were skipped, and that the matrix has by now. With ``retry_failed`` of no
-        failure. Raises ``ValueError`` for records of another matrix, or that another kind of
-        cluster left: a simulated cell has the id of the same cell where it runs.
+        Nor those of cells that were skipped and are no longer; with ``retry_failed`` of no failure.
+        Raises ``ValueError`` for records of another matrix or another kind of cluster: a simulated
+        cell has the same id as the cell that really runs.
         """
         finished = self._all()
         to_run = {entry.cell.id for entry in matrix.cells if entry.skip_reason is None}
@@ -156,7 +156,7 @@ class RunDirectory:
         return read_records(self.records) if files.stored(self.records).exists() else []
 
     def new_cell(self, cell_id: str) -> Path:
-        """A cell's directory: one cut short earlier leaves its checkpoint there and its steps."""
+        """Make a cell's directory; of one that was cut short, checkpoint and steps stay there."""
         path = self.cells / cell_id
         path.mkdir(parents=True, exist_ok=True)
         goes_on = (path / CHECKPOINT).is_dir()

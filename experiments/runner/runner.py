@@ -1,4 +1,4 @@
-"""Runs the cells of a matrix one after another and records how each ended.
+"""Runs the cells of a matrix one after another, and records the end of each.
 
 A cell's failure is its record's state, never the end of the matrix. A record is on the disk
 before the next cell starts, so that a killed run loses only the cell that it was in.
@@ -38,7 +38,7 @@ _COMPILE_TIMEOUT_S = 1800.0
 #: Starts in a row without a new checkpoint, after which a cell has failed: what fails at the same
 #: step each time comes to none.
 _FRUITLESS = 3
-#: Characters of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
+#: Last lines that are quoted from the log of a rank that a signal ended, and bytes to find them.
 _LAST_LINES = 20
 _LAST_BYTES = 65_536
 
@@ -53,7 +53,7 @@ class Observer(Protocol):
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
         """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there.
 
-        ``started_at`` is the one of its record.
+        ``started_at`` is that of its record.
         """
         ...
 
@@ -159,7 +159,7 @@ class _Runner:
         try:
             outcome = self._compile(cell, directory)
             started = time.monotonic()
-            machine(self._load)  # what the host takes counts from now on
+            machine(self._load)  # steal is counted from now on
             if outcome.state == "ok":
                 outcome, network = self._train(cell, directory)
             if outcome.state == "ok":
@@ -189,9 +189,9 @@ class _Runner:
         )
 
     def _train(self, cell: Cell, directory: Path) -> tuple[Outcome, dict[str, Any]]:
-        """Start the ranks, and again if they fail where there are checkpoints; how they ended.
+        """Start the ranks, and again if they fail where there are checkpoints.
 
-        With the outcome comes what the link was set to.
+        Returns their outcome and what the link was set to.
         """
         fruitless = 0
         while True:
@@ -203,9 +203,9 @@ class _Runner:
                 return outcome, network
 
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
-        """Have the operators ready that the cell's engine compiles at their first use.
+        """Compile the operators that the cell's engine would compile at their first use.
 
-        That takes minutes, once per machine: no cell's time limit is to pay for it.
+        That takes minutes, once per machine, which count toward no cell's time limit.
         """
         entry = registry.find(cell.strategy)
         needed = (entry.operators, cell.deepspeed)
@@ -230,7 +230,7 @@ class _Runner:
     ) -> Record:
         """A cell's record; ``fields`` are those that only a cell which ran has."""
         deepspeed = pins.version(cell.deepspeed)
-        pinned = {"deepspeed": deepspeed} if deepspeed else {}  # what the cell's ranks import
+        pinned = {"deepspeed": deepspeed} if deepspeed else {}  # as the cell's ranks import it
         return Record(
             cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
@@ -246,7 +246,7 @@ class _Runner:
 
 
 def _commit(directory: Path) -> bytes | None:
-    """The mark of a cell's checkpoint, another after each; ``None`` without any."""
+    """The mark of a cell's checkpoint, which every save changes; ``None`` without one."""
     file = directory / CHECKPOINT / COMMIT
     return file.read_bytes() if file.exists() else None
 
@@ -270,16 +270,16 @@ def _error(outcome: Outcome, logs: Path) -> str | None:
     return provenance.scrub("\n".join(lines))
 
 
-#: Seconds over which a run looks before it starts.
+#: Seconds for which a run observes the machine before it starts.
 _LOOK_S = 0.5
 
 
 def look() -> Machine:
-    """Look at the machine for a moment, before a run adds its own load."""
+    """Observe the machine for a moment, before a run adds its own load."""
     return machine(os.getloadavg()[0], _LOOK_S)
 
 
 def machine(load: float, seconds: float | None = None) -> Machine:
-    """The machine's state from now on for so many seconds, or since this thread's last call."""
+    """The machine's state over the next ``seconds``, or since this thread's last call."""
     taken = psutil.cpu_times_percent(seconds).steal
     return Machine(load=load, cores=len(os.sched_getaffinity(0)), steal_share=taken / 100)

@@ -7,24 +7,21 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-#: Makes what normalises so many channels.
+#: A constructor of a normalisation of so many channels.
 Norm = Callable[[int], nn.Module]
 #: Inputs, outputs, size and stride of a convolution.
 Shape = tuple[int, int, int, int]
 
 
 class Residual(nn.Module):
-    """Convolutions around which their input goes past, changed only where its shape must be.
-
-    Each is normalised.
-    """
+    """Normalised convolutions beside a shortcut, which is the identity where shapes allow it."""
 
     def __init__(self, convolutions: Sequence[Shape], norm: Norm) -> None:
         super().__init__()
         inside: list[nn.Module] = []
         for shape in convolutions:
             inside += [_convolution(*shape), norm(shape[1]), nn.ReLU()]
-        self.inside = nn.Sequential(*inside[:-1])  # the sum is what the last rectifier takes
+        self.inside = nn.Sequential(*inside[:-1])  # the last rectifier takes the sum
         inputs, outputs = convolutions[0][0], convolutions[-1][1]
         stride = max(shape[3] for shape in convolutions)
         self.past: nn.Module = nn.Identity()
@@ -45,7 +42,7 @@ class Network(nn.Module):
         self.head = head
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # As the weights are gathered: DeepSpeed's engine leaves its inputs in float32.
+        # In the dtype of the gathered weights: DeepSpeed's engine leaves its inputs in float32.
         hidden = self.stem(images.to(self.head.weight.dtype))
         for block in self.blocks:
             hidden = block(hidden)

@@ -24,17 +24,19 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]: ...
 
 
-#: Reads the images to train on, and those kept from it, of the data as a cell gives them.
+#: A reader of the images that a cell names: for training and for validation.
 Read = Callable[[Images, Origin], tuple[Examples, Examples]]
 
 
 @dataclass(frozen=True)
 class Source:
+    """A data set of images."""
+
     #: Channels, height and width of an image, and how many classes there are.
     shape: tuple[int, int, int]
     classes: int
     read: Read
-    #: Processes per rank that read and change images ahead of the training; 0: it does so itself.
+    #: Processes per rank that read and transform images ahead of training; 0: it does so itself.
     readers: int = 0
 
 
@@ -64,12 +66,12 @@ class ImageWorkload:
         cell = self._cell
         order = epochs(len(self._training), cell.micro_batch, self._ranks, cell.seed)
         mine = islice(order, self._rank, None, self._ranks)
-        # Transforms draw from here, so that no strategy's own numbers matter.
-        drawn = torch.Generator().manual_seed(cell.seed * 100_003 + self._rank)
-        return iter(self._loader(self._training, mine, drawn))
+        # Transforms draw from this one, whatever random numbers a strategy draws.
+        generator = torch.Generator().manual_seed(cell.seed * 100_003 + self._rank)
+        return iter(self._loader(self._training, mine, generator))
 
     def held_out(self) -> Iterator[torch.Tensor]:
-        """Images spread evenly over those that are kept."""
+        """Images spread evenly over the validation set."""
         number, size = self._cell.held_out, self._cell.micro_batch
         chosen = [index * len(self._validation) // number for index in range(number)]
         batches = [chosen[start : start + size] for start in range(0, number, size)]
@@ -86,14 +88,14 @@ class ImageWorkload:
         return torch.stack((nn.functional.cross_entropy(scores, classes), right))
 
     def _loader(
-        self, examples: Examples, batches: Any, drawn: torch.Generator
+        self, examples: Examples, batches: Any, generator: torch.Generator
     ) -> DataLoader[torch.Tensor]:
         return DataLoader(
             examples,  # type: ignore[arg-type]  # whatever has a length and items
             batch_sampler=batches,
             num_workers=self._source.readers,
             collate_fn=joined,
-            generator=drawn,
+            generator=generator,
         )
 
     def _parts(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,14 +110,14 @@ def joined(examples: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
 
 
 def epochs(images: int, size: int, ranks: int, seed: int) -> Iterator[list[int]]:
-    """Micro-batches of all ranks in turn; an epoch leaves out what does not fill one of each."""
+    """Micro-batches of all ranks in turn; an epoch leaves out what does not fill one for each."""
     for epoch in count():
         generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
         order = torch.randperm(images, generator=generator)[: images - images % (size * ranks)]
         yield from order.view(-1, size).tolist()
 
 
-#: Last of scikit-learn's digits: others wrote them than those that are trained on.
+#: Number of scikit-learn's digits, its last, that are for validation: other people wrote them.
 _VALIDATION_DIGITS = 360
 
 
@@ -149,7 +151,7 @@ def _imagenet(vision: Any, of: Any, folder: str) -> tuple[Examples, Examples]:
 
 
 def _by_torchvision(made: Callable[[Any, Any, str], tuple[Examples, Examples]]) -> Read:
-    """Reads what is ``made`` of its data sets, its transforms and a folder on this node."""
+    """A reader of what ``made`` builds from torchvision's data sets, transforms and a folder."""
 
     def read(spec: Images, origin: Origin) -> tuple[Examples, Examples]:
         try:

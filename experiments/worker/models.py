@@ -62,7 +62,7 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 
 def small_llama(layers: int) -> Any:
-    """The Llama of the examples, of width 64: random weights, and no wait for them."""
+    """The Llama of the examples, of width 64, with random weights: nothing is downloaded."""
     spec = ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4)
     return _auto().from_config(_configuration(_built_in(spec, 64), spec.name))
 
@@ -159,9 +159,9 @@ def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Raise ``ValueError`` of ``what`` for a library's error: each has its own.
+    """Raise ``ValueError`` about ``what`` for any error of a library: each has its own.
 
-    It is quoted in one line that is not too long: it may name all that there is.
+    The error is quoted on one line, and cut short: some list all that there is.
     """
     try:
         yield
@@ -172,7 +172,7 @@ def telling(what: str) -> Iterator[None]:
 
 
 def vocabulary(model: Any) -> int | None:
-    """Tokens that the model has embeddings of; ``None`` where it does not say."""
+    """Number of tokens that the model has embeddings for; ``None`` where it does not say."""
     try:
         return int(model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
@@ -243,7 +243,7 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
     spec = cell.model
     assert not isinstance(spec, ImageModel), "cells see to it"
     family: Any = getattr(spec, "model_type", None) or getattr(spec, "family", None)
-    # Attention, or what peft adapts of the family; all matrices in the blocks where it knows none.
+    # Attention, or what peft adapts in the family, or all linear layers of the blocks.
     inside = {module for block in blocks for module in block.modules()}
     linear = (
         name
@@ -262,7 +262,7 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
 
 
 def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what is frozen; adapters stay float32, which the optimizer steps.
+    """Cast frozen parameters; adapters, which the optimizer steps, stay in float32.
 
     Whole numbers, such as the codes of a quantised base, stay as they are.
     """
@@ -274,7 +274,7 @@ def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
     """Raise ``ValueError`` on all ranks where pretrained weights or a user's own model differ.
 
-    Each rank keeps a part of its own: parts of unequal models would make up another one.
+    Each rank shards its own copy: shards of unequal copies would make up another model.
     """
     spec = cell.model
     if isinstance(spec, OwnModel):

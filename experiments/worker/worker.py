@@ -64,11 +64,11 @@ class _Training:
         self.cell = cell
         self.topology = topology
         self.output = output
-        # Iterations alone are counted, which time themselves after warm-up.
+        # Only of iterations, and only before the end of warm-up: counting takes time.
         counts = not isinstance(cell.objective, CausalLM) and cell.warmup_steps > 0
         self.allocated = Allocated() if counts and self._device.type == "cpu" else None
         self.most_allocated: int | None = None
-        #: Where warm-up ends, and before it, where memory is counted, its last step begins.
+        #: Steps at which warm-up ends and, where memory is counted, its last step begins.
         self._warm_up = (*([cell.warmup_steps - 1] if self.allocated else []), cell.warmup_steps)
         model, blocks = models.build(cell)
         self.model = model
@@ -108,13 +108,13 @@ class _Training:
         self.seconds: list[float] = []
         self.counts: dict[str, Any] | None = None
         self.resumed_at: list[int] = []
-        #: Losses of the held-out examples, by the steps before.
+        #: Losses of the held-out examples, by the number of steps before.
         self.held_out: dict[int, float] = {}
 
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps, counting what crosses in them.
 
-        It goes on from the cell's checkpoint, if its ranks have ended before.
+        Training goes on from the cell's checkpoint, if there is one.
         """
         cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
@@ -143,7 +143,7 @@ class _Training:
                 self.held_out[stop] = self._held_out()["held_out_loss"]
             if stop == save_at and stop < end:
                 self._save()
-        # After all that is counted, timed or at its peak has been read.
+        # What follows would else be counted and timed, and raise peaks.
         measurement = self._measurement()
         update = {**trainable.take_metrics(), **self._held_out()}
         if cell.held_out and cell.held_out_every:
@@ -151,7 +151,7 @@ class _Training:
         return measurement.model_copy(update=update)
 
     def _stretch(self, steps: int) -> dict[str, Any]:
-        """Train so many steps, between two readings of all that counts; returns the counts."""
+        """Train so many steps between two readings of all counters; returns the differences."""
         trainable = self.trainable
         trainable.take_ledger()
         trainable.take_phases()
@@ -176,7 +176,7 @@ class _Training:
         fcdp.save(self.model, self._optimizer, self.output / CHECKPOINT, extra=extra)
 
     def _go_on(self) -> None:
-        """Take up what the last checkpoint holds, if there is one: rank 0 looks."""
+        """Load the last checkpoint, if rank 0 sees one."""
         exists: list[Any] = [(self.output / CHECKPOINT / COMMIT).exists()]
         dist.broadcast_object_list(exists)
         if not exists[0]:
@@ -192,7 +192,7 @@ class _Training:
             next(self.batches)
 
     def profile_step(self) -> None:
-        """Train one more step under the profiler, of which the measurement knows nothing.
+        """Train one more step under the profiler, which is no part of the measurement.
 
         Each rank writes ``profile/rank<r>.json.gz`` on its own node, for Perfetto or
         chrome://tracing, and rank 0 ``communication.md``: calls and time by name, bytes by link.
@@ -216,7 +216,7 @@ class _Training:
             (folder / SUMMARY).write_text(_summary(ranks, sent, ledger), encoding="utf-8")
 
     def _held_out(self) -> dict[str, float]:
-        """Means over the held-out examples, which every rank has all of, by metric."""
+        """Means by metric over the held-out examples, all of which every rank has."""
         convolutional.average_statistics(self.model)
         totals, count = [0.0] * len(self.workload.metrics), 0
         for batch in self.workload.held_out():
@@ -259,7 +259,7 @@ class _Training:
     def _egress(self) -> tuple[int, ...]:
         """Bytes that this node has sent so far, read while no rank is sending.
 
-        In all; and to other groups of nodes, where there are several.
+        In all, and to other groups of nodes where there are several.
         """
         self.trainable.settle()
         dist.barrier()
@@ -278,7 +278,7 @@ class _Training:
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, of strategies over FCDP's cache, which alone have checkpoints."""
+        """The optimizer; strategies over FCDP's cache have one, and they alone have checkpoints."""
         assert isinstance(self.trainable, FCDP), "cells see to it"
         return self.trainable.optimizer
 
@@ -330,8 +330,8 @@ class _Training:
 def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
     """Metrics of iterations, by field of a measurement.
 
-    Of phases the busiest node's bytes and the slowest rank's seconds; the most memory; means of
-    what a rollout's publications were, which ranks tell alike, and of rewards.
+    They are the busiest node's bytes and the slowest rank's seconds of each phase, the most memory,
+    and means of rewards and of a rollout's publications, which are alike on all ranks.
     """
     phases = ranks[0]["by_phase"]
     metrics: dict[str, Any] = {name: max(r["by_phase"][name] for r in ranks) for name in phases}
@@ -386,7 +386,7 @@ def _mean(ranks: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
     return {name: sum(r.get(name, 0) for r in ranks) / len(ranks) / steps for name in names}
 
 
-#: Folder in the cell's directory.
+#: Folder of the profile in the cell's directory, and its summary.
 FOLDER = "profile"
 SUMMARY = "communication.md"
 #: Names of exchanges: in the library, in ``torch.distributed``, in its backends.
@@ -398,7 +398,7 @@ _Exchanges = tuple[Counter[str], Counter[str]]
 
 
 def _exchanges(profiler: profile) -> _Exchanges:
-    """By name, without the unit that the library's own names end in."""
+    """Exchanges by name, without the unit at the end of the library's own names."""
     calls, microseconds = Counter[str](), Counter[str]()
     for event in profiler.events() or ():
         if event.name.startswith(_EXCHANGES):

@@ -1,4 +1,4 @@
-"""Data of a cell: batches, and what is computed of a model on one.
+"""Data of a cell: its batches, and the loss and the metrics of a model on one.
 
 A batch is one tensor. Strategies hand it on to the workload's loss, which alone knows its form.
 """
@@ -40,11 +40,11 @@ class TextWorkload:
         token_ids = tokens(cell, models.vocabulary(model))
         self._training, self._held_out = split(token_ids, cell)
         self._cell, self._rank = cell, rank
-        #: The mean of a batch, a scalar; and means of a held-out one. Both call the model once.
+        #: The mean loss of a batch, also of a held-out one, as a scalar. It calls the model once.
         self.loss = self.measure = _loss(cell)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's micro-batches without end: a seed's are the same for all strategies."""
+        """This rank's endless micro-batches: a seed has the same ones under all strategies."""
         return micro_batches(
             self._training,
             rank=self._rank,
@@ -54,7 +54,7 @@ class TextWorkload:
         )
 
     def held_out(self) -> Iterator[torch.Tensor]:
-        """The held-out examples in micro-batches, the same on all ranks; none if none are kept."""
+        """The held-out examples in micro-batches, the same on all ranks; maybe none."""
         if len(self._held_out):
             yield from self._held_out.split(self._cell.micro_batch)
 
@@ -85,15 +85,15 @@ def _loss(cell: Cell) -> Loss:
 
 #: Bytes of Python's own sources that are read: real text that every machine has.
 _CORPUS_BYTES = 4 * 2**20
-#: Share of the tokens, the last ones: where sequences are held out, nothing of it is trained on.
+#: Share of the tokens, the last, on which nothing trains where sequences are held out of it.
 HELD_OUT_SHARE = 0.1
 
 
 def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
     """All of the cell's tokens in their order: bytes, or what its tokenizer makes of the text.
 
-    Raises ``ValueError`` naming line and key where the data are not on this node or are others than
-    the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
+    Raises ``ValueError`` naming line and key where the data are not on this node, differ from the
+    runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
     """
     spec = cell.data
     assert not isinstance(spec, workload.Images), "cells see to it"
@@ -207,7 +207,7 @@ def _texts(spec: workload.AnyText, origin: workload.Origin) -> Iterator[str]:
 
 
 def _file(name: str, digest: str, where: str, origin: workload.Origin) -> Path:
-    """A file of the matrix's folder that is the one that the runner has read."""
+    """A file of the matrix's folder, checked to be the one that the runner has read."""
     file = Path(origin.source(str(origin.path(name)), where))
     if workload.digest(file) != digest:
         raise ValueError(f"{where}: {file} is another file on this node than it was for the runner")

@@ -13,7 +13,7 @@ from experiments.worker.objectives.objective import Ended, Frozen, Shard, logits
 
 
 class Distillation:
-    """Has the teacher's logits travel with the tokens that they are of."""
+    """Distillation from a frozen teacher, whose logits travel with their tokens."""
 
     epochs = 1
     rewards: Sequence[float] = ()
@@ -22,7 +22,7 @@ class Distillation:
         self, spec: specs.Distillation, cell: Cell, model: nn.Module, shard: Shard
     ) -> None:
         """Raises ``ValueError`` for a teacher of another vocabulary."""
-        # Another seed: random weights would be the model's own, if its shape is.
+        # Another seed: a teacher of the model's shape would else have its random weights.
         update = {"model": spec.teacher, "tuning": "full", "seed": (cell.seed + 1) % 2**32}
         teacher, its_blocks = models.build(cell.model_copy(update=update))
         theirs, own = models.vocabulary(teacher), models.vocabulary(model)
@@ -37,7 +37,7 @@ class Distillation:
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
     ) -> Sequence[torch.Tensor]:
-        """Tokens, and behind each the teacher's logits after it."""
+        """Tokens, and behind each the teacher's logits of the next."""
         prepared = []
         for batch in batches:
             tokens = batch[:, :-1]

@@ -1,4 +1,4 @@
-"""Direct preference optimization: margins over the model as it was."""
+"""Direct preference optimization: margins over the reference model."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from experiments.worker.objectives.objective import Ended, Reference, log_probab
 
 
 class DPO:
-    """Prefers the second halves of sequences to themselves read backwards."""
+    """Preference of the second halves of sequences over the same tokens in reverse."""
 
     epochs = 1
     rewards: Sequence[float] = ()
@@ -42,5 +42,5 @@ class DPO:
 
 
 def _of_answers(per_token: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each answer, of those (sequences, tokens) of all tokens but the first."""
+    """Log-probabilities of answers, from those (sequences, tokens) of all tokens but the first."""
     return per_token[:, (per_token.shape[1] + 1) // 2 - 1 :].sum(1)

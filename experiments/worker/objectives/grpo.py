@@ -11,7 +11,7 @@ from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Reference, log_probabilities
 from experiments.worker.objectives.rollout import Rollout, Sampler
 
-#: One number for each of prompts, answers and which tokens count, all three (sequences, tokens).
+#: Rewards of sequences by prompts, answers, and a mask of what counts: (sequences, tokens) each.
 Reward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -32,7 +32,7 @@ _REWARDS: Mapping[str, Reward] = {"digits": _digits, "copy": _copy}
 
 
 class GRPO:
-    """Has groups of answers to one prompt, each rewarded against the others of its group."""
+    """Policy optimization with groups of answers to one prompt, rewarded relative to the group."""
 
     def __init__(
         self, spec: specs.GRPO, cell: Cell, reference: Reference | None, rank: int
@@ -53,13 +53,13 @@ class GRPO:
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
     ) -> Sequence[torch.Tensor]:
-        """Answers of all micro-batches at once, then what their old probabilities are."""
+        """Sampled answers with advantages, and their old and reference log-probabilities."""
         group = self._spec.group
         prompts = torch.cat([batch[::group].repeat_interleave(group, 0) for batch in batches])
         tokens, old = self._answers(model, prompts[:, : self._prompt], ended)
         answers = tokens[:, self._prompt :]
         counts = torch.ones_like(answers, dtype=torch.bool)
-        if self._spec.end_token is not None:  # up to an answer's end, with it
+        if self._spec.end_token is not None:  # up to and with an answer's end
             ends = answers == self._spec.end_token
             counts = ends.cumsum(1) - ends.long() == 0
         advantages = self._advantages(tokens, counts)
@@ -110,7 +110,7 @@ class GRPO:
         return mean
 
     def _advantages(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Rewards in standard deviations of their group; 0 where all of it are alike.
+        """Rewards less their group's mean, in its standard deviations; 0 where all are alike.
 
         Raises ``ValueError`` for a user's reward that is not one finite number per answer.
         """

@@ -1,4 +1,4 @@
-"""The form of an objective, what several of them compute, and what their iterations take."""
+"""The protocol of objectives, what several compute, and the cost of their iterations."""
 
 import copy
 import time
@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from baselines.strategy import Trainable
 from experiments.records.cell import Cell
 
-#: Parts of an iteration: a rollout follows, answers are generated, what is prepared is scored, and
-#: stepped on.
+#: Parts of an iteration: a rollout takes the new weights, answers are generated, micro-batches are
+#: scored, and then stepped on.
 Phase = Literal["sync", "generation", "scoring", "update"]
-#: Told the name of a phase when it has ended.
+#: A callback for the end of a phase, which takes its name.
 Ended = Callable[[Phase], None]
-#: Puts a model of these blocks under the cell's strategy.
+#: A function that puts a model with these blocks under the cell's strategy.
 Shard = Callable[[nn.Module, Sequence[nn.Module]], Trainable]
 
 
@@ -60,13 +60,13 @@ class Frozen:
         self._trainable = shard(model.requires_grad_(False).eval(), blocks)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """As of ``logits``; without gradients."""
+        """The function ``logits`` of this model, without gradients."""
         with torch.no_grad(), self._trainable.without_gradients(), self._trainable.casting():
             return logits(self._trainable.model, tokens)
 
 
 class Reference:
-    """The model as it was: itself with adapters that add nothing, or a frozen copy of its own."""
+    """The model before training: itself with adapters scaled to 0, or a frozen copy."""
 
     def __init__(
         self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard
@@ -86,12 +86,12 @@ class Reference:
                 ) from error
 
     def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """As of ``log_probabilities``, of the reference of ``model``."""
+        """The function ``log_probabilities`` of the reference of ``model``."""
         if self._copy is not None:
             return _of_tokens(self._copy.logits(tokens[:, :-1]), tokens)
         from peft.helpers import rescale_adapter_scale  # an optional package
 
-        # Not switched off: that has FSDP2 gather parameters that need no gradient, from then on.
+        # Not disabled: from then on FSDP2 would gather parameters that need no gradient.
         with rescale_adapter_scale(self._adapted, 0.0):
             return log_probabilities(model, tokens)
 
@@ -112,7 +112,7 @@ def _of_tokens(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Phases:
-    """Bytes that this node sent, and seconds, by phase: of iterations since the last ``clear``."""
+    """Bytes that this node sent, and seconds, by phase, since the last ``clear``."""
 
     def __init__(self, sent_bytes: Callable[[], int]) -> None:
         """``sent_bytes`` reads what this node has sent so far while no rank sends."""
@@ -142,8 +142,8 @@ class Phases:
 class Allocated:
     """Bytes that PyTorch's allocator for CPUs has given out since, and not got back.
 
-    Where the CPU is the device: arenas of host memory are mapped apart, and do not count. What
-    counts takes time.
+    For where the CPU is the device: arenas of host memory are mapped apart, and do not count.
+    Counting takes time.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Allocated:
         self._from = time.time_ns()
 
     def most(self) -> int:
-        """Count no more; returns the most bytes that were out at once since the mark."""
+        """Stop counting; returns the most bytes that were given out at once since the mark."""
         self._profiler.stop()
         kineto: Any = self._profiler.profiler
         changes: list[tuple[int, int]]

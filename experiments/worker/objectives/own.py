@@ -1,8 +1,8 @@
-"""A user's own objective, held to calls of the model that are alike on all ranks.
+"""A user's own objective, checked to call the model alike on all ranks.
 
 Each call is a collective, so that ranks which call it unequally wait for each other: one in a call,
-others at the end of a phase. Who has waited there for seconds says so in the process group's store,
-and a rank that has called the model more often by then ends with a sentence in place of its wait.
+others at the end of a phase. A rank that has waited there for seconds says so in the process
+group's store, and one that has called the model more often raises an error in place of its wait.
 """
 
 import math
@@ -21,7 +21,7 @@ from experiments.worker import models
 from experiments.worker.objectives.objective import Ended, Objective, Phase
 from fcdp.failure import Announcement, Board, break_all, every_backend
 
-#: Parts that it must have.
+#: Attributes that it must have.
 _PARTS = ("epochs", "rewards", "prepare", "loss")
 #: Seconds between two looks at who waits; a wait that takes two of them is a long one.
 LOOK_S = 5.0
@@ -58,7 +58,7 @@ class Own:
     def prepare(
         self, model: nn.Module, batches: Sequence[torch.Tensor], ended: Ended
     ) -> Sequence[torch.Tensor]:
-        """Micro-batches of the user's, once all ranks have made as many."""
+        """The user's micro-batches, once all ranks have prepared equally many."""
 
         def phase_ended(phase: Phase) -> None:
             with self._waiting(f"the end of {phase}"):
@@ -87,7 +87,7 @@ class Own:
 
     @contextmanager
     def _counted(self, model: nn.Module, most: float = math.inf) -> Iterator[None]:
-        """Count calls before they exchange anything, and allow so many."""
+        """Count calls before they exchange anything, and allow ``most``."""
 
         def count(*_: object) -> None:
             ends, calls, _at = self._state
@@ -110,7 +110,7 @@ class Own:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Have a thread look at whether the other ranks can still come, and end what waits."""
+        """Have a thread check whether other ranks can still come, and end the wait if not."""
         over = threading.Event()
         thread = threading.Thread(target=self._look, args=(over.wait,), daemon=True)
         thread.start()
@@ -128,7 +128,7 @@ class Own:
         rank = dist.get_rank()
         board: Board | None = None
         seen: tuple[int, int, str] | None = None
-        with suppress(RuntimeError):  # a lost store: why it is lost is told by what waits
+        with suppress(RuntimeError):  # a lost store: the waiting call says why
             while not over(LOOK_S):
                 board = board or Board("objective")
                 ends, calls, at = state = self._state

@@ -34,16 +34,16 @@ _GRACE_S = 10.0
 
 
 class Answers(NamedTuple):
-    """Answers to prompts: what generated them, and how likely they were."""
+    """Answers to prompts, and the version of the parameters that generated them."""
 
     version: int
-    #: Prompts and answers, and of the answers' tokens the log-probability.
+    #: Prompts with their answers, and log-probabilities of the answers' tokens.
     tokens: torch.Tensor
     old: torch.Tensor
 
 
 class Sampler:
-    """One rank's random numbers, with which it draws answers wherever that is."""
+    """One rank's random numbers, which draw its answers wherever they are generated."""
 
     def __init__(self, cell: Cell, rank: int) -> None:
         spec = cell.objective
@@ -55,7 +55,7 @@ class Sampler:
         self._generator: torch.Generator | None = None
 
     def generate(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Prompts and answers: always as many tokens, so that no rank waits for another's."""
+        """Prompts with answers of equal length, so that no rank waits for another's."""
         if self._generator is None:
             self._generator = torch.Generator(tokens.device).manual_seed(self._seed)
         inputs, past = tokens, None
@@ -84,10 +84,11 @@ class Rollout:
     def __init__(self, cell: Cell, rank: int) -> None:
         """Raises ``ConnectionError`` or ``TimeoutError`` where no rollout comes."""
         assert isinstance(cell.objective, GRPO)
-        #: Versions that answers are older than what is trained.
+        #: Number of versions by which answers are behind the trained model.
         self._behind = int(cell.objective.rollout == "behind")
+        #: Versions at which answers were requested that have not been received yet.
         self._asked: deque[int] = deque()
-        #: Whether the rollout has not said yet that it follows.
+        #: Whether this rank tells the rollout of each version: rank 0 does.
         self._follows = rank == 0
         place: list[Any] = [_serve() if rank == 0 else None]
         dist.broadcast_object_list(place)
@@ -97,7 +98,7 @@ class Rollout:
         self._connection.send((rank, cell.model_dump_json(), url))
 
     def publish(self, model: nn.Module) -> fcdp.Publication:
-        """Write what has changed; the rollout has it, unless it may be behind. Collective."""
+        """Publish changes; returns once the rollout has them, if it is not behind. Collective."""
         published = fcdp.publish(model, self._place, compressed=True)
         self._version = published.version
         if self._follows:
@@ -120,7 +121,7 @@ class Rollout:
     def _take(self) -> Any:
         try:
             return self._connection.recv()
-        except EOFError as error:  # its own says why
+        except EOFError as error:  # its own error says why
             raise ConnectionError("the rollout has ended, with answers to be given") from error
 
 
@@ -143,7 +144,7 @@ class _Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
+        """Log no requests."""
 
 
 def _address() -> tuple[str, int]:
@@ -181,7 +182,7 @@ def main() -> None:
                     ranks[rank].send(generation.follow(asked))
                 ranks[rank].send(generation.answer(sampler, asked))
     except Exception:  # of a connection, or of a file's reader: each library has its own
-        # They have ended, answers or publications for later on their way; or they wait for some.
+        # Where ranks have ended, it cut off what was on its way; where they wait, it is an error.
         if not _has_ended(ranks[0]):
             raise
 
@@ -205,13 +206,13 @@ class _Generation:
         self._reader = fcdp.Subscriber(url)
 
     def follow(self, version: int) -> int:
-        """Have this version, or a later one; returns which."""
+        """Load this version, or a later one; returns which."""
         first = self._reader.version is None
         held = self._reader.update()
         assert held is not None
         assert held >= version, "it is published"
         if first:
-            # As they are published; what is followed is written there.
+            # Shared, in the published dtype: later updates write to these tensors.
             for name, each in chain(self._model.named_parameters(), self._model.named_buffers()):
                 if name in self._reader.state:
                     each.data = self._reader.state[name]
