@@ -18,9 +18,9 @@ from tests import programs
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
 
-#: How the variables begin that a test sets itself.
+#: Prefixes of the variables that a test sets itself.
 _SETTINGS = ("FCDP_", "NCCL_", "SSH_AUTH_", "WANDB_")
-#: Says with what arguments and settings it was called.
+#: A program that writes down its arguments and settings.
 _TELL = """\
 #!{python}
 import json, os, sys

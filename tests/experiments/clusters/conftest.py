@@ -1,4 +1,4 @@
-"""What tests of clusters share."""
+"""Fixtures of tests of clusters."""
 
 from collections.abc import Iterator
 

@@ -123,7 +123,7 @@ class Slurm:
         return [*enter(self._daemons.network, 0), *words]
 
     def call(self, *words: str) -> str:
-        """Call one of Slurm's commands on the first node; what it prints."""
+        """Call one of Slurm's commands on the first node; return what it prints."""
         return programs.printed(*self.command(*words), **self.variables)
 
     def wait_until_idle(self) -> None:
@@ -132,7 +132,7 @@ class Slurm:
         wait_until(lambda: self.call(*look).split() == idle, every_s=0.3)
 
     def wait_until_ended(self, job: str, within_s: float = 280) -> str:
-        """Wait until a job has ended; its state."""
+        """Wait until a job has ended; return its state."""
         look = ("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
         active = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
         wait_until(lambda: self.call(*look).strip() not in active, within_s, every_s=0.3)

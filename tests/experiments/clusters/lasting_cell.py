@@ -38,7 +38,7 @@ class LastingCell:
             links="unshaped",
             timeout_s=3000,
         )
-        #: What follows ``python -m experiments``.
+        #: The words after ``python -m experiments``.
         self.command = (
             f"run {matrix} --set checkpoint_every={EVERY} --no-wandb --resume "
             f"--output {self._folder}"
@@ -106,7 +106,7 @@ class LastingCell:
         return process
 
     def measured(self) -> Measurement:
-        """What its record has, once it has ended; nothing of it runs any more."""
+        """The measurement of its record, once it has ended and none of it runs any more."""
         (record,) = read_records(self._folder / "records.jsonl")
         assert record.measurement is not None, record.error
         assert programs_of_ranks(self._network) == []

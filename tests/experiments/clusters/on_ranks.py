@@ -39,7 +39,7 @@ def run(
 
 
 def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:
-    """A rank's own, how many there are, both on its node, and the node's, as torchrun sets them."""
+    """Rank and world size, local rank and local world size, and the node, as torchrun sets them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     return tuple(int(seen[name]) for name in names)
 
@@ -61,7 +61,7 @@ def add_up() -> None:
 
 
 class _Slow:
-    """Takes its time when the interpreter takes its modules apart."""
+    """An object that takes its time when the interpreter tears modules down."""
 
     def __del__(self) -> None:
         time.sleep(0.5)
@@ -141,7 +141,7 @@ def send(megabytes: str, directory: str) -> None:
 
 
 def fail(how: str, failing: str) -> None:
-    """All-reduce for ever, but for one rank, which goes in the third step in the way asked for."""
+    """All-reduce for ever; one rank ends in the third step, in the way asked for."""
     import torch
     import torch.distributed as dist
 

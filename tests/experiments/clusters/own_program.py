@@ -19,7 +19,7 @@ from tests.experiments.waiting import wait_until
 from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
-#: Trains as the program does, and is told to leave after so many steps.
+#: A program that trains as that one does, and gets its notice after so many steps.
 _REFERENCE = """
 import sys
 from examples import train
@@ -77,7 +77,7 @@ class Training:
     def check_that_it_goes_on(self, kind: str, ranks: int = 2) -> None:
         """Check that no more is lost than an interval and what was done before it was noticed.
 
-        Of a notice, another ``kind`` of end, that nothing is.
+        After a notice, one ``kind`` of end, nothing is.
         """
         last, begun = self.lines()[-1]["step"], time.monotonic()
         self.goes_on(ranks)
@@ -109,7 +109,7 @@ class Training:
         print(f"{len(by_step)} steps are those of a run that nobody disturbs")
 
     def resumed(self) -> list[int]:
-        """The steps that the ranks began with, each time."""
+        """The step from which the ranks began, each time."""
         return [*map(int, re.findall(r"from step (\d+) of", self.log.read_text()))]
 
 

@@ -37,14 +37,14 @@ def _write_variables(folder: str, name: str) -> None:
 
 
 def on_ranks(folder: str) -> None:
-    """Say what a rank is told; end when the others have said it too."""
+    """Write down a rank's variables; end when all others have written theirs."""
     _write_variables(folder, f"rank{os.environ['RANK']}")
     while len([*Path(folder).glob("*[0-9h]")]) < 3:
         time.sleep(0.01)
 
 
 def as_switch() -> None:
-    """Say what the process is told, in the folder that its variable names."""
+    """Write down the process's variables, in the folder that one of them names."""
     _write_variables(os.environ["TEST_FOLDER"], "switch")
     time.sleep(600)
 

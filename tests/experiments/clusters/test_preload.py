@@ -22,7 +22,7 @@ NO_SIGNAL = 0
 
 
 def folder_of_sockets(temporary: Path, last_signal: int) -> Path:
-    """Where the socket was in a process that sent itself this signal before it ended."""
+    """The socket's folder, of a process that sent itself this signal at its end."""
     done = programs.ended(sys.executable, "-c", START, last_signal, TMPDIR=str(temporary))
     assert done.stdout, done.stderr
     assert done.returncode == -last_signal

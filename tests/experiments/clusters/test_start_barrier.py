@@ -23,7 +23,7 @@ SHAPED = {"rate_bits_per_s": 10_000_000}
 
 @pytest.fixture
 def rank() -> Iterator[ThreadPool]:
-    """Rank 0, a thread that calls what it is given."""
+    """Rank 0, a thread that calls the functions which it gets."""
     with ThreadPool(1) as pool:
         yield pool
 

@@ -16,7 +16,7 @@ from experiments.worker import PROGRESS
 from tests.experiments.stand_in import matrix_file
 from tests.experiments.waiting import is_running, wait_until
 
-#: Within which a lost node must have ended the run.
+#: Seconds within which a lost node must have ended the run.
 _AT_MOST_S = 60
 
 
@@ -31,7 +31,7 @@ class Run:
         self.variables = variables
 
     def command(self, steps: int) -> list[str]:
-        """What follows ``python -m experiments``. The id of a cell has its number of steps."""
+        """The words after ``python -m experiments``; a cell's id has its number of steps."""
         matrix = matrix_file(
             self.folder,
             steps=steps,
@@ -64,7 +64,7 @@ class Run:
         wait_until(lambda: self.steps() > 0, 200)
 
     def check_record(self) -> Measurement:
-        """The cell has trained on two nodes, and the kernel has counted what crossed."""
+        """Check that the cell has trained on two nodes, and the kernel counted what crossed."""
         (record,) = self.records()
         assert (record.state, record.evidence) == ("ok", "measured"), record.error
         assert (record.cell.cluster.nodes, record.cell.cluster.ranks_per_node) == (2, 1)
@@ -80,7 +80,7 @@ class Run:
 
 
 def finish(process: subprocess.Popen[str], within_s: float = 280) -> str:
-    """What the process printed; its exit status is checked by who calls."""
+    """Return what the process printed; the caller checks its exit status."""
     try:
         return process.communicate(timeout=within_s)[0]
     finally:
@@ -88,7 +88,7 @@ def finish(process: subprocess.Popen[str], within_s: float = 280) -> str:
 
 
 def check_lost(process: subprocess.Popen[str], run: Run, since: float) -> None:
-    """It has ended within a minute, without a record of the cell that ran."""
+    """Check that it ends within a minute, without a record of the cell that ran."""
     output = finish(process, _AT_MOST_S)
     assert time.monotonic() - since < _AT_MOST_S
     assert process.returncode == terminal.LOST, output

@@ -1,4 +1,4 @@
-"""What a command does first, in a process of its own: get the privileges, build, run."""
+"""The start of a command, in a process of its own: it gets privileges, builds, and runs."""
 
 import sys
 

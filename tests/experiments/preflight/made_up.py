@@ -6,7 +6,7 @@ from experiments.preflight.schema import Compute, Host, Link, Links, Preflight, 
 
 
 def link(bytes_per_s: float) -> Link:
-    """Without latency."""
+    """A link without latency."""
     samples = [Sample(bytes=size, seconds=size / bytes_per_s) for size in (1000, 10**6)]
     return Link(ranks=2, samples=samples, latency_s=0.0, bytes_per_s=bytes_per_s)
 

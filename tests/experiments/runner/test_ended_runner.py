@@ -41,9 +41,9 @@ def wait_for_records(file: Path, count: int) -> None:
 
 @pytest.mark.ranks
 def test_a_directory_is_a_living_runners_alone(tmp_path: Path) -> None:
-    """The lock of one that was killed does not count.
+    """A killed runner's lock does not count.
 
-    Nor do our signals for a helper that a network library forks, which would unwind into the
+    Nor do signals reach a helper that a network library forks, which would unwind into the
     cluster's teardown, in the wrong process.
     """
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
 
 
 def _tear(file: Path, how: int) -> None:
-    """What the kernel may make of a line that was being written: nothing, a part, or no newline."""
+    """Append what a kill may leave of a line being written: nothing, a part, or no newline."""
     if not file.exists() or how == 0:
         return
     line = record(cell(seed=7)).model_dump_json()
@@ -100,7 +100,7 @@ def _tear(file: Path, how: int) -> None:
 
 
 def _without_times(file: Path) -> list[dict[str, Any]]:
-    """The records, without what says when they were made, and on how busy a machine."""
+    """The records, without their times and the load of their machine."""
     when = {"started_at", "seconds", "machine"}
     return [record.model_dump(exclude=when) for record in read_records(file)]
 

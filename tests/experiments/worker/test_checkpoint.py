@@ -1,4 +1,4 @@
-"""Cells that save on a schedule: ranks are killed, and what is left is as if none had been."""
+"""Cells that save on a schedule: ranks are killed, and results are as if none had been."""
 
 from pathlib import Path
 

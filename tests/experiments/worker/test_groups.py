@@ -16,7 +16,7 @@ INTERVAL = 2
 OVER_FCDP = {"worker": "nodes", "nodes_per_worker": 2, "interval": INTERVAL}
 ROUNDS = {"warmup_steps": 2, "steps": 4}
 WHOLE = {"interval": INTERVAL, "held_out": 4, **ROUNDS}
-#: What crosses a link a step beside the payload: acknowledgements, headers, agreements, barriers.
+#: Bytes per step on a link beside the payload: acknowledgements, headers, agreements, barriers.
 FIXED_BYTES = 16_000
 
 
@@ -26,7 +26,7 @@ def links(inside: int, between: int) -> dict[str, int]:
 
 
 def crossing(result: CellResult, sharers: int, share: float = 1.0) -> float:
-    """Bytes a step of an exchange, there and back, among so many of a part of the model."""
+    """Bytes per step of exchanging a share of the model, there and back, among so many."""
     parameters = result.measurement.trainable_parameters
     return 2 * (sharers - 1) / sharers * parameters * share * 4
 

@@ -29,7 +29,7 @@ TRAINED, VALIDATION = 24, 10
 
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images of one pixel, their number; of class 1 from the tenth on. Those kept are negative."""
+    """Images of one pixel, their number; class 1 from the tenth on. Validation has negatives."""
     numbers = torch.arange(TRAINED).float().view(-1, 1, 1, 1)
     validation = -1.0 - torch.arange(VALIDATION).view(-1, 1, 1, 1)
     source = images.Source(
@@ -84,7 +84,7 @@ def test_images_held_out_are_spread_over_the_validation_set() -> None:
 
 
 class ByNumber(nn.Module):
-    """Says class 1 from the twelfth on, all but for sure."""
+    """A model that says class 1 from the twelfth on, almost certainly."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         assert pixels.shape[1:] == (1, 1, 1)
@@ -138,7 +138,7 @@ def test_a_package_that_is_missing_is_named_with_its_group(
 
 @pytest.fixture
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
-    """Stands in for the package; its transforms are their names."""
+    """A stand-in for the package, whose transforms are their names."""
     names = ("ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip", "Resize")
     named = (*names, "RandomResizedCrop", "CenterCrop")
     module = mock.MagicMock()

@@ -1,6 +1,6 @@
 """The models of cells: by their configuration, with pretrained weights, and users' own.
 
-Their weights are equal; what LoRA trains, and what is frozen.
+Equal weights, the parameters that LoRA trains, and those that are frozen.
 """
 
 import re
@@ -145,7 +145,7 @@ def test_configurations_that_cannot_be_trained_name_the_key(
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("nonesuch", "tests.experiments.own_model has no function 'nonesuch'"),
         ("without_blocks", "at least 1; it returned none"),
@@ -230,7 +230,7 @@ def test_lora_trains_low_rank_factors_of_query_key_value_and_output(family: str)
 
 
 def compared(of_a_user: bool, differ: bool) -> str | None:
-    """What the check says on this rank of weights that differ, or do not."""
+    """The check's error on this rank, for weights that differ or do not."""
     topology = topology_of(2, 1)
     torch.manual_seed(topology.rank if differ else 0)
     model = {"model": OwnModel(name="mine", function="mine:build")} if of_a_user else {}

@@ -1,4 +1,4 @@
-"""Objectives: the same under all strategies, what generation sends, what is said of mistakes."""
+"""Objectives: equal under all strategies, the bytes of generation, messages for mistakes."""
 
 import math
 from collections.abc import Sequence
@@ -162,7 +162,7 @@ def test_generation_sends_one_gather_however_long_answers_are(ranks: Pools) -> N
 
 
 def without_room() -> str:
-    """What is said where the host's memory has no room for the reference."""
+    """The error where the host's memory has no room for the reference."""
     with mock.patch("fcdp.cache.memory.available_host_memory", return_value=1000):
         try:
             trained(cell_of("fcdp", **OBJECTIVES["dpo"]), 2, 1, 1)

@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def generated(run: Runner, rollout: str, *entry: str, **settings: Any) -> CellResult:
-    """Run a cell whose answers come from there."""
+    """Run a cell whose answers come from this ``rollout``."""
     objective = GRPO(kind="grpo", new_tokens=6, group=4, rollout=rollout)
     return run("fcdp", *entry, objective=objective, **SETTINGS, **settings)
 

@@ -32,13 +32,13 @@ from tests.experiments.cells import (
 
 ZERO3 = ("deepspeed-zero3", "fsdp2")
 STRATEGIES = (*ZERO3, "deepspeed-hpz", "fcdp")
-#: What is held out takes six micro-batches, each of which would be gathered for.
+#: Held-out examples are six micro-batches, for each of which parameters would be gathered.
 LORA = {"tuning": "lora", "held_out": 6}
 ACCUMULATION_4 = {"accumulation": 4, "steps": 2}
 _BUDGET = "budget(device=20 KiB, host=20 KiB, disk=1 MiB)"
 BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 
-#: What FCDP sends a step and node beside its payload, whatever the size of what is trained: the
+#: Bytes that FCDP sends per step and node beside its payload, however large the model: the
 #: ranks' decision which units are stale, acknowledgements, headers, and the two barriers around
 #: the measured steps. Measured on four blocks: 8 to 11 kB a step.
 FIXED_BYTES = 16_000
@@ -72,7 +72,7 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
 def test_a_rank_that_fails_in_mid_step_ends_the_cell(
     run: Runner, strategy: str, how: str, rank: int
 ) -> None:
-    """First in this file: what others find of the same cells is none the worse for it."""
+    """First in this file: other tests of the same cells must not suffer from it."""
     failed = run(strategy, FAILING_WORKER, how, f"{rank}")
     assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), failed.outcome.error
     error = str(failed.outcome.error)
