@@ -153,11 +153,8 @@ def _share(parameters: int, default: float) -> int:
 
 def _largest_persistent(model: nn.Module) -> int:
     """Elements of the largest parameter that DeepSpeed keeps whole at 30B: see above."""
-    vectors = [param.numel() for param in model.parameters() if param.dim() == 1]
-    matrices = [
-        param.numel()
-        for name, param in model.named_parameters()
-        if param.dim() > 1 and _LOW_RANK not in name
-    ]
-    adapters = [param.numel() for name, param in model.named_parameters() if _LOW_RANK in name]
-    return min(max(vectors + adapters, default=0), min(matrices) - 1)
+    whole: list[int] = []
+    matrices: list[int] = []
+    for name, param in model.named_parameters():
+        (whole if param.dim() == 1 or _LOW_RANK in name else matrices).append(param.numel())
+    return min(max(whole, default=0), min(matrices) - 1)

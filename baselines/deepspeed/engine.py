@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups
 from torch.utils.cpp_extension import _get_build_directory
 
@@ -55,11 +56,8 @@ def build_operators(*more: str) -> None:
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
     fail now and then. The first rank compiles (half a minute, once per machine), the others load.
     """
-    builders = list(more)
-    if not torch.accelerator.is_available():
-        builders.append("ShareMemCommBuilder")
-
-    for name in builders:
+    shared = () if torch.accelerator.is_available() else ("ShareMemCommBuilder",)
+    for name in (*more, *shared):
         builder = get_accelerator().create_op_builder(name)
         folder = Path(_get_build_directory(builder.name, False))
         with folder.with_suffix(".lock").open("w") as file:
@@ -68,6 +66,19 @@ def build_operators(*more: str) -> None:
             # later ones would wait for it for ever.
             (folder / "lock").unlink(missing_ok=True)
             builder.load(verbose=False)
+
+
+def _gather(zero: Init, params: Sequence[Any], *_: Any, **__: Any) -> None:
+    """Gather parameters and wait for each: DeepSpeed, until its pull request 8539, waits for one.
+
+    Gloo ends gathers in any order, so that others were read before they arrived. CUDA keeps order.
+    """
+    for work in [zero._allgather_param(param, async_op=True) for param in params]:
+        work.wait()
+
+
+if not torch.accelerator.is_available():
+    Init._allgather_params_coalesced = _gather
 
 
 class DeepSpeedZero3(Trainable):

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.clusters.interface import Cluster, Outcome
@@ -127,18 +128,32 @@ def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: s
     worker.main(cell_file, output_directory)
 
 
-WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
+WATCHING_WORKER = f"{__name__}:watch_deepspeed"
 
 
-def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
+def watch_deepspeed(cell_file: str, output_directory: str) -> None:
     """The worker; each rank also writes which of DeepSpeed's secondary shards outlive a step."""
+    from deepspeed import comm
+
     from baselines.deepspeed.engine import DeepSpeedZero3
     from experiments.worker import worker
 
-    step = DeepSpeedZero3.step
+    step, begin = DeepSpeedZero3.step, comm.all_gather_into_tensor
+    waited: list[bool] = []
+
+    def begin_and_watch(*args: Any, **kwargs: Any) -> Any:
+        work, at = begin(*args, **kwargs), len(waited)
+        waited.append(work is None)
+
+        def wait() -> None:
+            work.wait()
+            waited[at] = True
+
+        return SimpleNamespace(wait=wait)
 
     def step_and_look(self: Any, micro_batches: Any) -> Any:
         loss = step(self, micro_batches)
+        assert {*waited} == {True}, "a step ended before its gathers"
         shards = [
             {"trained": param.requires_grad, "kept": param.ds_secondary_tensor is not None}
             for param in self.model.module.parameters()
@@ -147,7 +162,7 @@ def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
         Path(output_directory, f"secondary{os.environ['RANK']}.json").write_text(json.dumps(shards))
         return loss
 
-    DeepSpeedZero3.step = step_and_look
+    comm.all_gather_into_tensor, DeepSpeedZero3.step = begin_and_watch, step_and_look
     worker.main(cell_file, output_directory)
 
 
