@@ -75,7 +75,7 @@ def shard(
             (``"host"``, ``"budget(device=1 GiB, host=4 GiB)"``).
         mp_policy: As of ``fully_shard``.
         offload_policy: As of ``fully_shard``.
-        reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
+        reshard_after_forward: As of ``fully_shard``, no integer; ``None`` keeps small adapters.
         ignored_params: As of ``fully_shard``: they stay whole, and are left alone here.
         look_ahead: As of ``cache_parameters``, as are the arguments after it.
         partial_gradients: As of ``cache_parameters``.
@@ -92,8 +92,8 @@ def shard(
 
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
-            the model, no units where the model's blocks are ambiguous (it lists what they may be),
-            or too little host memory.
+            the model, no units where its blocks are ambiguous (it lists candidates), an integer
+            ``reshard_after_forward``, and as of ``cache_parameters`` (the model is sharded then).
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -189,20 +189,20 @@ def cache_parameters(
             gathers, each into device memory of one unit's slice.
         partial_gradients: Where the sums of ``accumulate`` wait: in device memory, or in an arena
             of the host, at a copy in and out per unit and micro-batch.
-        detect_writes: Compare checksums of this rank's own shards, so that parameters written where
-            nothing shows it (see ``invalidate``) are never used silently: on the CPU before each
-            pass, on an accelerator before each without gradients, which then gathers them anew (the
-            host waits once); everywhere at each gather from the cache, without waiting for the
-            device, as a ``RuntimeError`` on all ranks at most two passes later.
+        detect_writes: Checksum this rank's shards, so that no write that autograd does not count
+            (see ``invalidate``) goes unnoticed: on the CPU before each pass, on an accelerator
+            before each without gradients, which then gathers anew (the host waits once);
+            everywhere at each hit, without waiting for the device, as a ``RuntimeError`` on all
+            ranks at most two passes later.
         verify: Check that every entry is read as it was written and that all ranks count the same
             generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
             costs a pass over each entry and, on an accelerator, the overlap.
         poison: Fill stale entries with NaN, for tests.
-        gather_codec: Encodes gathers of parameters between nodes (``BlockInt8``, ``BlockInt4``).
-            What stays inside a node, and so a run on one node, is exact. Codecs are lossy: training
-            no longer follows FSDP2 bit for bit. Gathered weights are rounded, alike on all nodes
-            and whether they come from the cache or not; the sharded ones that the optimizer steps,
-            and checkpoints, are not.
+        gather_codec: Encodes parameters where they cross nodes; on one node nothing is encoded.
+            ``Delta`` is lossless. ``BlockInt8`` and ``BlockInt4`` round: training no longer follows
+            FSDP2 bit for bit. Gathered weights are rounded, alike on all nodes and whether they
+            come from the cache or not; the sharded ones that the optimizer steps, and checkpoints,
+            are not.
         reduce_codec: Encodes reductions of gradients between nodes. Gradients are rounded once, and
             added up in fp32 or wider; ``Exact`` rounds nothing.
         error_feedback: Add what the last reduction's rounding lost to the next, for (n−1)/n of 1/L
@@ -217,11 +217,11 @@ def cache_parameters(
         The model itself.
 
     Raises:
-        ValueError: For a model not sharded by FSDP2, sharded over several dimensions, or set up
-            already with other arguments, for a negative ``look_ahead``, for too little host memory,
-            for a ``gather_codec`` where one unit's parameters are not of one floating dtype, for
-            ``error_feedback`` without a ``reduce_codec``, and for flat exchanges with a codec or
-            partial gradients on the host.
+        ValueError: For a model not sharded by FSDP2, replicated too (HSDP), or set up already with
+            other arguments, for a negative ``look_ahead``, for too little host memory, for a
+            ``gather_codec`` where a unit's parameters are not of one floating dtype, ``Exact`` on
+            an accelerator, ``error_feedback`` without a rounding ``reduce_codec``, and for flat
+            exchanges with a codec or partial gradients on the host.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -261,14 +261,14 @@ def is_cached(model: nn.Module) -> bool:
 
 
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Run one micro-batch's forward and backward of several between two optimizer steps.
+    """Run forward and backward of one of several micro-batches between two optimizer steps.
 
     With ``last=False`` gradients are summed inside the node only, and reading ``.grad`` is an
     error; with ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too
     that only earlier micro-batches have used. The waiting sums take 1/L of the model's gradients
     per rank, in fp32, with L ranks per node.
 
-    A step that is given up takes its sums along: by an exception inside, by ``discard``, or where
+    Abandoning a step drops its sums: by an exception inside, by ``discard``, or where
     ``zero_grad()`` has set the gradients to ``None`` or zeroed them.
 
     Args:
@@ -280,10 +280,10 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
 
     Raises:
         ValueError: For a model that FCDP is not set up on.
-        RuntimeError: With ``last=False`` for post-accumulate-gradient hooks on sharded parameters,
-            which would be called without a gradient; where ``.grad`` is read or scaled between
-            micro-batches; and where some parameters' gradients of one unit were zeroed or set to
-            ``None`` since the last one, and others' not.
+        RuntimeError: With ``last=False`` for post-accumulate-gradient or all-reduce hooks, which
+            would get no gradient; where ``.grad`` is read or scaled between micro-batches, or set
+            to ``None`` or zeroed for some parameters of a unit alone; and where a later
+            micro-batch gives gradients to more parameters of a unit.
 
     Example:
         >>> for at in range(2):
@@ -306,12 +306,12 @@ def unchanged(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         model: A cached model.
 
     Returns:
-        A context manager around the forwards, of which all ranks run as many.
+        A context manager around the forwards; all ranks must run the same number.
 
     Raises:
         ValueError: For a model that FCDP is not set up on.
-        RuntimeError: In the body for a write in place; in the next forward after it on all ranks,
-            for one where nothing shows it.
+        RuntimeError: In the body for a write in place; for one that autograd does not count, on
+            all ranks at most two passes later.
 
     Example:
         >>> with fcdp.unchanged(model), torch.no_grad():
@@ -351,8 +351,8 @@ def invalidate(model: nn.Module) -> None:
     adapters use them. Optimizer steps, ``load_state_dict``, checkpoints loaded into a
     ``state_dict`` and in-place operations on parameters are seen without it. Every rank calls it.
 
-    Without it, ``detect_writes`` sees such a write: in time on the CPU, and before a pass without
-    gradients; in training on an accelerator when results are wrong already, as an error.
+    Without it, ``detect_writes`` sees such a write: before a pass on the CPU or without gradients;
+    otherwise when results are wrong already, as an error.
 
     Args:
         model: A cached model.

@@ -1,8 +1,8 @@
 """Codecs of what travels between nodes: blocks of small integers with a scale each.
 
 Quantised gathers of parameters and reductions of gradients, as ZeRO++ has them (qwZ and qgZ,
-arXiv 2306.10209), with any cache policy. Both are lossy: what FSDP2 computes exactly,
-they round.
+arXiv 2306.10209), with any cache policy. Both are lossy; :class:`Delta`
+is not.
 """
 
 from dataclasses import dataclass

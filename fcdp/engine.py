@@ -329,7 +329,7 @@ class Engine:
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
 
-        Raises ``RuntimeError`` where gradients still wait, and for one that would train nothing.
+        Raises ``RuntimeError`` where gradients still wait, and for an optimizer made before set-up.
         """
         self._strays.refuse(optimizer)
         self.staleness.begin_step(optimizer)

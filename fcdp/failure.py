@@ -47,11 +47,11 @@ POLL_S = 1.0
 IDLE_POLLS = 5
 #: Looks at a store that does not answer, before it counts as lost.
 PATIENCE = 3
-#: Seconds for which a process outlives its own error: as it serves the store, or aborts.
+#: Seconds that a process waits after its own error: it serves the store, or aborts.
 LINGER_S = 10.0
-#: Seconds between two questions of a rank that has nothing else to do.
+#: Seconds between two polls of the store by a rank that only waits.
 PAUSE_S = 0.1
-#: Seconds that a rank which failed in one pass allows the others until the next.
+#: Seconds that a rank whose pass failed waits, at the next, for the others to leave it.
 ROLL_CALL_S = 600.0
 #: Characters of an error: it crosses the network and is shown on every rank.
 TEXT_LIMIT = 300

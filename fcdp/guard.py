@@ -1,4 +1,4 @@
-"""The guard: notices parameters that were written where nothing shows it."""
+"""The guard: detects writes to parameters that autograd's version counters do not show."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Guard:
         self._late = False
 
     def remember(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Note what the own shard holds, in the order of the current stream."""
+        """Checksum the ``shard`` (s) as gathered across nodes, in the current stream's order."""
         row = self._of[unit]
         self._look_at(row)
         row.sums.copy_(self._sum(shard))

@@ -148,7 +148,7 @@ class Staleness:
         self._stepped(optimizer)
 
     def settle(self, unit: Unit) -> None:
-        """Agree if asked to; then the entry's generation holds for the gather about to start.
+        """Agree if due; the entry's generation then holds for the gather about to start.
 
         Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed, and,
         on all ranks, if stale parameters were used since.

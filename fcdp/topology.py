@@ -77,21 +77,21 @@ class Topology:
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks that share a node's memory, other dimensions' too where a launcher tells them."""
+        """Ranks on this node, of all mesh dimensions where ``LOCAL_WORLD_SIZE`` is set."""
         if self.world_size == dist.get_world_size():
             return self.ranks_per_node
         return max(self.ranks_per_node, _variable("LOCAL_WORLD_SIZE") or 0)
 
     @functools.cached_property
     def failures(self) -> Failures:
-        """Failures that the ranks know of each other; first asked for alike on all of them."""
+        """Failures that ranks report to each other; all must first read this at the same point."""
         name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
         groups = [self.mesh.get_group(), self.intra, self.inter, self.reduce_intra]
         groups += [self.reduce_inter, self.control_intra, self.control_inter]
         return Failures(name, list(dict.fromkeys(groups)))
 
     def is_beside(self, mesh: DeviceMesh) -> bool:
-        """Whether ``mesh`` is of other dimensions of the mesh that this topology is one of.
+        """Whether ``mesh`` spans other dimensions of this topology's root mesh (such as TP's).
 
         FSDP2 shards over ``self.mesh`` what is distributed over such a mesh already.
         """
@@ -105,7 +105,7 @@ class Topology:
         Initialises the default process group if nobody has.
 
         Args:
-            device_type: Of the mesh; by default this machine's accelerator, or the CPU.
+            device_type: Such as ``"cuda"``; by default this machine's accelerator, or the CPU.
 
         Returns:
             The topology of all ranks of the world.
@@ -137,13 +137,13 @@ class Topology:
         Args:
             nodes: How many.
             ranks_per_node: Ranks of each.
-            device_type: Of the mesh; by default this machine's accelerator, or the CPU.
+            device_type: Such as ``"cuda"``; by default this machine's accelerator, or the CPU.
 
         Returns:
             The topology of all ranks of the world.
 
         Raises:
-            ValueError: If the product is not the world size.
+            ValueError: If they are not positive with the world size as product.
 
         Example:
             >>> topology = fcdp.Topology.build(nodes=1, ranks_per_node=2)
@@ -168,7 +168,7 @@ class Topology:
         does every other rank for its mesh where the default group is bound to a ``device_id``.
 
         Args:
-            mesh: Of one dimension.
+            mesh: 1-D, its global ranks ascending.
             ranks_per_node: How many of the mesh's ranks, in its order, share a node; by default it
                 follows from torchrun's environment. Nodes may be emulated by a smaller number.
 
@@ -176,9 +176,9 @@ class Topology:
             The topology of the mesh's ranks.
 
         Raises:
-            ValueError: On every rank of the mesh if it has several dimensions, its ranks do not
-                ascend, its nodes hold unequal numbers of them, its device type has no backend in
-                the default process group, or the environment does not tell the nodes.
+            ValueError: On every rank of the mesh if it is not 1-D, its ranks do not ascend or lie
+                unevenly on nodes, ``ranks_per_node`` does not divide them, its device type has no
+                backend in the default process group, or the environment does not tell the nodes.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh

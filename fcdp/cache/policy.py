@@ -39,7 +39,7 @@ class CachePolicy(Protocol):
     """A policy is one frozen class; every rank applies it once, to the same units.
 
     Attributes:
-        directory: Where the disk tier's file goes, for policies that use it.
+        directory: Folder of the disk tier's file; ``None`` for policies without that tier.
 
     Example:
         >>> from dataclasses import dataclass
@@ -64,7 +64,7 @@ class CachePolicy(Protocol):
         """Choose the tiers that each unit prefers.
 
         Args:
-            units: All units of the model, in the order of forward; each knows its bytes, and
+            units: The model's units, in the order of ``named_modules``; each knows its bytes, and
                 how often a step uses it.
             topology: Where the ranks stand.
 
@@ -226,7 +226,7 @@ class Budget:
         directory: Where the disk's file goes.
 
     Raises:
-        ValueError: For a negative budget, and for a disk budget without a ``directory``.
+        ValueError: For a budget not a whole number ≥ 0, a disk budget without a ``directory``.
 
     Example:
         >>> fcdp.Budget(device=2**30, host=4 * 2**30)
@@ -280,7 +280,7 @@ class Auto:
 
     Args:
         reserve: A share of the device's memory, above 0 and below 1.
-        measured_gathers: Gathers of each unit before the device takes any.
+        measured_gathers: Gathers of each unit, 0 or more, before the device takes any.
 
     Raises:
         ValueError: For a ``reserve`` or a count outside of these.
