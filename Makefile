@@ -78,7 +78,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 		$$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py' --exclude-dir cuda) & \
 	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 300 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
 	wait $$! || status=1; \
-	sed -Ei 's/ hostname="[^"]*"//; s,/[^ "]*/((site|dist)-packages|lib/python3[.0-9]*)/,,g; s,$(CURDIR)/,,g' results/gpu/*.xml; \
+	sed -Ei 's/ hostname="[^"]*"//; s,/[^ "<>&]*/((site|dist)-packages|lib/python3[.0-9]*)/,,g; s,$(CURDIR)/,,g' results/gpu/*.xml; \
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
 	exit $$status
 

@@ -212,8 +212,8 @@ def time_to_quality(
     from analysis.quality import write
 
     with _failing():
-        tables, figure, summary = write(results)
-    typer.echo(f"{tables}\n\nfigure  {figure}\nplans   {summary}")
+        tables, figure, plans = write(results)
+    typer.echo(f"{tables}\n\nfigure  {figure}\nplans   {plans}")
 
 
 def _load(path: Path) -> "list[Record]":

@@ -159,10 +159,10 @@ def write(results: Path) -> tuple[str, Path, Path]:
     """
     search, times = (read(results / name / FILE) for name in (SEARCH, TIMES))
     courses = joined(search, times)
-    figure, summary = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
-    summary.write_text(quality(courses, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    figure, plans = (results / TIMES / f"quality.{end}" for end in ("svg", "json"))
+    plans.write_text(quality(courses, times).model_dump_json(indent=1) + "\n", encoding="utf-8")
     figure.write_bytes(svg(Drawing("quality", "Time to quality", "", draw(courses))))
-    return markdown(courses), figure, summary
+    return markdown(courses), figure, plans
 
 
 def targets(courses: Sequence[Course]) -> list[float]:
@@ -188,7 +188,8 @@ def markdown(courses: Sequence[Course]) -> str:
         ]
         parts.append(text.table((f"Seconds to a loss of {loss:g}", *links), rows))
         clauses = (each.clause(f"{loss:g}") for each in cases(courses, loss))
-        parts.append("\n".join(map("- On {} {}.".format, links, clauses)))
+        lines = (f"- On {link} {clause}." for link, clause in zip(links, clauses, strict=True))
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 

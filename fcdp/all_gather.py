@@ -177,7 +177,7 @@ class CachedAllGather(AllGather):
         received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
         # The base of differences while ranks send any; the same on every rank.
         sent = self.sent
-        base = sent if sent is not None and sent.telling and self._unit.trainable else None
+        base = sent if sent is not None and sent.sending and self._unit.trainable else None
         if base is not None and self.cache.has_base(self.entry):
             if isinstance(base, Sent):
                 yield from self._differences(base, received, own, phase)
@@ -223,19 +223,19 @@ class CachedAllGather(AllGather):
         with profiled("gather_inter", self._unit.name):
             if self.guard is not None:
                 self.guard.remember(self._unit, own)
-            sent = base.write(own)
-            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
+            outgoing = base.write(own)
+            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
             most = message.most_bytes(own)
             arriving = {
                 peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in self._peers
             }
             with topology.failures.waiting():
                 works = swap(
-                    [*arriving.items()], [(peer, sent) for peer in self._peers], topology.inter
+                    [*arriving.items()], [(peer, outgoing) for peer in self._peers], topology.inter
                 )
         watch = Watch(works)
         yield [watch]
-        all_whole = all(map(message.is_whole, (sent, *arriving.values())))
+        all_whole = all(map(message.is_whole, (outgoing, *arriving.values())))
         base.saw(watch, own, whole=all_whole)
         if not all_whole and not ahead:
             self.cache.load_stale(self.entry, phase, received)
@@ -261,11 +261,11 @@ class CachedAllGather(AllGather):
         ):
             if self.guard is not None:
                 self.guard.remember(self._unit, own)
-            sent = encoding.write(own, base.memory, node)
-            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
-            arriving = sent.new_empty((self.topology.nodes, sent.numel()))
+            outgoing = encoding.write(own, base.memory, node)
+            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
+            arriving = outgoing.new_empty((self.topology.nodes, outgoing.numel()))
             with self.topology.failures.waiting():
-                all_gather([arriving.view(-1)], self.topology.inter, [sent])
+                all_gather([arriving.view(-1)], self.topology.inter, [outgoing])
             for peer in self._peers:
                 self.sizes.note(encoding.read(arriving[peer], received.memory[peer], peer))
         self.cache.outdate(self.entry)
@@ -294,22 +294,22 @@ class CachedAllGather(AllGather):
                 if received.home is not self._copy_in:  # the slice lies elsewhere
                     received.memory.copy_(self._by_node(output)[:, self.topology.local_rank])
                 return received.memory, works
-            sent = self._encode(own)
-            self.ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
-            arriving, numel = received.memory, sent.numel()
+            outgoing = self._encode(own)
+            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
+            arriving, numel = received.memory, outgoing.numel()
             if self.codec is not None:
                 # Each has to begin at a multiple of four bytes.
-                arriving = sent.new_empty((self.topology.nodes, numel + -numel % 4))
+                arriving = outgoing.new_empty((self.topology.nodes, numel + -numel % 4))
             with self.topology.failures.waiting():
                 if self.streams.on_host:
                     return arriving, swap(
                         [(peer, arriving[peer, :numel]) for peer in self._peers],
-                        [(peer, sent) for peer in self._peers],
+                        [(peer, outgoing) for peer in self._peers],
                         self.topology.inter,
                     )
                 if self.codec is not None:
-                    sent = F.pad(sent, (0, -numel % 4))
-                all_gather([arriving.view(-1)], self.topology.inter, [sent])  # queued
+                    outgoing = F.pad(outgoing, (0, -numel % 4))
+                all_gather([arriving.view(-1)], self.topology.inter, [outgoing])  # queued
             self._decode(arriving, received)
             return received.memory, []
 

@@ -254,16 +254,16 @@ class Engine:
     def _wishes(self) -> list[bool]:
         """Whether this rank's link has become faster, and whether it would send a difference."""
         faster = any(economy.faster for economy in self._economies)
-        tell = [sent.wishes_to_tell() for unit, sent in self._sent.items() if unit.trainable]
-        return [faster, any(tell)]
+        send = [sent.would_send() for unit, sent in self._sent.items() if unit.trainable]
+        return [faster, any(send)]
 
-    def _agreed(self, faster: bool = False, telling: bool = False) -> None:
+    def _agreed(self, faster: bool = False, sending: bool = False) -> None:
         """Act on what the ranks have agreed: each flag is set if any rank wished so."""
         if faster:
             for economy in self._economies:
-                economy.learn_again()
+                economy.measure_again()
         for sent in self._sent.values():
-            sent.telling = telling
+            sent.sending = sending
         if self._sizes is not None:
             self._sizes.learn()
 

@@ -105,16 +105,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Call followers before a step: one with a closure, once that has computed gradients."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        _tell(optimizer)
+        _notify(optimizer)
         return None
     announced = False
 
-    def evaluated(*given: Any, **named: Any) -> Any:
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
         nonlocal announced
-        loss = closure(*given, **named)
+        loss = closure(*args, **kwargs)
         if not announced:
             announced = True
-            _tell(optimizer)
+            _notify(optimizer)
         return loss
 
     if "closure" in kwargs:
@@ -122,7 +122,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (args[0], evaluated, *args[2:]), kwargs
 
 
-def _tell(optimizer: Optimizer) -> None:
+def _notify(optimizer: Optimizer) -> None:
     for follower in [*_followers]:
         follower.before_step(optimizer)
 

@@ -314,7 +314,9 @@ def of_kinds(union: Any) -> str:
         rows = _rows(kind, {name: name for name in kind.model_fields if name not in _ADDED})
         # A row that an earlier kind has word for word is shown once.
         repeated = ", ".join(row[0] for row in rows if row in earlier)
-        about = _as_markdown(inspect.getdoc(kind) or "") + (repeated and f" {repeated}: as above.")
+        about = _as_markdown(inspect.cleandoc(kind.__doc__ or "")) + (
+            repeated and f" {repeated}: as above."
+        )
         parts.append(f"{about}\n\n{_list(row for row in rows if row not in earlier)}")
         earlier += rows
     return "\n\n".join(parts)

@@ -68,19 +68,19 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
 
     A draw that lacks an engine is left out.
     """
-    free, names, fitted = _least_squares(steps)
+    free, names, solve = _least_squares(steps)
 
     def group(row: int) -> tuple[str, str]:
         workload = free[row].workload
         return workload.model.name, workload.strategy
 
-    def solve(rows: list[int]) -> list[float] | None:
+    def solve_complete(rows: list[int]) -> list[float] | None:
         complete = _engines([free[at] for at in rows]) == _engines(free)
-        return fitted(rows) if complete else None
+        return solve(rows) if complete else None
 
-    ends = bootstrap(range(len(free)), group, solve)
+    ends = bootstrap(range(len(free)), group, solve_complete)
     constants = []
-    for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
+    for name, value, least, most in zip(names, solve(range(len(free))), *ends, strict=True):
         if name == "flops":
             value, least, most = (1 / end if end else math.inf for end in (value, most, least))
         constants.append(Constant(name=name, value=value, low=float(least), high=float(most)))
@@ -268,9 +268,9 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
     whole = fit(runs)
     held_out = _left_out(runs, lambda run: run.row.source)
     kinds = _left_out(runs, lambda run: compute.architecture(run.row.gpu))
-    fitted = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
+    by_all = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
     checks = [
-        _check("all rows, fitted", runs, fitted),
+        _check("all rows, fitted", runs, by_all),
         _check(compute.SOURCES, runs, held_out),
         _check(compute.ARCHITECTURES, runs, kinds),
     ]
@@ -280,7 +280,7 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
         constants=_constants(runs, whole),
         checks=checks,
         predictions=[
-            compute.Predicted(row=run.row, fitted=fitted[id(run)], held_out=held_out[id(run)])
+            compute.Predicted(row=run.row, fitted=by_all[id(run)], held_out=held_out[id(run)])
             for run in runs
         ],
         commit=commit,

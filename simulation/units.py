@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def largest(self) -> int:
-        """Parameters of the largest unit that is not kept."""
+        """Parameters of the largest unit that does not stay gathered."""
         return max((unit.parameters for unit in self.units if not unit.stays_gathered), default=0)
 
 

@@ -129,7 +129,7 @@ def agreements(pairs: pd.DataFrame) -> list[Shown]:
             "cells": len(cells),
             "median_error": text.percent(median_error(compared)),
             "largest_error": largest_error(compared),
-            "bytes_agree": sum(cell.bytes_agree for cell in compared),
+            "bytes_agree": sum(each.bytes_agree for each in compared),
         }
         rows.append(row | dict.fromkeys(("counted_full", "counted_lora"), text.ABSENT) | counted)
     return rows

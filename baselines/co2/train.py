@@ -10,8 +10,8 @@ A round of CO2 on one worker, whose state is x (τ = 3)::
     step step step | Δ of the last round arrives; x − x_τ is sent; x ← x − …Δ… | step …
 
 Unlike in the paper's listing, displacements x_{t,0} − x_{t,τ} cross instead of parameters, whose
-mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. No released code is
-used: it discards the clipped values, and reduces the parameters in training.
+mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. The released code
+is not used: that discards the clipped values, and reduces the parameters in training.
 
 DiLoCo (arXiv 2311.08105) is SlowMo with Nesterov's outer step. Streaming DiLoCo (2501.18512) steps
 one fragment of the model after another, each some steps after it was sent, and mixes in a share of

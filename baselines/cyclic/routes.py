@@ -47,7 +47,7 @@ def chosen(stages: int | None, costs: Sequence[float], most: int, called: str) -
 
 
 def partition(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut consecutive blocks into ``stages`` runs of costs as equal as cuts allow.
+    """Cut consecutive blocks into ``stages`` runs, each cut nearest an equal share of the costs.
 
     Every run has at least one block.
     """

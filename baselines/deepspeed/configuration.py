@@ -156,5 +156,5 @@ def _largest_persistent(model: nn.Module) -> int:
     whole: list[int] = []
     matrices: list[int] = []
     for name, param in model.named_parameters():
-        (whole if param.dim() == 1 or _LOW_RANK in name else matrices).append(param.numel())
+        (whole if param.dim() <= 1 or _LOW_RANK in name else matrices).append(param.numel())
     return min(max(whole, default=0), min(matrices) - 1)

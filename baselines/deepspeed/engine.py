@@ -31,9 +31,10 @@ def initialize(
     node must send; ``optimizer`` replaces the one that all strategies use.
     """
     build_operators()
-    deepspeed.init_distributed(
-        dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
-    )
+    on_cpu = job.topology.mesh.device_type == "cpu"
+    deepspeed.init_distributed(dist_backend="gloo" if on_cpu else "nccl")
+    if on_cpu:
+        Init._allgather_params_coalesced = _gather
     params = trainable_parameters(model)
     size = config["zero_optimization"].get("zero_hpz_partition_size", 1)
     # Without an optimizer, as frozen models are, it fails to make hpZ's group: 0.19.6 calls a
@@ -68,17 +69,14 @@ def build_operators(*more: str) -> None:
             builder.load(verbose=False)
 
 
-def _gather(zero: Init, params: Sequence[Any], *_: Any, **__: Any) -> None:
+def _gather(zero: Init, params: Sequence[Any], hierarchy: int = 0, quantize: bool = False) -> None:
     """Gather parameters and wait for each: DeepSpeed, until its pull request 8539, waits for one.
 
     Gloo ends gathers in any order, so that others were read before they arrived. CUDA keeps order.
     """
+    assert not quantize or not params, "what quantises needs CUDA"
     for work in [zero._allgather_param(param, async_op=True) for param in params]:
         work.wait()
-
-
-if not torch.accelerator.is_available():
-    Init._allgather_params_coalesced = _gather
 
 
 class DeepSpeedZero3(Trainable):

@@ -76,7 +76,7 @@ def _own_sockets() -> None:
     """Put multiprocessing's folder of sockets into one whose name says who owns it.
 
     multiprocessing removes its folder when this process ends, but not if this process is killed:
-    then the next process does.
+    then a later cluster's process does.
     """
     lifetimes.remove_stale()
     parent = tempfile.gettempdir()

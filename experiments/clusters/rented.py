@@ -52,7 +52,7 @@ AnyAnswer = TypeVar("AnyAnswer", bound=Strict)
 
 
 class RentedCluster(Cluster):
-    """The nodes of an allocation, whose links are not limited.
+    """The nodes of an allocation, whose links have no limit of ours.
 
     A context manager: ``__enter__`` asks each node who it is and raises ``ClusterError`` if one
     does not answer or cannot take part. Outside of a launch nothing runs on a node.

@@ -62,17 +62,17 @@ class Workloads:
 
     def _model(self, path: KeyPath) -> workload.AnyModel:
         section = self._file.at(path)
-        keys = section if isinstance(section, dict) else {}
-        if "function" in keys:
+        fields = section if isinstance(section, dict) else {}
+        if "function" in fields:
             model = self._file.spec(workload.OwnModel, path)
             self._has_module(model.function, (*path, "function"))
             return model
-        if "config" in keys:
+        if "config" in fields:
             return self._configured(path)
-        if "family" in keys:
+        if "family" in fields:
             families = (*get_args(Family), *_NETWORKS)
-            self._file.one_of(keys["family"], families, (*path, "family"), "unknown family")
-        return self._file.spec(_NETWORKS.get(keys.get("family"), ModelSpec), path)
+            self._file.one_of(fields["family"], families, (*path, "family"), "unknown family")
+        return self._file.spec(_NETWORKS.get(fields.get("family"), ModelSpec), path)
 
     def data(self, path: KeyPath) -> workload.AnyData:
         section = self._file.at(path)

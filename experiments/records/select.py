@@ -93,11 +93,11 @@ def files(path: Path) -> list[Path]:
         return [file]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or directory")
-    runs = jsonl.below(path, FILE)
-    runs = [file for file in runs if not _NO_RECORDS & set(file.relative_to(path).parts)]
-    if not runs:
+    paths = jsonl.below(path, FILE)
+    paths = [file for file in paths if not _NO_RECORDS & set(file.relative_to(path).parts)]
+    if not paths:
         raise ValueError(f"{path}: holds no {FILE}; python -m experiments run writes them")
-    return runs
+    return paths
 
 
 def records(text: str) -> list[Record]:
@@ -107,13 +107,13 @@ def records(text: str) -> list[Record]:
     no single run, or has no such cells.
     """
     where, _, pattern = (text, "", "") if Path(text).exists() else text.partition(":")
-    runs = files(Path(where))
-    if len(runs) > 1:
-        some = ", ".join(str(file.parent) for file in runs[:3])
-        raise ValueError(f"{where}: holds {len(runs)} runs; give one: {some}, …")
-    pooled_records = pooled(read(runs[0]))
+    paths = files(Path(where))
+    if len(paths) > 1:
+        some = ", ".join(str(file.parent) for file in paths[:3])
+        raise ValueError(f"{where}: holds {len(paths)} runs; give one: {some}, …")
+    pooled_records = pooled(read(paths[0]))
     if not pooled_records:
-        raise ValueError(f"{runs[0]}: has no records yet")
+        raise ValueError(f"{paths[0]}: has no records yet")
     if not pattern:
         return pooled_records
     ids = {cell.id for cell in chosen([record.cell for record in pooled_records], pattern, where)}

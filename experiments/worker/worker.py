@@ -298,9 +298,9 @@ class _Training:
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
-        counted: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
+        by_rank: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
         on_accelerator = self._device.type != "cpu"
-        busiest, *to_groups = max([*rank["sent"].values()] for rank in counted)
+        busiest, *to_groups = max([*rank["sent"].values()] for rank in by_rank)
         return Measurement(
             engine=trainable.engine,
             engine_version=trainable.engine_version,
@@ -318,9 +318,9 @@ class _Training:
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
-            cache=_cached([r["cache"] for r in ranks], [r["gathers"] for r in counted], cell.steps),
+            cache=_cached([r["cache"] for r in ranks], [r["gathers"] for r in by_rank], cell.steps),
             phase_seconds=counts["phases"]
-            and _mean([r["phases"] or {} for r in counted], cell.steps),
+            and _mean([r["phases"] or {} for r in by_rank], cell.steps),
             resumed_at=self.resumed_at,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
             **_of_iterations(ranks, cell.warmup_steps),

@@ -80,7 +80,7 @@ class Economy:
         """Whether the link has become so much faster that it has to be learned anew."""
         return self._usual is not None and max(self._took) < _FASTER * self._usual
 
-    def learn_again(self) -> None:
+    def measure_again(self) -> None:
         """Send shards whole until the link is known: all ranks at once, or nobody learns."""
         self._waits.clear()
         self._took.clear()

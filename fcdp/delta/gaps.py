@@ -43,7 +43,7 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
     near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
     arrays = [each.numpy() for each in (numbers, tokens, near, wide)]
-    count, some, far = _tell(flags, *arrays)
+    count, some, far = _tokenize(flags, *arrays)
     data = huffman.write([tokens[:count], near[:some], wide[:far]], window)
     return Sizes(count, some, data.numel()), data
 
@@ -67,7 +67,7 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
 
 
 @compiled
-def _tell(
+def _tokenize(
     flags: Longs, numbers: Words, tokens: Bytes, near: Near, wide: Words
 ) -> tuple[int, int, int]:
     """Write the tokens of ``numbers`` (n); ``flags`` (n / 64) have a bit for each that is not 0.

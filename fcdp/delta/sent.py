@@ -25,7 +25,7 @@ class Base:
         self._memory: torch.Tensor | None = None
         self._version = 0
         #: Whether any rank sends a difference in this pass; else nothing is kept.
-        self.telling = True
+        self.sending = True
 
     @property
     def usable(self) -> bool:
@@ -40,7 +40,7 @@ class Base:
         assert self._memory is not None, self._entry.unit.name
         return self._memory
 
-    def wishes_to_tell(self) -> bool:
+    def would_send(self) -> bool:
         """Whether this rank would send a difference in the pass that begins."""
         return True
 
@@ -79,7 +79,7 @@ class Sent(Base):
         assert self.usable, self._entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
-        if not self.wishes_to_tell():
+        if not self.would_send():
             self._since += 1
             return message.whole(own)
         finer = economy.finer_pays(self._expected, self._finer, self._others)
@@ -103,7 +103,7 @@ class Sent(Base):
         """The part of a shard's bytes that a difference takes; measured anew at times."""
         return 0.0 if self._since >= _MEASURED_AFTER else self._ratio
 
-    def wishes_to_tell(self) -> bool:
+    def would_send(self) -> bool:
         return self._economy.pays(self._expected, self._others)
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:

@@ -44,8 +44,7 @@ def runs(
     directory = tmp_path_factory.mktemp(pin)
 
     def run(strategy: str) -> CellResult:
-        target = lora(strategy, pin)
-        return cells.run(cluster, target, directory / strategy, cells.WATCHING_WORKER)
+        return cells.run(cluster, lora(strategy, pin), directory / strategy, cells.WATCHING_WORKER)
 
     preload = kinds.preloaded([lora("deepspeed-hpz", pin)])
     with EmulatedCluster(cells.CLUSTER, preload) as cluster:

@@ -78,7 +78,7 @@ def test_a_link_that_has_become_faster_is_learned_again() -> None:
         economy.saw_coded(took, SHARD)
         assert economy.faster is faster
     assert economy.pays(0.1, 1)
-    economy.learn_again()
+    economy.measure_again()
     assert not economy.faster
     assert not economy.pays(0.1, 1)
     # Another usual, 0.01 a byte: shards of no bytes are taken for ones of one.

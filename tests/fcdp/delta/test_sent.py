@@ -134,7 +134,7 @@ def test_what_does_not_pay_is_sent_whole_and_measured_again_at_times() -> None:
         sent.keep(own)
         economy.pays.reset_mock()
         for _ in range(3):  # each micro-batch agrees
-            assert sent.wishes_to_tell() == pays
+            assert sent.would_send() == pays
         expected += [asked(economy.pays)[0]]
         if pays or step % 2:
             assert message.is_whole(sent.write(own)) != pays
