@@ -55,5 +55,4 @@ def test_the_first_measurements_are_reproduced(
     done = cells.run(cluster, small, tmp_path / "cell", cells.MEASURED_WORKER)
     assert done.measurement.parameters / 1e6 == pytest.approx(3.45, rel=0.02)
     # To the table's two digits, and the least that messages and barriers differ by.
-    expected = MEASURED[strategy, tuning]
-    assert done.sent / 1e6 == pytest.approx(expected, rel=0.03, abs=0.01)
+    assert done.sent / 1e6 == pytest.approx(MEASURED[strategy, tuning], rel=0.03, abs=0.01)

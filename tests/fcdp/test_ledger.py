@@ -42,8 +42,7 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     assert node_bytes(result, settings, "inter_node", "backward") == 0
     assert node_bytes(result, settings, "inter_node", "reduce") == across
     for phase in ("forward", "reduce"):
-        inside = node_bytes(result, settings, "intra_node", phase)
-        assert inside == (ranks_per_node - 1) * total
+        assert node_bytes(result, settings, "intra_node", phase) == (ranks_per_node - 1) * total
     # What backward reads again is stored once: the blocks, and not the root.
     stored = node_bytes(result, settings, "device_to_host", "forward")
     assert 0 < stored < across

@@ -49,6 +49,9 @@ TRAININGS: dict[str, Settings] = {
     "device, differences": Settings(
         steps=3, gather_codec=fcdp.Delta(), policy=fcdp.DeviceCache(), detect_writes=False
     ),
+    "codecs": Settings(
+        3, 1, steps=2, gather_codec=fcdp.BlockInt8(), reduce_codec=fcdp.BlockInt8(), accumulation=2
+    ),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
@@ -57,7 +60,7 @@ TRAININGS: dict[str, Settings] = {
 #: Those that `make test` runs: one of each way between ranks and tiers. CI runs all.
 QUICK = {"host", "disk", "micro-batches", "differences, poisoned"}
 #: Where gradients are rounded: FSDP2 rounds them elsewhere.
-ROUNDED = {"mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
+ROUNDED = {"codecs": 0.1, "mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
 
 
 def train(name: str, settings: Settings, directory: Path, engine: str) -> training.Result:
@@ -137,7 +140,8 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
     tapes = [accelerator.run(unshard_early, 6, 3, 2)[1], recorded(settings)]
     with mock.patch("fcdp.all_gather.PARTS_MOST", 1):  # as with many nodes
         tapes.append(recorded(settings))
-    tapes.append(recorded(replace(settings, steps=2, gather_codec=fcdp.Delta())))
+    codecs = {"gather_codec": fcdp.Delta(), "reduce_codec": fcdp.BlockInt8()}
+    tapes.append(recorded(replace(settings, steps=2, **codecs)))
     flat = recorded(replace(settings, exchanges="flat"))
     return [
         {
@@ -162,6 +166,7 @@ def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path
         ("all-gather of 2 in fcdp_gather", "intra_node"),  # what is asked for early
         ("reduce-scatter of 2 in fcdp_reduce", "reduce_scatter_stream"),
         ("reduce-scatter of 3 in fcdp_reduce", "reduce_scatter_stream"),
+        ("all-to-all of 3 in fcdp_reduce", "reduce_scatter_stream"),  # of coded parts
     }
     assert flat == {
         in_node,  # of what the cache holds

@@ -200,8 +200,7 @@ def sub_mesh_by_env(*local_world_sizes: int) -> list[tuple[int, int] | str]:
 
 
 def test_the_launcher_tells_how_many_of_a_mesh_share_a_node(ranks: Pools) -> None:
-    shapes = [(4, 1), (4, 1), (2, 2), (1, 4)]
-    assert ranks.run(8, sub_mesh_by_env, 1, 2, 4, 8) == [shapes] * 8
+    assert ranks.run(8, sub_mesh_by_env, 1, 2, 4, 8) == [[(4, 1), (4, 1), (2, 2), (1, 4)]] * 8
 
 
 def test_a_mesh_that_lies_unevenly_on_nodes_is_refused_on_every_rank(ranks: Pools) -> None:

@@ -107,8 +107,7 @@ def test_shape_tells_what_the_kernel_has_set(network: Network) -> None:
     assert settings["burst_bytes"] == pytest.approx(burst_bytes(200_000_000), rel=0.01)
     assert settings["limit_bytes"] > settings["burst_bytes"]
     assert settings["mtu_bytes"] == MTU
-    unshaped = network.shape(None)
-    assert unshaped == {"qdisc": None, "mtu_bytes": MTU, "congestion_control": "reno"}
+    assert network.shape(None) == {"qdisc": None, "mtu_bytes": MTU, "congestion_control": "reno"}
     assert 3 * MTU < burst_bytes(10_000_000) < 5 * MTU, "a few frames on a slow link"
 
 

@@ -130,8 +130,7 @@ def test_what_to_rent(tmp_path: Path) -> None:
     costs = [offer["cost_usd"] for offer in offers]
     assert costs == sorted(costs)
     assert all(offer["hours"] <= 24 and offer["source"] for offer in offers)
-    read = list(csv.DictReader(rows.open()))
-    assert [float(row["cost_usd"]) for row in read] == costs
+    assert [float(row["cost_usd"]) for row in csv.DictReader(rows.open())] == costs
     message = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
     assert message == "error: --nodes = '2': not allowed with --instances, which says it"
     assert error("llama-3-8b", within="24h") == "error: --within = '24h': needs --instances"

@@ -26,8 +26,7 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: P
     assert measured.evidence == "emulated"
     assert measured.network["rate_bits_per_s"] == 10**8
     # Headers take one per cent of it.
-    across = measured.links.inter_node_all_gather
-    assert across.bytes_per_s == pytest.approx(100e6 / 8, rel=0.15)
+    assert measured.links.inter_node_all_gather.bytes_per_s == pytest.approx(100e6 / 8, rel=0.15)
     assert measured.links.intra_node_all_gather is None
     assert measured.compute.device == "cpu"
     assert measured.host.to_device_bytes_per_s is None

@@ -100,8 +100,7 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     for predicted in read(folder / PREDICTIONS):
         constants = predicted.network["overheads"]["block_seconds"]
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
-    output = printed("validate", folder)
-    assert "constants of the host of the committed records" in output
+    assert "constants of the host of the committed records" in printed("validate", folder)
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 

@@ -100,8 +100,7 @@ def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
     assert hardware.device_to_host_bytes_per_s == 22e9
     assert hardware.host_memory_bytes == 400e9
     assert (hardware.nodes, hardware.ranks_per_node) == (measured.nodes, measured.ranks_per_node)
-    across = measured.links.inter_node_all_gather
-    assert hardware.inter_bytes_per_s == across.bytes_per_s
+    assert hardware.inter_bytes_per_s == measured.links.inter_node_all_gather.bytes_per_s
     assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
     with pytest.raises(ValueError, match="gpu: is missing; NVIDIA A40 was measured"):
         hardware_of(measured)

@@ -172,8 +172,7 @@ def test_what_ends_the_run_tears_the_cluster_down_and_keeps_what_is_finished(
     assert not cluster.entered
     finished = directory.resume(matrix, retry_failed=False)
     assert [r.cell_id for r in finished] == [p.cell.id for p in matrix.cells[:2]]
-    result = run(matrix, directory, StandInCluster(), finished)
-    assert [r.state for r in result] == ["ok"] * 6
+    assert [r.state for r in run(matrix, directory, StandInCluster(), finished)] == ["ok"] * 6
 
 
 @given(finished=st.sets(st.integers(0, 5)), torn=st.integers(0, 500), retry=st.booleans())
@@ -244,8 +243,7 @@ def test_starting_afresh_keeps_the_earlier_run(matrix: Matrix, directory: RunDir
     assert sorted(p.name for p in directory.path.iterdir()) == ["earlier", "unrelated.txt"]
     again = run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     assert read_records(directory.records) == again
-    second = directory.start_afresh()
-    assert second not in (None, archive)
+    assert directory.start_afresh() not in (None, archive)
 
 
 def test_resuming_refuses_what_another_matrix_or_kind_of_cluster_left(

@@ -218,8 +218,7 @@ def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_
     assert loss == 0
     ends = alike.model_copy(update={"end_token": int(batches[0][0, 12])})
     loss, batches = prepared(ends)
-    counts = batches[0][:, 18:24]
-    assert counts[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert batches[0][:, 18:24][0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert math.isfinite(loss)
 
 

@@ -207,8 +207,7 @@ def test_a_long_corpus_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "b.py").write_bytes(b"b" * 2**22)
     (tmp_path / "a.py").write_bytes(b"a" * 2**20)
     (tmp_path / "c.txt").write_bytes(b"c" * 2**20)
-    content = bytes(workloads.corpus().tolist())
-    assert content == b"a" * 2**20 + b"b" * (3 * 2**20)
+    assert bytes(workloads.corpus().tolist()) == b"a" * 2**20 + b"b" * (3 * 2**20)
 
 
 @pytest.mark.parametrize("size", [0, 2**16 - 1])

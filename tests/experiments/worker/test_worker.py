@@ -317,5 +317,4 @@ def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -
         least = finished.measurement.inter_node_bytes_closed_form
         assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
         assert finished.measurement.losses == pytest.approx(together, rel=1e-4)
-        slots = finished.measurement.bytes_by_slot
-        assert len(slots) == 2 * NODES * RANKS_PER_NODE
+        assert len(finished.measurement.bytes_by_slot) == 2 * NODES * RANKS_PER_NODE

@@ -332,7 +332,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
                 raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
     read, written = _split(func, args, kwargs)
-    reads = [] if func in _EMPTY else device.touches(read)
+    reads = [] if func in {*_EMPTY, aten.zeros_like.default} else device.touches(read)
     # The same memory, by the tensors that the operation was given.
     aliases = {id(each): plain(each) for each in tensors if isinstance(each, DeviceTensor)}
     owners = {id(aliases[id(each)]): each for each in tensors if id(each) in aliases}

@@ -255,6 +255,15 @@ class Group(dist.ProcessGroup):
             options,
         )
 
+    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> Done:
+        return self._collective(
+            "all-to-all",
+            inputs,
+            outputs,
+            lambda ranks: [rank[self._rank] for rank in ranks],
+            options,
+        )
+
     def barrier(self, opts: Any = None) -> Done:
         return self._collective("barrier", [], [], lambda ranks: [])
 

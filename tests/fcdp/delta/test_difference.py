@@ -87,8 +87,7 @@ def test_shards_of_each_dtype_arrive(count: int, dtype: torch.dtype) -> None:
     new, base = _versions(count, dtype)
     for version, before in ((7, base), (message.ALONE, None)):
         written = message.write(new, before, version)
-        most = message.most_bytes(new)
-        assert written.numel() <= most <= new.nbytes + 40
+        assert written.numel() <= message.most_bytes(new) <= new.nbytes + 40
         row = base.clone()
         assert message.read(torch.cat([written, written.new_full((3,), 9)]), row, version)
         assert torch.equal(row.view(torch.uint8), new.view(torch.uint8))

@@ -138,6 +138,7 @@ def test_what_does_not_pay_is_sent_whole_and_measured_again_at_times() -> None:
         expected += [asked(economy.pays)[0]]
         if pays or step % 2:
             assert message.is_whole(sent.write(own)) != pays
+            sent.saw(Watch([]), own, whole=not pays)
         else:  # no rank wished to
             sent.saw(Watch([]), own, whole=True, written=False)
     measured = [step for step, (ratio, _) in enumerate(expected) if ratio == 0.0]
