@@ -156,6 +156,7 @@ def exchanges_of(directory: Path) -> list[set[tuple[str, str]]]:
     ]
 
 
+@pytest.mark.system  # a quarter of a minute
 def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
     """Another group or stream would compute the same, after needless waits."""
     ((hierarchical, flat),) = apart.run(1, exchanges_of, tmp_path)
