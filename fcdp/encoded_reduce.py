@@ -31,7 +31,7 @@ class EncodedReduce:
     error_feedback: bool
 
     def __post_init__(self) -> None:
-        #: What parts have lost so far, by the group's rank that they go to.
+        #: Losses of parts by rounding so far, by the group's rank that they go to.
         self._residuals: dict[int, torch.Tensor] = {}
 
     def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:

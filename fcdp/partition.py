@@ -46,7 +46,7 @@ def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     A low-rank factor of fewer rows than ranks would be mostly padding. It is sharded along another
     dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
     """
-    # Of a DTensor, the part that tensor parallelism has left here is sharded.
+    # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
     if len(shape) < 2 or shape[0] >= world_size:
         return None

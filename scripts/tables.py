@@ -217,7 +217,7 @@ def _noise(records: Sequence[Record]) -> str:
     """Speeds that no link explains, as a paragraph; nothing where there are none."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
-    # Of each comparison, the most by which a slower link is the faster one.
+    # By group, the most by which a slower link is the faster one.
     most = [
         max((Comparison(*two).ratio or 0 for two in combinations(group, 2)), default=0)
         for group in alike
@@ -406,9 +406,9 @@ def on_a_gpu(speed: ElementTree) -> str:
     rows = []
     for each in speed.iterfind(".//property[@name='seconds']"):
         (plain, before), (name, after) = ast.literal_eval(each.attrib["value"]).items()
-        (least, most), (low, high) = interval(before), interval(after)
+        low, high = interval(after, before)
         first, second = median(before), median(after)
-        ratio = f"{second / first:.3f}× ({low / most:.2f}–{high / least:.2f})"
+        ratio = f"{second / first:.3f}× ({low:.2f}–{high:.2f})"
         tokens = text.number(16 * 1024 / first)
         rows.append((f"`{name}`", f"{second:.3f}", f"`{plain}`", f"{first:.3f}", ratio, tokens))
     return text.table(("Step", "s", "beside", "s", "Ratio", "tokens/s beside"), rows)

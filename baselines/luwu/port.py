@@ -155,7 +155,7 @@ class Port(wire.Role):
             self._connection.close()
 
     def _go_on(self) -> None:
-        """Send messages of other threads, and land the chunks that there is room for now."""
+        """Send messages of other threads, and land the chunks that fit."""
         for message in self._outbox.take():
             if message is not None:
                 wire.send(self._connection.socket, message)
@@ -172,7 +172,7 @@ class Port(wire.Role):
             if kind == wire.Kind.PARAMETERS:
                 self._waiting.append(message)
             elif kind == wire.Kind.APPLIED:
-                # Of a chunk that this worker pushed: worker 0 alone pushes initial parameters.
+                # It answers a chunk of this worker's: worker 0 alone pushes initial parameters.
                 self._pushed -= self._committed >= 0 or self._rank == 0
             elif kind == wire.Kind.COMMITTED:
                 self._committed = message.step

@@ -50,10 +50,16 @@ def left_out(rounds: int) -> int:
     raise AssertionError("the tail is all of it in the end")
 
 
-def interval(seconds: Sequence[float]) -> _Range:
-    """The two rounds between which the median lies, as surely as ``ONE_IN`` says; of few, all."""
+def interval(seconds: Sequence[float], over: Sequence[float] | None = None) -> _Range:
+    """The two rounds between which the median lies, as surely as ``ONE_IN`` says; of few, all.
+
+    With ``over``, the quotient of both medians: each end over the other end of that interval.
+    """
     ordered, out = sorted(seconds), left_out(len(seconds))
-    return ordered[out], ordered[~out]
+    if over is None:
+        return ordered[out], ordered[~out]
+    least, most = interval(over)
+    return ordered[out] / most, ordered[~out] / least
 
 
 def spread(record: Record) -> _Range | None:
@@ -80,13 +86,14 @@ class Comparison:
 
     @property
     def interval(self) -> _Range | None:
-        """The interval of the ratio: the ends of one cell's over the other ends of the other's."""
+        """The interval of the ratio; ``None`` where there is none."""
         if self.ratio is None:
             return None
-        (low, high), (least, most) = map(interval, self._rounds)
+        own, baseline = self._rounds
         assert self.over is not None
         tokens = self.of.cell.tokens_per_step / self.over.cell.tokens_per_step
-        return tokens * least / high, tokens * most / low
+        low, high = interval(baseline, own)
+        return tokens * low, tokens * high
 
     @property
     def timed(self) -> bool:

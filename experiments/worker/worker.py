@@ -143,7 +143,7 @@ class _Training:
                 self.held_out[stop] = self._held_out()["held_out_loss"]
             if stop == save_at and stop < end:
                 self._save()
-        # What follows would else be counted and timed, and raise peaks.
+        # Before evaluating, which would else be counted and timed, and raise peaks.
         measurement = self._measurement()
         update = {**trainable.take_metrics(), **self._held_out()}
         if cell.held_out and cell.held_out_every:

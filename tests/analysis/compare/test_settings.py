@@ -168,13 +168,11 @@ def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -
         assert sorted(shown[item.setting.label]) == sorted(values)
         assert item in varying_settings(cells)
         # Several matrices have figures of their own, which name them below.
-        labels = (
-            values
-            if item.name == "matrix"
-            else [f"{item.setting.label.lower()} {value}" for value in values]
-        )
+        prefix = "" if item.name == "matrix" else f"{item.setting.label.lower()} "
+        labels = [prefix + value for value in values]
         captions = [f"{words} {provenance(part)}" for part, words in parted]
-        places = {"model": panels, "axis": labels}.get(item.setting.place, captions)
+        by_place = {"model": panels, "run": captions, "training": captions, "axis": labels}
+        places = by_place[item.setting.place]
         assert all(any(words in place for place in places) for words in labels)
     if item.setting.role == "condition":
         apart = {"run": (2, 2), "training": (2, 2), "model": (1, 2), "axis": (1, 1)}

@@ -332,7 +332,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
                 raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
     read, written = _split(func, args, kwargs)
-    reads = [] if func in {*_EMPTY, aten.zeros_like.default} else device.touches(read)
+    reads = device.touches(read)
     # The same memory, by the tensors that the operation was given.
     aliases = {id(each): plain(each) for each in tensors if isinstance(each, DeviceTensor)}
     owners = {id(aliases[id(each)]): each for each in tensors if id(each) in aliases}
@@ -447,11 +447,13 @@ def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[
 @functools.cache  # of schemas, which C++ holds, each question takes long
 def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
     """Names of an operation's arguments, and whether it reads them and writes them."""
-    fills = func._schema.name.removeprefix("aten::") in _FILLS
+    name = func._schema.name.removeprefix("aten::")
+    unread = name.endswith("_like") or name.startswith("new_")  # they look at shapes alone
     accesses = []
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not writes or not (fills or argument.kwarg_only)  # ``out`` is only written
+        filled = writes and (name in _FILLS or argument.kwarg_only)  # ``out`` is only written
+        reads = not (filled or unread)
         accesses.append((argument.name, reads, writes))
     return accesses
 
