@@ -173,10 +173,14 @@ def _share_loop() -> None:
         os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
     class Sharing(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any
+        ) -> None:
             options = ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [device]
+            for name, value in newer.items():  # from torch 2.14 on: enable_reconfigure
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
