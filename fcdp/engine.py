@@ -193,10 +193,8 @@ class Engine:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
-        if not on_host and fsdp2.reduce_buffers(unit.group) == 1:
-            # FSDP2's default makes backward wait for the reduction of the unit before, which
-            # crosses nodes: one more buffer, and it waits for the one before that.
-            unit.module.set_reduce_scatter_max_input_buffers(2, recurse=False)
+        if not on_host:
+            fsdp2.allow_two_reductions(unit.module)
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:

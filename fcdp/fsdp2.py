@@ -1,11 +1,14 @@
 """FSDP2's private names that FCDP relies on; no other file uses one.
 
-A torch without one of them is refused when the library is imported. Attributes that a gather needs
-are read by ``attrgetter``, which is as fast as the name itself.
+A torch without one of them is refused when the library is imported; what differs between releases
+is chosen then, once. ``python -m fcdp.check`` shows whether FSDP2 also does what FCDP expects.
+Attributes that a gather needs are read by ``attrgetter``, which is as fast as the name itself.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -14,15 +17,28 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-#: The torch that the tests run on, and the oldest that there may be.
-TESTED = "2.13"
+#: The oldest and the newest release of torch that the tests run on: results/versions.
+OLDEST, NEWEST = (2, 11), (2, 15)
+_TESTED = "torch {}.{} to {}.{}".format(*OLDEST, *NEWEST)
+
+
+def warn_of_newer(version: str) -> None:
+    """Warn of a release of torch that the tests have not run on, as there was none yet."""
+    if tuple(map(int, version.split(".")[:2])) > NEWEST:
+        warnings.warn(
+            f"torch {version} is newer than FCDP is tested with ({_TESTED}); "
+            "python -m fcdp.check shows in seconds whether FCDP works with it",
+            stacklevel=2,
+        )
 
 
 def _refusal(problem: object) -> ImportError:
     return ImportError(
-        f"torch {torch.__version__}: {problem}; FCDP relies on it, and is tested with {TESTED}"
+        f"torch {torch.__version__}: {problem}; FCDP relies on it, and is tested with {_TESTED}"
     )
 
+
+warn_of_newer(torch.__version__)
 
 try:
     # The protocols of custom collectives, and what a module gathers and reduces by without them.
@@ -43,21 +59,39 @@ except ImportError as error:
     raise _refusal(error.msg) from error
 
 
-def _of(kind: type, *names: str) -> attrgetter[Any]:
-    """Return a getter of an instance's attributes, which its class or its set-up must have."""
+def _has(kind: type, name: str) -> bool:
+    """Whether a class or its set-up gives its instances an attribute."""
     there = {*dir(kind), *getattr(kind, "__annotations__", ())}
     for made in (vars(kind).get("__init__"), vars(kind).get("init")):
         there.update(getattr(getattr(made, "__code__", None), "co_names", ()))
+    return name in there
+
+
+def _of(kind: type, *names: str) -> attrgetter[Any]:
+    """Return a getter of an instance's attributes, which its class or its set-up must have."""
     for name in names:
-        if name not in there:
+        if not _has(kind, name):
             raise _refusal(f"FSDP2's {kind.__name__} has no {name}")
     return attrgetter(*names)
 
 
 _of(FSDPModule, "_get_fsdp_state")
-_of(FSDPState, "_state_ctx", "_fsdp_param_groups", "_training_state", "_modules")
-_of(FSDPState, "_reset_iter_state")
+_of(FSDPState, "_state_ctx", "_training_state", "_modules")
 _of(FSDPStateContext, "iter_forward_root")
+
+#: A list since torch 2.12, as a module may have a group per mesh; one or ``None`` before.
+_groups = _of(
+    FSDPState,
+    "_fsdp_param_groups" if _has(FSDPState, "_fsdp_param_groups") else "_fsdp_param_group",
+)
+#: Since torch 2.13 a user may drop a failed pass, and choose how many reductions are under way.
+_RESETS = _has(FSDPState, "_reset_iter_state")
+_COUNTS_BUFFERS = _has(FSDPParamGroup, "reduce_scatter_max_input_buffers")
+#: Before torch 2.15 FSDP2 keeps the sum of gradients that it has not reduced apart from ``.grad``.
+_SUM_APART = not isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
+#: Since torch 2.15 ``reduce_dtype=None`` follows ``grad_dtype`` of the parameters, which is their
+#: own dtype unless a user sets another; before, it was the dtype that they are gathered in.
+_FOLLOWS_GRAD_DTYPE = _has(FSDPParam, "unsharded_grad_dtype")
 
 
 def state(module: FSDPModule) -> Any:
@@ -67,7 +101,10 @@ def state(module: FSDPModule) -> Any:
 
 def param_groups(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module: one, or none, but with several meshes."""
-    return [*state(module)._fsdp_param_groups]
+    groups = _groups(state(module))
+    if isinstance(groups, list):
+        return [*groups]
+    return [] if groups is None else [groups]
 
 
 #: Whether FSDP2 keeps what a state's module holds itself gathered after forward, as a root.
@@ -124,8 +161,6 @@ meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
 #: Collectives that gather the group and reduce it.
 collectives = _of(FSDPParamGroup, "_all_gather_comm", "_reduce_scatter_comm")
-#: How many reductions of groups may be under way before the next waits for one of them.
-reduce_buffers = _of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
 #: The hook of ``set_all_reduce_hook``; else ``None``.
 reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
 #: A gather that has begun and that nobody has waited for; else ``None``.
@@ -134,10 +169,10 @@ prefetched = _of(FSDPParamGroup, "_all_gather_result")
 _sharded = _of(FSDPParam, "sharded_param")
 #: This rank's part of the gather, flat and padded, and the policy with its dtype.
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
-# A gradient is reduced from the second, in the reduce dtype, or from ``.grad`` of the first, which
-# is there once the parameter has been gathered. ``unsharded_param`` is the same, while it is.
+# A gradient is reduced from ``.grad`` of the first, which is there once the parameter has been
+# gathered, or from the sum of several that FSDP2 has not reduced.
+_of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad")
 _of(FSDPParam, "reset_sharded_param")
-_of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad", "unsharded_param")
 # Called on the group: to begin a gather, and when backward has its gradients, to reduce them.
 _of(FSDPParamGroup, "unshard", "post_backward")
 
@@ -192,6 +227,29 @@ def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
     ]
 
 
+def reduce_dtype(group: Any) -> torch.dtype | None:
+    """The dtype that a group's gradients are reduced in; ``None`` where none is trained."""
+    dtypes = [
+        param.mp_policy.reduce_dtype
+        or (param.sharded_param.grad_dtype if _FOLLOWS_GRAD_DTYPE else None)
+        or param.mp_policy.param_dtype
+        or param.sharded_param.dtype
+        for param in _params(group)
+        if param.sharded_param.requires_grad
+    ]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def allow_two_reductions(module: FSDPModule) -> None:
+    """Let a module's reduction be under way while another one's is, unless a user chose a number.
+
+    FSDP2's default makes backward wait for the reduction of the unit before, which crosses nodes.
+    One more buffer makes backward wait for the one before that. No torch before 2.13 can do so.
+    """
+    if _COUNTS_BUFFERS and param_groups(module)[0].reduce_scatter_max_input_buffers == 1:
+        module.set_reduce_scatter_max_input_buffers(2, recurse=False)
+
+
 def is_default(collective: object) -> bool:
     return type(collective) in (DefaultAllGather, DefaultReduceScatter)
 
@@ -206,32 +264,42 @@ def forget_gather(group: Any) -> None:
     group._all_gather_result = None
 
 
+def _whole(param: Any) -> torch.Tensor | None:
+    """The gathered parameter, resharded or not; ``None`` before its first gather."""
+    whole: torch.Tensor | None = getattr(param, "_unsharded_param", None)
+    return whole
+
+
 def with_gradients(group: Any) -> set[Any]:
     """The parameters of which FSDP2 is going to reduce a gradient."""
     return {
         param
         for param in _params(group)
         if param.unsharded_accumulated_grad is not None
-        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+        or ((whole := _whole(param)) is not None and whole.grad is not None)
     }
 
 
 def give_zeros(param: Any) -> None:
     """Have FSDP2 reduce zeros for a parameter that has received no gradient."""
-    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+    whole = _whole(param)
+    assert whole is not None, "a gather precedes each backward"
+    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
 
 def drop_gradients(group: Any) -> None:
     """Forget gradients of whole parameters, which FSDP2 would add to the next ones."""
     for param in _params(group):
-        param.unsharded_accumulated_grad = None
-        if (whole := getattr(param, "_unsharded_param", None)) is not None:
+        if _SUM_APART:
+            param.unsharded_accumulated_grad = None
+        if (whole := _whole(param)) is not None:
             whole.grad = None
 
 
 def after_reset(module: FSDPModule, then: Callable[[], None]) -> None:
     """Call a function when ``reset_iter_state`` has dropped a failed pass."""
-    _surround(state(module), "_reset_iter_state", after=then)
+    if _RESETS:
+        _surround(state(module), "_reset_iter_state", after=then)
 
 
 @contextmanager

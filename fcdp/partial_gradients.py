@@ -115,12 +115,12 @@ def planned_sizes(
     """Bytes of each unit's widest sum, where they wait on the host."""
     if place == "device":
         return {}
-    widest = {
-        unit: max(_wide(param.dtype).itemsize for param in unit.params)
-        for unit in units
-        if unit.trainable
+    dtypes = {unit: unit.reduce_dtype for unit in units}
+    return {
+        unit: topology.nodes * unit.shard_numel * _wide(dtype).itemsize
+        for unit, dtype in dtypes.items()
+        if dtype is not None
     }
-    return {unit: topology.nodes * unit.shard_numel * size for unit, size in widest.items()}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -48,6 +48,11 @@ class Unit:
         return any(param.requires_grad for param in self.params)
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients are reduced in, as this torch takes it; ``None`` if frozen."""
+        return fsdp2.reduce_dtype(self.group)
+
+    @property
     def hooked(self) -> bool:
         """Whether a hook of the user's is called with each gradient as soon as it is reduced."""
         return fsdp2.reduce_hook(self.group) is not None or any(

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_torch_without_a_name_is_refused_in_one_sentence() -> None:
         fsdp2._of(fsdp2.FSDPParamGroup, "fsdp_params", "_gathered")
     assert str(caught.value) == (
         f"torch {torch.__version__}: FSDP2's FSDPParamGroup has no _gathered; "
-        f"FCDP relies on it, and is tested with {fsdp2.TESTED}"
+        "FCDP relies on it, and is tested with torch 2.11 to 2.15"
     )
 
 
@@ -46,9 +47,16 @@ def test_a_torch_without_a_class_is_refused_too(monkeypatch: pytest.MonkeyPatch)
         __import__("fcdp.fsdp2")
 
 
-def test_the_version_that_is_promised_is_the_one_that_is_tested() -> None:
+def test_releases_that_are_promised_are_those_that_are_tested() -> None:
     root = HOUSE.parent
-    pinned = re.search(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned[1] == fsdp2.TESTED
-    assert f'"torch>={fsdp2.TESTED}"' in (root / "pyproject.toml").read_text()
-    assert torch.__version__.startswith(f"{fsdp2.TESTED}.")
+    after = f"{fsdp2.NEWEST[0]}.{fsdp2.NEWEST[1] + 1}"
+    oldest = "{}.{}".format(*fsdp2.OLDEST)
+    assert f'"torch>={oldest},<{after}"' in (root / "pyproject.toml").read_text()
+
+
+def test_a_newer_release_is_warned_of_with_the_way_to_check_it() -> None:
+    with pytest.warns(UserWarning, match=r"torch 2\.16\.0 is newer .*python -m fcdp\.check"):
+        fsdp2.warn_of_newer("2.16.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp2.warn_of_newer("2.15.3+cpu")
