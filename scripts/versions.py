@@ -66,10 +66,14 @@ class Suite:
     seconds: float = 0.0
 
 
-def suite_of(file: str) -> str:
-    """The suite of a file of tests, by the longest of its paths that the file is in."""
-    places = {place: suite for suite, places in SUITES.items() for place in places}
-    return places[max((place for place in places if f"{file}/".startswith(f"{place}/")), key=len)]
+def suite_of(module: str) -> str:
+    """The suite of a module of tests, by the longest of its paths that the module is in."""
+    places = {
+        place.removesuffix(".py").replace("/", "."): suite
+        for suite, places in SUITES.items()
+        for place in places
+    }
+    return places[max((place for place in places if f"{module}.".startswith(f"{place}.")), key=len)]
 
 
 def run(release: str, short: bool) -> list[Suite]:
@@ -80,8 +84,16 @@ def run(release: str, short: bool) -> list[Suite]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu"]
-        command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
-        command += ["--junitxml", str(report), "-o", "junit_family=xunit1"]
+        command += [
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "--no-loadscope-reorder",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += ["--junitxml", str(report)]
         if short:
             command += ["-m", "not gpu and not system"]
         command += [place for places in SUITES.values() for place in places]
@@ -93,25 +105,34 @@ def run(release: str, short: bool) -> list[Suite]:
 
 def count(release: str, report: ElementTree.Element) -> list[Suite]:
     """Count the tests of pytest's report by suite."""
-    commit = ("git", "describe", "--always", "--dirty", "--exclude=*")
-    made = (
-        metadata.version("torch"),
-        datetime.now(timezone.utc).date().isoformat(),
-        subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
-    )
+    today = datetime.now(timezone.utc).date().isoformat()
+    made = (metadata.version("torch"), today, _commit())
     suites = {name: Suite(release, made[0], name, *made[1:]) for name in SUITES}
     for case in report.iter("testcase"):
-        suite = suites[suite_of(case.attrib["file"])]
+        module = case.attrib["classname"]  # where it was collected; its file may be a decorator's
+        suite = suites[suite_of(module)]
         suite.seconds += float(case.attrib["time"])
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            suite.failed.append(f"{case.attrib['file']}::{case.attrib['name']}")
+            suite.failed.append(f"{module}::{case.attrib['name']}")
         elif skipped is not None:
             why = skipped.attrib["message"]
             suite.skipped[why] = suite.skipped.get(why, 0) + 1
         else:
             suite.passed += 1
     return [*suites.values()]
+
+
+def _commit() -> str:
+    """The commit that was tested, with ``-dirty`` if more than these results differs from it."""
+    changes = _git("status", "--porcelain", "--", ".", ":!results/versions")
+    return _git("rev-parse", "--short=8", "HEAD") + ("-dirty" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ("git", *arguments)
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def write(suites: Sequence[Suite], folder: Path = RESULTS) -> None:
@@ -143,13 +164,10 @@ def tabulate(folder: Path = RESULTS) -> None:
 
 
 def _lines(kept: dict[str, dict[str, Suite]]) -> Iterator[str]:
-    some = [[*suites.values()][0] for suites in kept.values()]
+    some = [next(iter(suites.values())) for suites in kept.values()]
     yield from _rows(
         ("Suite", *kept),
-        *(
-            (name, *(_counts(suites.get(name)) for suites in kept.values()))
-            for name in SUITES
-        ),
+        *((name, *(_counts(suites.get(name)) for suites in kept.values())) for name in SUITES),
         ("built as", *(suite.torch for suite in some)),
         ("on", *(suite.date for suite in some)),
         ("commit", *(suite.commit for suite in some)),
@@ -191,7 +209,9 @@ def _number(suites: dict[str, Suite], name: str, why: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.versions")
     parser.add_argument("release", nargs="?", help="the file's name: a release, or nightly")
-    parser.add_argument("--short", action="store_true", help="without the tier system; keep nothing")
+    parser.add_argument(
+        "--short", action="store_true", help="without the tier system; keep nothing"
+    )
     options = parser.parse_args(arguments)
     if options.release is None:
         tabulate()

@@ -15,14 +15,14 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 RELEASES = re.search(r"^RELEASES \?= (.*)$", MAKEFILE, re.MULTILINE)[1].split()
 
 REPORT = """<testsuites><testsuite>
-<testcase file="tests/fcdp/upstream/test_after.py" name="test_a" time="1.5" />
-<testcase file="tests/fcdp/upstream/test_mixed_precision.py" name="test_b" time="2">
+<testcase classname="tests.fcdp.upstream.test_after" name="test_a" time="1.5" />
+<testcase classname="tests.fcdp.upstream.test_mixed_precision" name="test_b" time="2">
   <failure message="1 is not 2">...</failure></testcase>
-<testcase file="tests/fcdp/test_walk.py" name="test_c" time="0">
+<testcase classname="tests.fcdp.test_walk" name="test_c" time="0">
   <skipped message="from torch 2.13 on" /></testcase>
-<testcase file="tests/fcdp/test_walk.py" name="test_d" time="0">
+<testcase classname="tests.fcdp.test_walk" name="test_d" time="0">
   <skipped message="from torch 2.13 on" /></testcase>
-<testcase file="tests/fcdp/test_walk.py" name="test_e" time="0">
+<testcase classname="tests.fcdp.test_walk" name="test_e" time="0">
   <error message="no pool">...</error></testcase>
 </testsuite></testsuites>"""
 
@@ -31,12 +31,12 @@ def counted(release: str) -> list[Suite]:
     return versions.count(release, ElementTree.fromstring(REPORT))
 
 
-def test_tests_are_counted_by_the_suite_that_names_their_file_most_exactly() -> None:
+def test_tests_are_counted_by_the_suite_that_names_their_module_most_exactly() -> None:
     suites = {suite.suite: suite for suite in counted("2.15.0")}
     assert {*suites} == {*SUITES}
     assert (suites["upstream"].passed, suites["upstream"].seconds) == (1, 1.5)
-    assert suites["mixed precision"].failed == ["tests/fcdp/upstream/test_mixed_precision.py::test_b"]
-    assert suites["walk"].failed == ["tests/fcdp/test_walk.py::test_e"]
+    assert suites["mixed precision"].failed == ["tests.fcdp.upstream.test_mixed_precision::test_b"]
+    assert suites["walk"].failed == ["tests.fcdp.test_walk::test_e"]
     assert suites["walk"].skipped == {"from torch 2.13 on": 2}
 
 
@@ -57,7 +57,7 @@ def test_a_run_renews_its_release_and_leaves_the_others(tmp_path: Path) -> None:
     assert "| Suite | 2.9.1 | 2.15.0 | nightly |" in rows
     assert "| walk | 0, **1 failed**, 2 skipped | 3 | 0, **1 failed**, 2 skipped |" in rows
     assert "| upstream | 1 | – | 1 |" in rows
-    assert "| 2.9.1 | `tests/fcdp/test_walk.py::test_e` |" in rows
+    assert "| 2.9.1 | `tests.fcdp.test_walk::test_e` |" in rows
     assert "| walk | from torch 2.13 on | 2 |  | 2 |" in rows
 
 
@@ -80,7 +80,10 @@ def test_every_release_has_passed() -> None:
 
 
 def test_the_pinned_torch_and_the_newest_are_among_the_releases() -> None:
-    for file, release in {"constraints.txt": "2.13.0", "constraints-newest.txt": RELEASES[-1]}.items():
+    for file, release in {
+        "constraints.txt": "2.13.0",
+        "constraints-newest.txt": RELEASES[-1],
+    }.items():
         pinned = re.search(r"^torch==(\S+)", (ROOT / file).read_text(), re.MULTILINE)[1]
         assert pinned == release
         assert pinned in RELEASES

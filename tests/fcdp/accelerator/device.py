@@ -84,6 +84,10 @@ class Stream(Timeline):
         super().__init__(f"stream '{made_by()}' of rank {device.rank}")
         device.tape.timelines.append(self)
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured, as optimizers of torch 2.15 ask."""
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)
