@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= auto
+# The releases of torch that the library supports, one patch of each; nightly is allowed too.
+RELEASES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # Some container images set it. Each process would compile all that it imports: seconds a rank.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -12,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu setup baselines clients pins clean help
+.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu versions setup baselines clients pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -82,6 +84,16 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
 	exit $$status
 
+# One environment at a time: a CUDA build is some 5 GB.
+versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0": results/versions
+	status=0; \
+	for release in $(RELEASES); do \
+		PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --torch $$release \
+			&& '$(VENV)'-$$release/bin/python -m scripts.versions $$release || status=1; \
+		rm -rf '$(VENV)'-$$release; \
+	done; \
+	exit $$status
+
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh
 
@@ -95,7 +107,7 @@ pins: ## write constraints.txt anew (PINS=--upgrade for newer versions)
 	PYTHON='$(PYTHON)' scripts/pins.sh $(PINS)
 
 clean: ## remove the virtual environments and all caches; results stay
-	rm -rf '$(VENV)' '$(VENV)-paper' '$(VENV)-clients' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
+	rm -rf '$(VENV)' '$(VENV)-paper' '$(VENV)-clients' $(RELEASES:%='$(VENV)-%') build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

@@ -7,6 +7,8 @@
 #   scripts/setup.sh --pins    the same, and beside it VENV-paper, with the DeepSpeed of the paper;
 #                              fails where one of the two is missing
 #   scripts/setup.sh --clients the same, and beside it VENV-clients, with other people's trainers
+#   scripts/setup.sh --torch VERSION  the same, and beside it VENV-VERSION, with another torch in front:
+#                              a release, or nightly
 #   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
 #
 #   PYTHON=python3.12          the interpreter (default: python3)
@@ -17,6 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv} TORCH=${TORCH:-auto}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
+NIGHTLY_INDEX=https://download.pytorch.org/whl/nightly/cpu
 
 say() { echo "setup: $*"; }
 die() { printf 'setup: %s\n' "$@" >&2; exit 1; }
@@ -97,9 +100,13 @@ make_venv() {
 # PyPI's torch is the CUDA build and brings gigabytes of libraries with it. The CPU build is in
 # PyTorch's own index, or wherever pip is configured to look. That index is asked for torch alone
 # (--no-deps), and briefly: where it cannot be reached pip goes on without it.
-install_torch() {
-    local version
-    version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+install_torch() { # install_torch VERSION
+    local version=$1
+    if [[ $version == nightly ]]; then
+        step "installing tonight's torch" pip_install --no-deps --pre --upgrade \
+            --index-url "$NIGHTLY_INDEX" torch
+        return
+    fi
     if [[ $build == cpu ]]; then
         step "installing torch $version+cpu" pip_install --no-deps --retries 1 --timeout 20 \
             --extra-index-url "$CPU_INDEX" "torch==$version+cpu" && return
@@ -147,7 +154,12 @@ install_clients() {
         "$clients/bin/python" -c 'import lightning, torchtitan, trl'
 }
 
-pin_of() { sed -n 's/^deepspeed==\([^ ;]*\).*/\1/p' "$1"; }
+# Beside what the first environment has and fits: most of it.
+install_needs_of_torch() {
+    pip_install torch && "$VENV/bin/python" -c 'import torch'
+}
+
+pin_of() { sed -n "s/^$1==\\([^ ;]*\\).*/\\1/p" "$2"; } # pin_of PACKAGE FILE
 
 # ---------------------------------------------------------------- the environments
 
@@ -157,7 +169,7 @@ set_up() {
     fi
     require_system_packages yes
     step "making $VENV with $("$PYTHON" -V)" make_venv || exit
-    install_torch || exit
+    install_torch "$(pin_of torch constraints.txt)" || exit
     step "installing the rest of constraints.txt and this project" install_project || exit
     step "importing torch" "$VENV/bin/python" -c 'import torch, fcdp' || exit
 }
@@ -165,15 +177,15 @@ set_up() {
 # Its stamp goes with the environment when that is made anew.
 set_up_deepspeed() {
     [[ -e $VENV/deepspeed.stamp ]] && return
-    step "installing DeepSpeed $(pin_of constraints.txt)" install_current || fail \
-        "DeepSpeed $(pin_of constraints.txt) is missing in $VENV, for the reason above" \
+    step "installing DeepSpeed $(pin_of deepspeed constraints.txt)" install_current || fail \
+        "DeepSpeed $(pin_of deepspeed constraints.txt) is missing in $VENV, for the reason above" \
         "all else works there, and cells that need it are skipped; try again: make setup" || return
     touch "$VENV/deepspeed.stamp"
 }
 
 set_up_paper() {
-    step "installing DeepSpeed $(pin_of constraints-paper.txt) in $paper" install_paper || fail \
-        "DeepSpeed $(pin_of constraints-paper.txt) is missing, for the reason above" \
+    step "installing DeepSpeed $(pin_of deepspeed constraints-paper.txt) in $paper" install_paper || fail \
+        "DeepSpeed $(pin_of deepspeed constraints-paper.txt) is missing, for the reason above" \
         "$VENV works without it, and cells that need it are skipped; try again: make baselines"
 }
 
@@ -181,6 +193,12 @@ set_up_clients() {
     step "installing constraints-clients.txt in $clients" install_clients || fail \
         "other people's trainers are missing, for the reason above" \
         "$VENV works without them, and their tests are skipped; try again: make clients"
+}
+
+set_up_released() {
+    { make_beside "$released" && VENV=$released install_torch "$release" &&
+        VENV=$released step "installing what it needs" install_needs_of_torch; } || fail \
+        "torch $release is missing, for the reason above; $VENV works without it"
 }
 
 fail() {
@@ -214,9 +232,10 @@ bring_up_to_date() { # bring_up_to_date ENVIRONMENT COMMAND FILE...
 
 case ${1:-} in
 "" | --pins | --clients | --check) ;;
-*) die "usage: scripts/setup.sh [--pins | --clients | --check]" ;;
+--torch) [[ -n ${2:-} ]] || die "--torch needs a release of torch, or nightly" ;;
+*) die "usage: scripts/setup.sh [--pins | --clients | --torch VERSION | --check]" ;;
 esac
-paper=$VENV-paper clients=$VENV-clients
+paper=$VENV-paper clients=$VENV-clients release=${2:-} released=$VENV-${2:-}
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -235,7 +254,7 @@ build=$(torch_build)
 
 if [[ $may_install == no ]]; then
     if is_up_to_date "$VENV" "$(key constraints.txt)"; then
-        [[ -e $VENV/deepspeed.stamp ]] || say "would install DeepSpeed $(pin_of constraints.txt) there"
+        [[ -e $VENV/deepspeed.stamp ]] || say "would install DeepSpeed $(pin_of deepspeed constraints.txt) there"
         exit
     fi
     say "would make $VENV with $PYTHON and torch's $build build"
@@ -251,5 +270,9 @@ if [[ ${1:-} == --pins ]]; then
 fi
 if [[ ${1:-} == --clients ]]; then
     bring_up_to_date "$clients" set_up_clients constraints.txt constraints-clients.txt || status=1
+    exit "$status"
+fi
+if [[ ${1:-} == --torch ]]; then
+    bring_up_to_date "$released" set_up_released constraints.txt || status=1
     exit "$status"
 fi

@@ -23,7 +23,7 @@ FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`")
 TARGETS = (
     *("quickstart", "reproduce", "check", "test", "ci", "lint", "docs", "archive", "mutants"),
-    *("gpu", "setup", "baselines", "clients", "pins", "clean", "help"),
+    *("gpu", "versions", "setup", "baselines", "clients", "pins", "clean", "help"),
 )
 
 
@@ -86,6 +86,26 @@ def test_ci_fails_without_the_documentation_and_runs_the_tests_all_the_same(tmp_
     assert done.returncode == 1
     assert "make docs" in done.stderr
     assert done.stdout.splitlines()[-1] == "3 passed in 0.12s"
+
+
+@pytest.mark.parametrize(("installs", "passes"), [(True, True), (True, False), (False, True)])
+def test_ci_runs_the_newest_torch_too_or_goes_on_without_it(
+    tmp_path: Path, installs: bool, passes: bool
+) -> None:
+    newest = f"#!/bin/bash\necho $* with the newest; exit {int(not passes)}\n"
+    made = f"#!/bin/bash\n[[ $* == '--torch 2.15.0' ]] && exit {int(not installs)}\n"
+    for folder in (".venv-2.15.0/bin", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    programs.written(tmp_path / ".venv-2.15.0/bin/python", newest)
+    programs.written(tmp_path / "scripts/setup.sh", made)
+    shutil.copy(ROOT / "constraints-newest.txt", tmp_path)
+    done = ci(tmp_path, "@echo 3 passed in 0.12s", docs="@echo built")
+    assert done.returncode == (0 if passes else 1)
+    ran = "-m scripts.versions 2.15.0 --short with the newest" in done.stdout
+    assert ran == installs
+    assert ("going on without torch 2.15.0" in done.stderr) == (not installs)
+    assert done.stdout.splitlines()[-1] == "3 passed in 0.12s"
+    assert not (tmp_path / ".venv-2.15.0").exists()
 
 
 def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:

@@ -195,6 +195,34 @@ def test_without_the_papers_pin_the_usual_one_is_complete(machine: Machine) -> N
     assert len(machine.installs_in(".venv-paper")) == 1
 
 
+def test_another_torch_comes_in_front_of_all_else_in_an_environment_of_its_own(
+    machine: Machine,
+) -> None:
+    done = machine.setup("--torch", "2.15.0")
+    assert done.returncode == 0, done.stderr
+    torch, needs = machine.installs_in(".venv-2.15.0")
+    assert torch.startswith("--no-deps ")
+    assert torch.endswith(" torch==2.15.0+cpu")
+    assert needs == "torch"
+    done = machine.setup("--torch", "2.15.0")
+    assert done.stdout == "setup: .venv is up to date\nsetup: .venv-2.15.0 is up to date\n"
+    assert machine.setup("--torch", "nightly").returncode == 0
+    assert machine.installs_in(".venv-nightly")[0].endswith("/nightly/cpu torch")
+    assert machine.installs_in(".venv") == []
+
+
+def test_a_torch_that_cannot_be_had_is_said_to_be_missing(machine: Machine) -> None:
+    failed = machine.setup("--torch", "2.15.0", FAIL="torch==2.15.0")
+    assert failed.returncode == 1
+    assert "this is the reason" in failed.stderr
+    assert "torch 2.15.0 is missing, for the reason above; .venv works without it" in failed.stderr
+    assert not (machine.root / ".venv-2.15.0/setup.stamp").exists()
+    assert machine.setup().stdout == "setup: .venv is up to date\n"
+    nameless = machine.setup("--torch")
+    assert nameless.returncode == 1
+    assert "--torch needs a release of torch, or nightly" in nameless.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--check"]])
 def test_missing_system_packages_are_named_to_who_is_not_root(
     machine: Machine, arguments: list[str]

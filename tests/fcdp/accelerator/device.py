@@ -76,10 +76,17 @@ class Event:
 
 
 class Stream(Timeline):
+    #: What FSDP2 of torch 2.15 hands to an operation that does nothing here.
+    stream_id = device_index = device_type = 0
+
     def __init__(self, priority: int = 0, *, device: Device | None = None) -> None:
         device = device or here()
         super().__init__(f"stream '{made_by()}' of rank {device.rank}")
         device.tape.timelines.append(self)
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured, as optimizers of torch 2.15 ask."""
+        return False
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -458,12 +465,27 @@ def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
     return accesses
 
 
+def _chunk_cat_of_dtypes(
+    tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
+) -> None:
+    """``fsdp::chunk_cat_mixed_dtype``: gradients of several dtypes are cast as they are copied."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.to(out.dtype) for tensor in tensors]
+    torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda,
     torch.ops.fsdp.split_with_sizes_copy.default: _fsdp_collectives.split_with_sizes_copy,
     torch.ops.fsdp.chunk_cat.default: _fsdp_collectives.chunk_cat,
 }
+if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # from torch 2.15 on
+    REPLACED |= {
+        torch.ops.fsdp.chunk_cat_mixed_dtype.default: _chunk_cat_of_dtypes,
+        # For devices on which memory is given back by themselves: CUDA does nothing, nor does this.
+        torch.ops.fsdp.record_grad_output_stream.default: lambda *_: None,
+    }
 
 
 class _Module(DeviceModule):
