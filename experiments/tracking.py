@@ -338,7 +338,7 @@ def _tags(record: Record) -> list[str]:
     cell, cluster = record.cell, record.cell.cluster
     shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
     link, cpu = format_link(cell.inter_bandwidth_bits_per_s), str(record.hardware.get("cpu", ""))
-    what = (cell.variant, cell.model.name, cell.tuning, link)
+    what = (cell.variant, *cell.choices, cell.model.name, cell.tuning, link)
     tags = (*what, record.evidence, cluster.kind, shape, cpu)
     return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
 
