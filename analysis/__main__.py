@@ -122,14 +122,6 @@ def audit(records: Records) -> None:
         raise typer.Exit(1)
 
 
-#: The states that ``check`` counts beside those with the committed number.
-_STATES = {
-    "other": "have another one, as near to the paper's as asked or nearer than the committed",
-    "not run": "were not run",
-    "FAIL": "differ",
-}
-
-
 @app.command()
 def check(records: Records) -> None:
     """Judge your own run by the papers' claims that its matrix tests, beside the committed run.
@@ -150,10 +142,9 @@ def check(records: Records) -> None:
             for text in filter(None, (line.claim, numbers, line.outcome, line.difference)):
                 first = line.state if text is line.claim else ""
                 typer.echo(fill(text, 80, initial_indent=f"{first:9}", subsequent_indent=" " * 9))
-    typer.echo(f"{states['same']} of {states.total()} comparisons have the committed number")
-    for state, words in _STATES.items():
-        if states[state]:
-            typer.echo(f"{states[state]} {words}")
+    others = [f"; {states[state]} {state}" for state in ("other", "not run") if states[state]]
+    total = f"{states['same']} of {states.total()} comparisons have the committed number"
+    typer.echo(total + "".join(others))
     if states["FAIL"]:
         raise typer.Exit(1)
 

@@ -2,10 +2,9 @@
 
 The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
 the tables and figures. While a cell runs, ``Live`` logs its steps as the record will have them:
-ranks append each to a file, and a thread of the runner reads on there, with the time that rank 0
-gives, so that W&B's clock is the training's. Steps that the runner does not see so, on nodes
-without a common folder, are logged from the record. A run that is not whole then, whatever went
-wrong, ``export`` writes again under the same id, which resumes it online. A failure is a warning.
+each rank appends them to a file that a thread of the runner reads, with the time that rank 0 gives;
+or, from nodes without a common folder, once the record is there. A run that is not whole then,
+``export`` writes again under the same id, which resumes it online. A failure is a warning.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -237,16 +237,11 @@ def cell_run(cell: Cell, started_at: str) -> WandbRun:
 
 def recorded_run(record: Record) -> WandbRun:
     """The W&B run of a cell that has ended: its history, its summary."""
-    return replace(
-        cell_run(record.cell, record.started_at), fill=lambda run: finish(run, record, 0)
-    )
+    return replace(cell_run(record.cell, record.started_at), fill=partial(finish, record=record))
 
 
-def finish(run: Any, record: Record | None, logged: int) -> None:
-    """End the cell's W&B run with its record's steps after so many, and what only that knows.
-
-    It ends as failed, if there is no record.
-    """
+def finish(run: Any, record: Record | None, logged: int = 0) -> None:
+    """Log the record's steps after ``logged``, and end the run: failed, if there is no record."""
     if record is not None:
         history = _history(record.measurement) if record.measurement else []
         for step, point in enumerate(history[logged:], start=logged + 1):

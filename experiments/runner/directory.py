@@ -3,8 +3,7 @@
 ::
 
     records.jsonl     one line per finished cell; the truth that everything else is drawn from
-    cells/<cell id>/  cell.json, measurement.json, progress.jsonl and, of other ranks than the
-                      first, progress<rank>.jsonl, logs/, checkpoint/ until it ends
+    cells/<cell id>/  cell.json, measurement.json, progress*.jsonl, logs/, checkpoint/ until it ends
     wandb/            the same figures as W&B runs
     report/           tables, figures, report
     earlier/<time>/   what stood here when the matrix was started afresh
@@ -46,8 +45,7 @@ class Step:
 def steps(directory: Path, start: int, ranks: int) -> list[Step]:
     """Steps that so many ranks have ended of the cell that runs here, from index ``start`` on.
 
-    As records have them: the mean over ranks of the loss, the slowest rank's seconds. Without an
-    incomplete line.
+    Losses are means over ranks, seconds the slowest rank's. An incomplete line is left out.
     """
     by_rank: list[list[Step]] = []
     for rank in range(ranks):
@@ -57,12 +55,8 @@ def steps(directory: Path, start: int, ranks: int) -> list[Step]:
             return []
         by_rank.append([Step(**json.loads(line)) for line in lines])
     return [
-        replace(
-            each[0],
-            loss=sum(of.loss for of in each) / ranks,
-            seconds=max(of.seconds for of in each),
-        )
-        for each in zip(*by_rank, strict=False)
+        replace(of[0], loss=sum(s.loss for s in of) / ranks, seconds=max(s.seconds for s in of))
+        for of in zip(*by_rank, strict=False)
     ]
 
 

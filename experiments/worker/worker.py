@@ -64,6 +64,7 @@ class _Training:
         self.cell = cell
         self.topology = topology
         self.output = output
+        self._progress = output / progress(topology.rank)
         # Only of iterations, and only before the end of warm-up: counting takes time.
         counts = not isinstance(cell.objective, CausalLM) and cell.warmup_steps > 0
         self.allocated = Allocated() if counts and self._device.type == "cpu" else None
@@ -268,10 +269,6 @@ class _Training:
         dist.barrier()
         links = [transmitted_bytes(os.environ[name]) for name in _INTERFACES if name in os.environ]
         return sum(links), *links[1:]
-
-    @property
-    def _progress(self) -> Path:
-        return self.output / progress(self.topology.rank)
 
     @property
     def _device(self) -> torch.device:

@@ -1,6 +1,6 @@
 """Policies by name, as ``fcdp.shard`` and matrix files take them."""
 
-import importlib
+import pkgutil
 import re
 import tempfile
 from ast import literal_eval
@@ -49,17 +49,16 @@ def parse(text: str) -> CachePolicy:
 
 def _own(name: str, arguments: dict[str, str]) -> CachePolicy:
     """A policy that is not this library's. Nothing but a policy's class is called."""
-    module, _, attribute = name.partition(":")
     try:
-        kind: Any = getattr(importlib.import_module(module), attribute, None)
+        kind: Any = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # what a module does while it is imported
-        raise ValueError(f"{module} cannot be imported: {error}") from error
+        raise ValueError(f"cannot be imported: {error}") from error
     if not (isinstance(kind, type) and callable(getattr(kind, "place", None))):
-        raise ValueError(f"{module} has no class {attribute} with a method place")
+        raise ValueError("is no class with a method place")
     values = {key: _value(text) for key, text in arguments.items()}
     policy: CachePolicy = kind(*([values.pop("")] if "" in values else []), **values)
     if not hasattr(policy, "directory"):
-        raise ValueError(f"{attribute} has no directory, which is None without the disk tier")
+        raise ValueError("has no directory, which is None without the disk tier")
     return policy
 
 

@@ -53,10 +53,24 @@ def test_what_was_not_run_is_no_failure(tmp_path: Path) -> None:
     assert "FAIL" not in result.output
     assert "committed 57.9 GB, yours –\n" in result.output
     all_, lacking = len(checked.lines), len(lines)
-    assert result.output.splitlines()[-2:] == [
-        f"{all_ - lacking} of {all_} comparisons have the committed number",
-        f"{lacking} were not run",
-    ]
+    have = f"{all_ - lacking} of {all_} comparisons have the committed number"
+    assert result.output.splitlines()[-1] == f"{have}; {lacking} not run"
+
+
+def test_cells_without_a_result_fail_if_they_ran(tmp_path: Path) -> None:
+    """Without the baseline a speed-up has no end, which is as fast as any claim asks for."""
+
+    def failed(record: Record) -> Record:
+        return record.model_copy(update={"state": "failed", "measurement": None})
+
+    lost = [failed(r) if r.cell.strategy == "fcdp-sched" else r for r in read(VOLUME)]
+    (checked,) = check(write_records(lost, tmp_path / "lost.jsonl"), RESULTS)
+    lines = [line for line in checked.lines if "FCDP-Sched" in line.claim]
+    assert {(line.state, line.difference) for line in lines} == {("FAIL", "cells ended failed")}
+    file = RESULTS / "paper/bandwidth/records.jsonl"
+    lost = [failed(r) if r.cell.strategy == "fsdp2" else r for r in read(file)]
+    (checked,) = check(write_records(lost, tmp_path / "none.jsonl"), RESULTS)
+    assert "other" not in {line.state for line in checked.lines}
 
 
 def with_losses(factor: float) -> list[Record]:
@@ -86,8 +100,8 @@ def test_a_verdict_that_is_not_on_your_number_is_not_said_of_it() -> None:
     claim = "GPT-30B, LoRA r = 8, ZeRO++ sends in forward, a step."
     hpz, reshard = (line for line in checked.lines if line.claim == claim)
     assert (hpz.paper, hpz.ours) == ("108.18 GB [2nd]", "0 GB")
-    assert hpz.outcome == "not within 5 %; the claim: fitted"
-    assert reshard.outcome == "within 5 %; the claim: fitted"
+    assert hpz.outcome == "not within 5 %; verdict: fitted"
+    assert reshard.outcome == "within 5 %; verdict: fitted"
 
 
 def test_a_part_is_compared_with_the_same_part(tmp_path: Path) -> None:
