@@ -1,29 +1,40 @@
 """The shape of any causal language model of ``transformers``, counted from its modules.
 
 The model is built from its configuration on the meta device: no weights, and no code of the
-model's repository. Blocks are the modules that repeat; their matrices, experts and vectors are
-read from their parameters. Any other parameter is refused by name.
+model's repository. Blocks are the modules that repeat, of one kind or of several; their matrices,
+experts and vectors are read from their parameters. A recurrent mixer of the state-space kind, known
+by its ``A_log``, is a gated MLP of its channels, and a scan: attention to as many tokens as a
+channel's state has elements. By published code a scan takes five to eight operations per element
+and token; eight are taken, as trainers count them.
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from simulation.transformer import Matrix, Transformer
+from simulation.transformer import ROUTER, Matrix, Transformer
 
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
-#: Keys of attention other than scores between queries and keys of all heads.
-_NOT_MODELLED = ("kv_lora_rank", "q_lora_rank", "ssm_cfg", "mamba_d_state", "state_size")
+#: Keys of the elements of a channel's state.
+_STATES = ("mamba_d_state", "state_size", "linear_key_head_dim", "linear_head_dim")
+#: Keys of the most tokens that one attends to, by the type of a layer. Chunks are taken as windows.
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+#: Keys of a configuration that say nothing on the shape, and might make a model another one.
+_NOT_OF_SHAPE = ("auto_map", "quantization_config")
+#: Keys of attention to chosen tokens.
+_NOT_MODELLED = ("index_topk",)
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
-#: Models without weights by configuration: a search asks for the same one many times.
-_BUILT: dict[str, tuple[Any, Any]] = {}
+_ROUTER = re.compile(r"gate|router")
+#: Shapes by configuration, with their most positions: a search asks for the same one many times.
+_COUNTED: dict[str, tuple[Transformer, int | None]] = {}
 
 
 def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transformer:
@@ -31,46 +42,149 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
 
     Raises ``ValueError`` for what ``transformers`` cannot build, and for what is not modelled.
     """
-    model, made = _built(name, config)
+    key = repr(sorted(config.items()))
+    if key not in _COUNTED:
+        model, made = _built(name, config)
+        limit = getattr(made, "max_position_embeddings", None)
+        _COUNTED[key] = _shape(name, model, made), limit
+    shape, limit = _COUNTED[key]
+    if sequence_length > (limit or sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
+    return replace(shape, name=name)
+
+
+def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The model without weights, and its whole configuration."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    auto: Any = transformers.AutoModelForCausalLM
+    fields = {key: value for key, value in config.items() if key not in _NOT_OF_SHAPE}
+    kind: Any = fields.pop("model_type", None)
+    try:
+        if kind not in CONFIG_MAPPING:  # a name of its own for a class that is known
+            known = (getattr(transformers, of, None) for of in config.get("architectures") or ())
+            kind = next((of.config_class.model_type for of in known if of), kind)
+        made = transformers.AutoConfig.for_model(kind, **fields)
+        with torch.device("meta"):
+            return auto.from_config(made), made
+    except Exception as error:  # each family refuses what it cannot build in its own way
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model_type = {kind!r} of {name}: transformers builds no causal language model of it: "
+            f"{first[:200]}"
+        ) from error
+
+
+def _shape(name: str, model: Any, made: Any) -> Transformer:
+    """The shape of a model that was built."""
     refused = [key for key in _NOT_MODELLED if getattr(made, key, None)]
     if refused:
         raise ValueError(f"{refused[0]} of {name}: attention of this kind is not modelled")
-    prefix, blocks = _blocks(name, model)
-    limit = getattr(made, "max_position_embeddings", None) or sequence_length
-    if sequence_length > limit:
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
-    matrices, vectors = _parts(name, blocks[0], made)
-    width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
-    outside = [p for path, p in model.named_parameters() if not path.startswith(f"{prefix}.")]
-    attention = tuple(m.name for m in matrices if _ATTENTION.search(m.name))
-    inside = [matrix for matrix in matrices if matrix.name not in attention]
-    most = max((m.experts for m in inside if m.outputs == width), default=None)
-    if most is None:
-        raise ValueError(f"model = {name!r}: its blocks have no MLP that is known")
-    *_, down = (m for m in inside if m.outputs == width and m.experts == most)
-    ups = [m for m in inside if m.inputs == width and m.experts == most and m is not down]
-    gated = sum(m.outputs for m in ups) > 1.5 * down.inputs
     output = model.get_output_embeddings()
     if output is None:
         raise ValueError(f"model = {name!r}: has no matrix that gives logits; a language model has")
-    return Transformer(
-        name=name,
-        family="llama" if gated else "gpt2",
-        layers=len(blocks),
-        width=width,
-        heads=heads,
-        vocabulary=int(output.weight.shape[0]),
-        mlp_width=down.inputs,
-        key_value_heads=int(getattr(made, "num_key_value_heads", None) or heads),
-        tied=output.weight is model.get_input_embeddings().weight,
-        head_width=getattr(made, "head_dim", None),
-        vectors=tuple(vectors),
-        experts=down.experts,
-        active_experts=down.active,
-        counted_matrices=tuple(matrices),
-        counted_attention=attention,
-        counted_root=tuple((p.shape[0], p[0].numel()) for p in outside),
+    prefix, blocks = _blocks(name, model)
+    holders = Counter(of for block in blocks for of in {id(each) for each in block.parameters()})
+    shared = {of for of, holding in holders.items() if holding > 1}
+    outside = [
+        parameter
+        for path, parameter in model.named_parameters()
+        if not path.startswith(f"{prefix}.") or id(parameter) in shared
+    ]
+    types = getattr(made, "layer_types", None) or ()
+    whole: dict[str, Any] = {
+        "name": name,
+        "vocabulary": int(output.weight.shape[0]),
+        "tied": output.weight is model.get_input_embeddings().weight,
+        "counted_root": tuple((p.shape[0], p[0].numel()) for p in outside),
+    }
+    order: list[int] = []
+    found: dict[Any, int] = {}
+    kinds: list[Transformer] = []
+    for index, block in enumerate(blocks):
+        window = next((getattr(made, _WINDOWS.get(of, ""), None) for of in types[index:][:1]), None)
+        key = window, *((path, of.shape) for path, of in block.named_parameters())
+        if key not in found:
+            found[key] = len(kinds)
+            kinds.append(Transformer(**_kind(name, block, made, shared), window=window, **whole))
+        order.append(found[key])
+    counts = Counter(order)
+    kinds = [replace(kind, layers=counts[at]) for at, kind in enumerate(kinds)]
+    if len(kinds) == 1:
+        return kinds[0]
+    matrices = {matrix.name: matrix for kind in kinds for matrix in kind.counted_matrices}
+    attention = dict.fromkeys(each for kind in kinds for each in kind.counted_attention)
+    return replace(
+        max(kinds, key=lambda kind: kind.block_parameters),
+        layers=len(order),
+        counted_matrices=tuple(matrices.values()),
+        counted_attention=tuple(attention),
+        kinds=tuple(kinds),
+        order=tuple(order),
     )
+
+
+def _kind(name: str, block: nn.Module, made: Any, shared: Set[int]) -> dict[str, Any]:
+    """Fields of the shape of models of such blocks, but for their number."""
+    width = _number(name, made, "hidden_size")
+    matrices, vectors = _parts(name, block, made, width, shared)
+    scans = tuple(
+        path.removesuffix("A_log") for path, _ in block.named_parameters() if path.endswith("A_log")
+    )
+    mixing = [matrix for matrix in matrices if matrix.name.startswith(scans)]
+    attending = [m for m in matrices if m not in mixing and _ATTENTION.search(m.name)]
+    downs = [
+        matrix
+        for matrix in matrices
+        if matrix.outputs == width and matrix not in mixing and matrix not in attending
+    ]
+    # Experts have the MLP, or else the matrix that most of a token's elements go through.
+    down = max(downs, key=lambda m: (m.experts > 1, m.active * m.inputs), default=None)
+    if down is None and not mixing:
+        raise ValueError(f"model = {name!r}: its blocks have no MLP that is known")
+    ups = [
+        matrix
+        for matrix in matrices
+        if down is not None and matrix.inputs == width and matrix.experts == down.experts
+    ]
+    ups = [m for m in ups if m is not down and m not in mixing and m not in attending]
+    gated = down is None or sum(m.outputs for m in ups) > 1.5 * down.inputs
+    channels = sum(m.inputs for m in mixing if m.outputs == width)
+    state = _first(made, _STATES) if channels else 0
+    if state is None:
+        raise ValueError(f"model = {name!r}: its recurrent mixers have a state of unknown size")
+    return {
+        "family": "llama" if gated else "gpt2",
+        "layers": 1,
+        "width": width,
+        **_attention(name, attending, made, width),
+        "mlp_width": down.inputs if down else 0,
+        "vectors": tuple(vectors),
+        "experts": max(1, down.experts) if down else 1,
+        "active_experts": down.active if down else 1,
+        "beside": channels + sum(m.active * m.inputs for m in downs if m is not down),
+        "scanned": channels * state,
+        "counted_matrices": tuple(matrices),
+        "counted_attention": tuple(m.name for m in attending),
+    }
+
+
+def _attention(name: str, matrices: list[Matrix], made: Any, width: int) -> dict[str, Any]:
+    """Fields of attention of these matrices, if there are any.
+
+    Latent attention (MLA) has queries and keys of another width than values, for each head: by the
+    mean of both its operations and its tensors are as many.
+    """
+    if not matrices:
+        return {"heads": 1, "key_value_heads": 1, "head_width": 0}
+    heads = _number(name, made, "num_attention_heads")
+    outputs = [matrix.inputs for matrix in matrices if matrix.outputs == width]
+    head = outputs[-1] // heads if outputs else None
+    groups = int(getattr(made, "num_key_value_heads", None) or heads)
+    if head and getattr(made, "kv_lora_rank", None):
+        head, groups = (_number(name, made, "qk_head_dim") + head) // 2, heads
+    return {"heads": heads, "key_value_heads": groups, "head_width": head}
 
 
 def _number(name: str, made: Any, key: str) -> int:
@@ -80,31 +194,8 @@ def _number(name: str, made: Any, key: str) -> int:
     return number
 
 
-def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model without weights, and its whole configuration; built once."""
-    key = repr(sorted(config.items()))
-    if key in _BUILT:
-        return _BUILT[key]
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    fields = dict(config)
-    kind: Any = fields.pop("model_type", None)
-    try:
-        made = AutoConfig.for_model(kind, **fields)
-        with torch.device("meta"):
-            _BUILT[key] = auto.from_config(made), made
-    except Exception as error:  # each family refuses what it cannot build in its own way
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model_type = {kind!r} of {name}: transformers builds no causal language model of it: "
-            f"{first[:200]}"
-        ) from error
-    return _BUILT[key]
-
-
 def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules with most parameters, which must be alike, after its path."""
+    """The list of modules with most parameters, after its path."""
     lists = [
         (sum(parameter.numel() for parameter in module.parameters()), path, module)
         for path, module in model.named_modules()
@@ -113,31 +204,28 @@ def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
     if not lists:
         raise ValueError(f"model = {name!r}: has no blocks: no list of modules")
     _, path, blocks = max(lists, key=lambda candidate: candidate[0])
-    shapes = [{key: value.shape for key, value in block.named_parameters()} for block in blocks]
-    unlike = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
-    if unlike is not None:
-        raise ValueError(
-            f"model = {name!r}: blocks 0 and {unlike} of {path} differ; models of equal blocks "
-            "are modelled alone"
-        )
     return path, blocks
 
 
-def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list[int]]:
-    """The matrices of a block, experts' folded into one each, and sizes of its vectors."""
+def _parts(
+    name: str, block: nn.Module, config: Any, width: int, shared: Set[int]
+) -> tuple[list[Matrix], list[int]]:
+    """The matrices of a block, experts' folded into one each, and sizes of what else it has."""
     experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
     alone: dict[str, int] = {}
     matrices: dict[str, Matrix] = {}
     vectors: list[int] = []
     for path, parameter in block.named_parameters():
         owner = block.get_submodule(path.rpartition(".")[0])
-        title = path.removesuffix(".weight")
-        if parameter.dim() == 1:
-            vectors.append(parameter.numel())
-        elif parameter.dim() == 3 and experts and parameter.shape[0] == experts:
+        title, elsewhere = path.removesuffix(".weight"), id(parameter) in shared
+        if parameter.dim() == 3 and experts and parameter.shape[0] == experts:
             _, outputs, inputs = parameter.shape
-            matrices[title] = Matrix(title, inputs, outputs, False, experts, active or experts)
-        elif parameter.dim() == 2 and not isinstance(owner, nn.Embedding):
+            down = title.endswith("down_proj")
+            if width in (outputs, inputs) and width != (outputs if down else inputs):
+                inputs, outputs = outputs, inputs  # some families keep them the other way round
+            several = experts, active or experts
+            matrices[title] = Matrix(title, inputs, outputs, False, *several, fused=True)
+        elif parameter.dim() == 2 and path != title and not isinstance(owner, nn.Embedding):
             outputs, inputs = parameter.shape
             if type(owner).__name__ == "Conv1D":  # GPT-2's, which has them the other way round
                 inputs, outputs = outputs, inputs
@@ -145,12 +233,16 @@ def _parts(name: str, block: nn.Module, config: Any) -> tuple[list[Matrix], list
             if match:
                 title = f"{match[1]}.{match[2]}"
                 alone[title] = alone.get(title, 0) + 1
-            matrices[title] = Matrix(title, inputs, outputs)
-        else:
+            elif outputs == experts and _ROUTER.search(title):
+                title = ROUTER
+            matrices[title] = Matrix(title, inputs, outputs, False, 0 if elsewhere else 1)
+        elif isinstance(owner, nn.Embedding):
             raise ValueError(
                 f"model = {name!r}: {path} of {type(owner).__name__} with shape "
                 f"{tuple(parameter.shape)} is not modelled"
             )
+        elif not elsewhere:
+            vectors.append(parameter.numel())
     for title, copies in alone.items():
         matrices[title] = replace(matrices[title], experts=copies, active=active or copies)
     return list(matrices.values()), vectors

@@ -1,6 +1,6 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -99,61 +99,75 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     if schedule.unit == "matrix":
         # DeepSpeed's: vectors and adapters are below its threshold, and their changes reach all
         # ranks by a gather after each step.
-        weights = sum(matrix.weights for matrix in model.matrices)
-        vectors = model.layers * (model.block_parameters - weights)
-        adapters = model.layers * workload.block_adapters
+        weights = workload.total(lambda each: sum(m.weights for m in each.model.matrices))
+        adapters = workload.adapters
+        vectors = model.parameters - model.root_parameters - weights
         trained = vectors if full else adapters
         return Layout(root, _by_matrix(workload), head, vectors + adapters, trained)
-    adapter_rows = [] if workload.lora is None else model.adapter_rows(workload.lora)
-    of_adapters = gathered(adapter_rows)
     apart = schedule.apart and not full
-    units = _adapters(workload, of_adapters, ranks_per_node) if apart else {}
-    size, base = model.block_parameters, gathered(model.block_rows)
-    more = 0 if apart else of_adapters
-    if not apart:
-        size += workload.block_adapters
-    passes = block_passes(workload)
+    # Blocks of a kind are alike, and share what is the same in all.
+    kinds = []
+    for part in workload.parts:
+        of_adapters = gathered(part.model.adapter_rows(part.lora) if part.lora else [])
+        size, base = part.model.block_parameters, gathered(part.model.block_rows)
+        more = 0 if apart else of_adapters
+        if not apart:
+            size += part.block_adapters
+        sizes = size, base + more, base + more if full else more
+        kinds.append((sizes, block_passes(part), (part.block_adapters, of_adapters)))
+    order = model.order or (0,) * model.layers
+    of_blocks = [kinds[kind][2] for kind in order]
+    units = _adapters(workload, of_blocks, ranks_per_node) if apart else {}
     segments = []
-    for block in range(model.layers):
-        name = f"block {block}"
-        unit = Unit(name, size, base + more, base + more if full else more)
-        segments.append(Segment(name, *passes, (unit, *units.get(block, ())), block=True))
+    for block, kind in enumerate(order):
+        sizes, passes, _ = kinds[kind]
+        needed = Unit(f"block {block}", *sizes), *units.get(block, ())
+        segments.append(Segment(f"block {block}", *passes, needed, block=True))
     replicated = (workload.parameters, workload.trained) if whole else (0, 0)
     return Layout(root, tuple(segments), head, *replicated)
 
 
-def _adapters(workload: Workload, gathered: int, ranks_per_node: int) -> dict[int, list[Unit]]:
+def _adapters(
+    workload: Workload, blocks: Sequence[tuple[int, int]], ranks_per_node: int
+) -> dict[int, list[Unit]]:
     """Units of adapters, by the block that uses them first: see ``fcdp.partition``.
 
-    Those of a block have so many ``gathered`` elements.
+    ``blocks`` are the parameters of each block's adapters, and the elements that are gathered.
     """
-    layers, adapters = workload.model.layers, workload.block_adapters
-    stay_gathered = layers * adapters <= workload.block_parameters / ranks_per_node
-    count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if stay_gathered else 1
+    stay_gathered = workload.adapters <= workload.block_parameters / ranks_per_node
+    count = 1
+    if stay_gathered:
+        count = max(1, _BUCKET_BYTES // (FP32 * workload.block_adapters))
     units: dict[int, list[Unit]] = {}
-    for first in range(0, layers, count):
-        held = min(count, layers - first)
-        moved = held * gathered
-        units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, stay_gathered)]
+    for first in range(0, len(blocks), count):
+        size, moved = map(sum, zip(*blocks[first : first + count], strict=True))
+        if size:
+            units[first] = [Unit(f"adapters {first}", size, moved, moved, stay_gathered)]
     return units
 
 
 def _by_matrix(workload: Workload) -> tuple[Segment, ...]:
-    """A unit per matrix, as DeepSpeed has them; of experts each has its own."""
+    """A unit per matrix, as DeepSpeed has them; of experts that are not fused each has its own.
+
+    Matrices that blocks share are gathered with what is outside of them.
+    """
     model, full = workload.model, workload.lora is None
-    active = sum(matrix.active_weights for matrix in model.matrices)
-    # Blocks are alike, and share what is the same in all.
-    pieces = []
-    for matrix in model.matrices:
-        passes = block_passes(workload, matrix.active_weights / matrix.experts / active)
-        for index in range(matrix.experts):
-            name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
-            pieces.append((name, matrix, passes))
+    kinds = []
+    for part in workload.parts:
+        active = sum(matrix.active_weights for matrix in part.model.matrices)
+        pieces = []  # which blocks of a kind share
+        for matrix in part.model.matrices:
+            count = 1 if matrix.fused else max(1, matrix.experts)
+            passes = block_passes(part, matrix.active_weights / count / active)
+            for index in range(count):
+                name = f"{matrix.name} {index}" if count > 1 else matrix.name
+                pieces.append((name, matrix, matrix.weights // count, passes))
+        kinds.append(pieces)
     segments = []
-    for block in range(model.layers):
-        for index, (title, matrix, passes) in enumerate(pieces):
-            name, size = f"block {block} {title}", matrix.size
-            unit = Unit(name, size, size, size if full else 0)
+    for block, kind in enumerate(model.order or (0,) * model.layers):
+        for index, (title, matrix, size, passes) in enumerate(kinds[kind]):
+            name = f"block {block} {title}"
+            units = (Unit(name, size, size, size if full else 0),) if size else ()
             needed = block > 0 or full or matrix.name not in _READS_EMBEDDINGS
-            segments.append(Segment(name, *passes, (unit,), index == 0, needed))
+            segments.append(Segment(name, *passes, units, index == 0, needed))
     return tuple(segments)

@@ -123,7 +123,7 @@ class Step:
         #: The last units of forward, which stay gathered into backward: up to so many parameters.
         self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
-        self._overhead_seconds = layers * overhead_seconds(workload, hardware)
+        self._overhead_seconds = workload.total(lambda each: overhead_seconds(each, hardware))
         #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
         self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
 
