@@ -33,8 +33,8 @@ _NOT_MODELLED = ("index_topk",)
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
 _ROUTER = re.compile(r"gate|router")
-#: Shapes by configuration, with their most positions: a search asks for the same one many times.
-_COUNTED: dict[str, tuple[Transformer, int | None]] = {}
+#: Shapes by configuration: a search asks for the same one many times.
+_COUNTED: dict[str, Transformer] = {}
 
 
 def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transformer:
@@ -44,13 +44,11 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
     """
     key = repr(sorted(config.items()))
     if key not in _COUNTED:
-        model, made = _built(name, config)
-        limit = getattr(made, "max_position_embeddings", None)
-        _COUNTED[key] = _shape(name, model, made), limit
-    shape, limit = _COUNTED[key]
-    if sequence_length > (limit or sequence_length):
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
-    return replace(shape, name=name)
+        _COUNTED[key] = _shape(name, *_built(name, config))
+    longest = _COUNTED[key].longest
+    if sequence_length > (longest or sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {longest}")
+    return replace(_COUNTED[key], name=name)
 
 
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -85,6 +83,7 @@ def _shape(name: str, model: Any, made: Any) -> Transformer:
     if output is None:
         raise ValueError(f"model = {name!r}: has no matrix that gives logits; a language model has")
     prefix, blocks = _blocks(name, model)
+    types = getattr(made, "layer_types", None) or [""] * len(blocks)
     holders = Counter(of for block in blocks for of in {id(each) for each in block.parameters()})
     shared = {of for of, holding in holders.items() if holding > 1}
     outside = [
@@ -92,99 +91,84 @@ def _shape(name: str, model: Any, made: Any) -> Transformer:
         for path, parameter in model.named_parameters()
         if not path.startswith(f"{prefix}.") or id(parameter) in shared
     ]
-    types = getattr(made, "layer_types", None) or ()
     whole: dict[str, Any] = {
         "name": name,
+        "longest": getattr(made, "max_position_embeddings", None),
         "vocabulary": int(output.weight.shape[0]),
         "tied": output.weight is model.get_input_embeddings().weight,
         "counted_root": tuple((p.shape[0], p[0].numel()) for p in outside),
     }
-    order: list[int] = []
-    found: dict[Any, int] = {}
-    kinds: list[Transformer] = []
-    for index, block in enumerate(blocks):
-        window = next((getattr(made, _WINDOWS.get(of, ""), None) for of in types[index:][:1]), None)
-        key = window, *((path, of.shape) for path, of in block.named_parameters())
-        if key not in found:
-            found[key] = len(kinds)
-            kinds.append(Transformer(**_kind(name, block, made, shared), window=window, **whole))
-        order.append(found[key])
-    counts = Counter(order)
-    kinds = [replace(kind, layers=counts[at]) for at, kind in enumerate(kinds)]
+    found: dict[Any, list[int]] = {}
+    for index, (block, of) in enumerate(zip(blocks, types, strict=True)):
+        window = getattr(made, _WINDOWS.get(of, ""), None)
+        shapes = ((path, parameter.shape) for path, parameter in block.named_parameters())
+        found.setdefault((window, *shapes), []).append(index)
+    kinds = [
+        Transformer(
+            **whole,
+            **_kind(name, blocks[at[0]], made, shared),
+            layers=len(at),
+            window=window,
+        )
+        for (window, *_), at in found.items()
+    ]
     if len(kinds) == 1:
         return kinds[0]
     matrices = {matrix.name: matrix for kind in kinds for matrix in kind.counted_matrices}
     attention = dict.fromkeys(each for kind in kinds for each in kind.counted_attention)
+    kind_of = {index: kind for kind, at in enumerate(found.values()) for index in at}
     return replace(
         max(kinds, key=lambda kind: kind.block_parameters),
-        layers=len(order),
+        layers=len(blocks),
         counted_matrices=tuple(matrices.values()),
         counted_attention=tuple(attention),
         kinds=tuple(kinds),
-        order=tuple(order),
+        kind_of=tuple(kind_of[index] for index in range(len(blocks))),
     )
 
 
 def _kind(name: str, block: nn.Module, made: Any, shared: Set[int]) -> dict[str, Any]:
-    """Fields of the shape of models of such blocks, but for their number."""
-    width = _number(name, made, "hidden_size")
-    matrices, vectors = _parts(name, block, made, width, shared)
-    scans = tuple(
-        path.removesuffix("A_log") for path, _ in block.named_parameters() if path.endswith("A_log")
-    )
-    mixing = [matrix for matrix in matrices if matrix.name.startswith(scans)]
-    attending = [m for m in matrices if m not in mixing and _ATTENTION.search(m.name)]
-    downs = [
-        matrix
-        for matrix in matrices
-        if matrix.outputs == width and matrix not in mixing and matrix not in attending
-    ]
-    # Experts have the MLP, or else the matrix that most of a token's elements go through.
-    down = max(downs, key=lambda m: (m.experts > 1, m.active * m.inputs), default=None)
-    if down is None and not mixing:
-        raise ValueError(f"model = {name!r}: its blocks have no MLP that is known")
-    ups = [
-        matrix
-        for matrix in matrices
-        if down is not None and matrix.inputs == width and matrix.experts == down.experts
-    ]
-    ups = [m for m in ups if m is not down and m not in mixing and m not in attending]
-    gated = down is None or sum(m.outputs for m in ups) > 1.5 * down.inputs
-    channels = sum(m.inputs for m in mixing if m.outputs == width)
-    state = _first(made, _STATES) if channels else 0
-    if state is None:
-        raise ValueError(f"model = {name!r}: its recurrent mixers have a state of unknown size")
-    return {
-        "family": "llama" if gated else "gpt2",
-        "layers": 1,
-        "width": width,
-        **_attention(name, attending, made, width),
-        "mlp_width": down.inputs if down else 0,
-        "vectors": tuple(vectors),
-        "experts": max(1, down.experts) if down else 1,
-        "active_experts": down.active if down else 1,
-        "beside": channels + sum(m.active * m.inputs for m in downs if m is not down),
-        "scanned": channels * state,
-        "counted_matrices": tuple(matrices),
-        "counted_attention": tuple(m.name for m in attending),
-    }
-
-
-def _attention(name: str, matrices: list[Matrix], made: Any, width: int) -> dict[str, Any]:
-    """Fields of attention of these matrices, if there are any.
+    """Fields of the shape of a model of one such block.
 
     Latent attention (MLA) has queries and keys of another width than values, for each head: by the
     mean of both its operations and its tensors are as many.
     """
-    if not matrices:
-        return {"heads": 1, "key_value_heads": 1, "head_width": 0}
-    heads = _number(name, made, "num_attention_heads")
-    outputs = [matrix.inputs for matrix in matrices if matrix.outputs == width]
-    head = outputs[-1] // heads if outputs else None
-    groups = int(getattr(made, "num_key_value_heads", None) or heads)
-    if head and getattr(made, "kv_lora_rank", None):
+    width = _number(name, made, "hidden_size")
+    matrices, vectors = _parts(name, block, made, width, shared)
+    paths = [path for path, _ in block.named_parameters()]
+    scans = tuple(path.removesuffix("A_log") for path in paths if path.endswith("A_log"))
+    mixing = [matrix for matrix in matrices if matrix.name.startswith(scans)]
+    attending = [m for m in matrices if m not in mixing and _ATTENTION.search(m.name)]
+    rest = [m for m in matrices if m not in mixing and m not in attending]
+    downs = [matrix for matrix in rest if matrix.outputs == width]
+    if rest and not downs:
+        raise ValueError(f"model = {name!r}: its blocks have no MLP that is known")
+    # Experts have the MLP, or else the matrix that most of a token's elements go through.
+    most = sorted(downs, key=lambda m: (m.experts > 1, m.active * m.inputs), reverse=True)
+    down, *others = most or [Matrix("none", 0, 0)]
+    ups = [m for m in rest if m.inputs == width and m.experts == down.experts and m is not down]
+    channels = sum(matrix.inputs for matrix in mixing if matrix.outputs == width)
+    state = next((key for key in _STATES if hasattr(made, key)), _STATES[0])
+    heads = _number(name, made, "num_attention_heads") if attending else 1
+    outputs = [matrix.inputs for matrix in attending if matrix.outputs == width]
+    head, groups = (outputs or [0])[-1] // heads, getattr(made, "num_key_value_heads", None)
+    if attending and getattr(made, "kv_lora_rank", None):
         head, groups = (_number(name, made, "qk_head_dim") + head) // 2, heads
-    return {"heads": heads, "key_value_heads": groups, "head_width": head}
+    return {
+        "family": "llama" if sum(m.outputs for m in ups) >= 1.5 * down.inputs else "gpt2",
+        "width": width,
+        "heads": heads,
+        "key_value_heads": int(groups or heads) if attending else 1,
+        "head_width": head,
+        "mlp_width": down.inputs,
+        "vectors": tuple(vectors),
+        "experts": max(1, down.experts),
+        "active_experts": down.active,
+        "beside": channels + sum(matrix.active * matrix.inputs for matrix in others),
+        "scanned": channels * _number(name, made, state) if channels else 0,
+        "counted_matrices": tuple(matrices),
+        "counted_attention": tuple(matrix.name for matrix in attending),
+    }
 
 
 def _number(name: str, made: Any, key: str) -> int:

@@ -170,7 +170,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     if sequence_length > sizes.get(limit, sequence_length):
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {sizes[limit]}")
     family: Family = "gpt2" if kind == "gpt2" else "llama"
-    return Transformer(name=name, family=family, tied=tied, **shape)
+    return Transformer(name=name, family=family, tied=tied, longest=sizes.get(limit), **shape)
 
 
 def _of_llama_s_kind(
@@ -268,7 +268,7 @@ def usual_length(model: str) -> int:
     config = language(read(_path(model)))
     scaled = config.get("rope_scaling") or config.get("rope_parameters")
     first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
-    allowed = (first, config.get("max_position_embeddings"), config.get("n_positions"))
+    allowed = (first, from_config(config, 1).longest)
     lengths = [length for length in allowed if isinstance(length, int) and length > 0]
     return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
 

@@ -148,6 +148,8 @@ class Transformer(Checked):
     active_experts: Count = 1
     #: Most tokens that a token attends to; none: all before it.
     window: Count | None = None
+    #: Most tokens per sequence; none: as many as there is room for.
+    longest: int | None = None
     #: Matrices that were counted from modules in place of the above: a block's, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
@@ -160,7 +162,7 @@ class Transformer(Checked):
     scanned: int = 0
     #: Where blocks differ: a shape for each kind, with its number of blocks; and each block's kind.
     kinds: tuple[Transformer, ...] = ()
-    order: tuple[int, ...] = ()
+    kind_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,7 +213,7 @@ class Transformer(Checked):
 
     @property
     def inner(self) -> int:
-        """Elements of a token inside the MLP, of all experts that it passes, in the widest block."""
+        """Elements of a token inside the MLP, of all experts that it passes; the most of blocks."""
         own = self.mlp_width * self.active_experts + self.beside
         return max((kind.inner for kind in self.kinds), default=own)
 
@@ -284,6 +286,11 @@ class Transformer(Checked):
         ]
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """Index of each block's kind; 0 where all are equal."""
+        return self.kind_of or (0,) * self.layers
+
+    @cached_property
     def block_parameters(self) -> int:
         """Parameters of one block without adapters, of the largest where they differ."""
         own = padded_numel(self.block_rows, 1) if not self.kinds else 0

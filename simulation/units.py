@@ -4,16 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from simulation.hardware import Work
 from simulation.transformer import Rows, padded_numel
-from simulation.workload import FP32, Workload, block_passes, head_work
+from simulation.workload import FP32, Workload
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
 _BUCKET_BYTES = 25 * 2**20
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
-#: Layouts in the cache: enough for one strategy's points.
-_REMEMBERED = 32
+#: Layouts in the cache: enough for all strategies on several clusters.
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +34,11 @@ class Segment:
     """A stretch of computation of one rank and token, and the units that it waits for."""
 
     name: str
-    forward: Work
-    #: Backward, with the share of forward that is recomputed.
-    backward: Work
+    #: Index of the block's kind in ``Workload.parts``; -1: what comes after the blocks.
+    kind: int
     units: tuple[Unit, ...]
+    #: Share of the block's computation.
+    share: float = 1.0
     #: Whether it is the first of its block.
     block: bool = False
     #: Whether backward needs the units: autograd computes no gradient of an input on which no
@@ -79,8 +79,9 @@ def shard_numel(parameters: int, world_size: int) -> int:
 
 def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under its strategy."""
-    # Neither depends on how many tokens there are, of which a search tries many.
-    return _layout(replace(workload, micro_batch=1, accumulation=1), nodes, ranks_per_node)
+    # None depends on these, of which a search tries many.
+    alike = replace(workload, sequence_length=1, micro_batch=1, accumulation=1, kernels="flash")
+    return _layout(replace(alike, recomputed=0.0, checkpointing="full"), nodes, ranks_per_node)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -95,7 +96,7 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
 
     moved = gathered(model.root_rows)
     root = Unit("root", model.root_parameters, moved, moved if full else 0, stays_gathered=True)
-    head = Segment("head", *head_work(workload), (root,))
+    head = Segment("head", -1, (root,))
     if schedule.unit == "matrix":
         # DeepSpeed's: vectors and adapters are below its threshold, and their changes reach all
         # ranks by a gather after each step.
@@ -104,43 +105,36 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
         vectors = model.parameters - model.root_parameters - weights
         trained = vectors if full else adapters
         return Layout(root, _by_matrix(workload), head, vectors + adapters, trained)
-    apart = schedule.apart and not full
-    # Blocks of a kind are alike, and share what is the same in all.
-    kinds = []
-    for part in workload.parts:
-        of_adapters = gathered(part.model.adapter_rows(part.lora) if part.lora else [])
-        size, base = part.model.block_parameters, gathered(part.model.block_rows)
-        more = 0 if apart else of_adapters
-        if not apart:
-            size += part.block_adapters
-        sizes = size, base + more, base + more if full else more
-        kinds.append((sizes, block_passes(part), (part.block_adapters, of_adapters)))
-    order = model.order or (0,) * model.layers
-    of_blocks = [kinds[kind][2] for kind in order]
-    units = _adapters(workload, of_blocks, ranks_per_node) if apart else {}
+    apart, parts = schedule.apart and not full, workload.parts
+    bases = [gathered(part.model.block_rows) for part in parts]
+    more_of = [gathered(each.model.adapter_rows(each.lora)) if each.lora else 0 for each in parts]
+    units = _adapters(workload, more_of, ranks_per_node) if apart else {}
     segments = []
-    for block, kind in enumerate(order):
-        sizes, passes, _ = kinds[kind]
-        needed = Unit(f"block {block}", *sizes), *units.get(block, ())
-        segments.append(Segment(f"block {block}", *passes, needed, block=True))
+    for block, kind in enumerate(model.order):
+        size, base, more = parts[kind].model.block_parameters, bases[kind], 0
+        if not apart:
+            size, more = size + parts[kind].block_adapters, more_of[kind]
+        unit = Unit(f"block {block}", size, base + more, base + more if full else more)
+        segments.append(Segment(unit.name, kind, (unit, *units.get(block, ())), block=True))
     replicated = (workload.parameters, workload.trained) if whole else (0, 0)
     return Layout(root, tuple(segments), head, *replicated)
 
 
 def _adapters(
-    workload: Workload, blocks: Sequence[tuple[int, int]], ranks_per_node: int
+    workload: Workload, gathered: Sequence[int], ranks_per_node: int
 ) -> dict[int, list[Unit]]:
     """Units of adapters, by the block that uses them first: see ``fcdp.partition``.
 
-    ``blocks`` are the parameters of each block's adapters, and the elements that are gathered.
+    Those of a block of each kind have so many ``gathered`` elements.
     """
+    order, parts = workload.model.order, workload.parts
     stay_gathered = workload.adapters <= workload.block_parameters / ranks_per_node
-    count = 1
-    if stay_gathered:
-        count = max(1, _BUCKET_BYTES // (FP32 * workload.block_adapters))
+    most = _BUCKET_BYTES // (FP32 * workload.block_adapters)
+    count = max(1, most) if stay_gathered else 1
     units: dict[int, list[Unit]] = {}
-    for first in range(0, len(blocks), count):
-        size, moved = map(sum, zip(*blocks[first : first + count], strict=True))
+    for first in range(0, len(order), count):
+        held = order[first : first + count]
+        size, moved = sum(parts[at].block_adapters for at in held), sum(gathered[at] for at in held)
         if size:
             units[first] = [Unit(f"adapters {first}", size, moved, moved, stay_gathered)]
     return units
@@ -151,23 +145,22 @@ def _by_matrix(workload: Workload) -> tuple[Segment, ...]:
 
     Matrices that blocks share are gathered with what is outside of them.
     """
-    model, full = workload.model, workload.lora is None
-    kinds = []
+    full = workload.lora is None
+    kinds = []  # blocks of a kind are alike
     for part in workload.parts:
         active = sum(matrix.active_weights for matrix in part.model.matrices)
-        pieces = []  # which blocks of a kind share
+        pieces = []
         for matrix in part.model.matrices:
             count = 1 if matrix.fused else max(1, matrix.experts)
-            passes = block_passes(part, matrix.active_weights / count / active)
-            for index in range(count):
-                name = f"{matrix.name} {index}" if count > 1 else matrix.name
-                pieces.append((name, matrix, matrix.weights // count, passes))
+            piece = matrix.name, matrix.weights // count, matrix.active_weights / count / active
+            ends = [f" {index}" for index in range(count)] if count > 1 else [""]
+            pieces += [(matrix.name + end, *piece) for end in ends]
         kinds.append(pieces)
     segments = []
-    for block, kind in enumerate(model.order or (0,) * model.layers):
-        for index, (title, matrix, size, passes) in enumerate(kinds[kind]):
+    for block, kind in enumerate(workload.model.order):
+        for index, (title, of, size, share) in enumerate(kinds[kind]):
             name = f"block {block} {title}"
             units = (Unit(name, size, size, size if full else 0),) if size else ()
-            needed = block > 0 or full or matrix.name not in _READS_EMBEDDINGS
-            segments.append(Segment(name, *passes, units, index == 0, needed))
+            needed = block > 0 or full or of not in _READS_EMBEDDINGS
+            segments.append(Segment(name, kind, units, share, index == 0, needed))
     return tuple(segments)

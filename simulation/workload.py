@@ -11,7 +11,8 @@ of which fit by these figures: a test holds that.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any, Literal, TypeVar
 
 from baselines.registry import find, schedule_of
@@ -64,7 +65,7 @@ _KERNELS_OF_ADAPTER = 6
 #: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
 #: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
-_Number = TypeVar("_Number", int, float)
+_Sum = TypeVar("_Sum", int, float, Work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,21 +192,17 @@ class Workload(Checked):
 
         The functions that say something of one block take one of these.
         """
-        if not self.model.kinds:
-            return (self,)
-        return tuple(
-            replace(self, model=kind, lora=self.lora and self.lora.on(kind))
-            for kind in self.model.kinds
-        )
+        kinds = ((kind, self.lora and self.lora.on(kind)) for kind in self.model.kinds)
+        return tuple(replace(self, model=kind, lora=lora) for kind, lora in kinds) or (self,)
 
     @property
     def blocks(self) -> tuple["Workload", ...]:
         """Those of ``parts``, block by block."""
-        return tuple(self.parts[at] for at in self.model.order) or self.parts * self.model.layers
+        return tuple(self.parts[at] for at in self.model.order)
 
-    def total(self, of: Callable[["Workload"], _Number]) -> _Number:
+    def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
         """The sum over all blocks of what this gives for one."""
-        return sum(part.model.layers * of(part) for part in self.parts)
+        return reduce(add, (of(part) * part.model.layers for part in self.parts))
 
     @property
     def block_adapters(self) -> int:
@@ -299,10 +296,7 @@ def block_kernels(workload: Workload) -> int:
 
 
 def dequantised_bytes(workload: Workload) -> float:
-    """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16.
-
-    Where blocks differ, this is their mean.
-    """
+    """Bytes read and written for a block's 4-bit weights in bf16, in one pass: the mean block's."""
     if not workload.four_bits:
         return 0.0
     weights = workload.total(lambda each: sum(m.weights for m in each.model.matrices))
@@ -311,13 +305,13 @@ def dequantised_bytes(workload: Workload) -> float:
 
 def token_work(workload: Workload) -> Work:
     """All computation of one token, recomputation included."""
-    blocks = Work(0.0)
-    for part in workload.parts:
+
+    def of_block(part: Workload) -> Work:
         forward, backward = block_work(part)
-        again = recomputed_work(part) * workload.recomputed
-        blocks += (forward + backward + again) * part.model.layers
+        return forward + backward + recomputed_work(part) * workload.recomputed
+
     head_forward, head_backward = head_work(workload)
-    return blocks + head_forward + head_backward
+    return workload.total(of_block) + head_forward + head_backward
 
 
 def _moved_bytes(workload: Workload) -> tuple[float, float]:

@@ -218,9 +218,7 @@ def _work(workload: Workload) -> Work:
 
 
 def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
-    forward = head_work(workload)[0]
-    for part in workload.parts:
-        forward += block_work(part)[0] * part.model.layers
+    forward = workload.total(lambda each: block_work(each)[0]) + head_work(workload)[0]
     return Rates(
         flops=forward.flops / hardware.seconds(forward),
         link=min(hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s),
