@@ -23,16 +23,15 @@ from simulation.transformer import ROUTER, Matrix, Transformer
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 #: Keys of the elements of a channel's state.
-_STATES = ("mamba_d_state", "state_size", "linear_key_head_dim", "linear_head_dim")
+_STATE = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_head_dim")
 #: Keys of the most tokens that one attends to, by the type of a layer. Chunks are taken as windows.
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 #: Keys of a configuration that say nothing on the shape, and might make a model another one.
 _NOT_OF_SHAPE = ("auto_map", "quantization_config")
-#: Keys of attention to chosen tokens.
-_NOT_MODELLED = ("index_topk",)
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
-_ROUTER = re.compile(r"gate|router")
+#: Matrices that read a block's hidden state: a router, and those before an activation function.
+_READS = re.compile(r"gate|router|up_proj")
 #: Shapes by configuration: a search asks for the same one many times.
 _COUNTED: dict[str, Transformer] = {}
 
@@ -54,13 +53,12 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The model without weights, and its whole configuration."""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     auto: Any = transformers.AutoModelForCausalLM
     fields = {key: value for key, value in config.items() if key not in _NOT_OF_SHAPE}
     kind: Any = fields.pop("model_type", None)
     try:
-        if kind not in CONFIG_MAPPING:  # a name of its own for a class that is known
+        if kind not in transformers.CONFIG_MAPPING:  # a name of its own for a class that is known
             known = (getattr(transformers, of, None) for of in config.get("architectures") or ())
             kind = next((of.config_class.model_type for of in known if of), kind)
         made = transformers.AutoConfig.for_model(kind, **fields)
@@ -75,22 +73,19 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _shape(name: str, model: Any, made: Any) -> Transformer:
-    """The shape of a model that was built."""
-    refused = [key for key in _NOT_MODELLED if getattr(made, key, None)]
-    if refused:
-        raise ValueError(f"{refused[0]} of {name}: attention of this kind is not modelled")
+    """The shape of a model that was built; its blocks are the modules in the largest list."""
+    if (chosen := getattr(made, "index_topk", None)) is not None:
+        raise ValueError(f"index_topk = {chosen} of {name}: such attention is not modelled")
     output = model.get_output_embeddings()
     if output is None:
         raise ValueError(f"model = {name!r}: has no matrix that gives logits; a language model has")
-    prefix, blocks = _blocks(name, model)
-    types = getattr(made, "layer_types", None) or [""] * len(blocks)
-    holders = Counter(of for block in blocks for of in {id(each) for each in block.parameters()})
-    shared = {of for of, holding in holders.items() if holding > 1}
-    outside = [
-        parameter
-        for path, parameter in model.named_parameters()
-        if not path.startswith(f"{prefix}.") or id(parameter) in shared
-    ]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"model = {name!r}: has no blocks: no list of modules")
+    blocks = max(lists, key=lambda each: sum(of.numel() for of in each.parameters()))
+    holders = Counter(id(of) for block in blocks for of in block.parameters())
+    own = {of for of, holding in holders.items() if holding == 1}  # the rest are shared by blocks
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in own]
     whole: dict[str, Any] = {
         "name": name,
         "longest": getattr(made, "max_position_embeddings", None),
@@ -99,17 +94,13 @@ def _shape(name: str, model: Any, made: Any) -> Transformer:
         "counted_root": tuple((p.shape[0], p[0].numel()) for p in outside),
     }
     found: dict[Any, list[int]] = {}
+    types = getattr(made, "layer_types", None) or [""] * len(blocks)
     for index, (block, of) in enumerate(zip(blocks, types, strict=True)):
         window = getattr(made, _WINDOWS.get(of, ""), None)
         shapes = ((path, parameter.shape) for path, parameter in block.named_parameters())
         found.setdefault((window, *shapes), []).append(index)
     kinds = [
-        Transformer(
-            **whole,
-            **_kind(name, blocks[at[0]], made, shared),
-            layers=len(at),
-            window=window,
-        )
+        Transformer(**whole, **_kind(name, blocks[at[0]], made, own), layers=len(at), window=window)
         for (window, *_), at in found.items()
     ]
     if len(kinds) == 1:
@@ -127,20 +118,20 @@ def _shape(name: str, model: Any, made: Any) -> Transformer:
     )
 
 
-def _kind(name: str, block: nn.Module, made: Any, shared: Set[int]) -> dict[str, Any]:
+def _kind(name: str, block: nn.Module, made: Any, own: Set[int]) -> dict[str, Any]:
     """Fields of the shape of a model of one such block.
 
     Latent attention (MLA) has queries and keys of another width than values, for each head: by the
     mean of both its operations and its tensors are as many.
     """
     width = _number(name, made, "hidden_size")
-    matrices, vectors = _parts(name, block, made, width, shared)
+    matrices, vectors = _parts(block, made, width, own)
     paths = [path for path, _ in block.named_parameters()]
     scans = tuple(path.removesuffix("A_log") for path in paths if path.endswith("A_log"))
     mixing = [matrix for matrix in matrices if matrix.name.startswith(scans)]
     attending = [m for m in matrices if m not in mixing and _ATTENTION.search(m.name)]
     rest = [m for m in matrices if m not in mixing and m not in attending]
-    downs = [matrix for matrix in rest if matrix.outputs == width]
+    downs = [m for m in rest if m.outputs == width and not _READS.search(m.name)]
     if rest and not downs:
         raise ValueError(f"model = {name!r}: its blocks have no MLP that is known")
     # Experts have the MLP, or else the matrix that most of a token's elements go through.
@@ -148,7 +139,7 @@ def _kind(name: str, block: nn.Module, made: Any, shared: Set[int]) -> dict[str,
     down, *others = most or [Matrix("none", 0, 0)]
     ups = [m for m in rest if m.inputs == width and m.experts == down.experts and m is not down]
     channels = sum(matrix.inputs for matrix in mixing if matrix.outputs == width)
-    state = next((key for key in _STATES if hasattr(made, key)), _STATES[0])
+    state = next((key for key in _STATE if hasattr(made, key)), _STATE[0])
     heads = _number(name, made, "num_attention_heads") if attending else 1
     outputs = [matrix.inputs for matrix in attending if matrix.outputs == width]
     head, groups = (outputs or [0])[-1] // heads, getattr(made, "num_key_value_heads", None)
@@ -178,30 +169,17 @@ def _number(name: str, made: Any, key: str) -> int:
     return number
 
 
-def _blocks(name: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules with most parameters, after its path."""
-    lists = [
-        (sum(parameter.numel() for parameter in module.parameters()), path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    if not lists:
-        raise ValueError(f"model = {name!r}: has no blocks: no list of modules")
-    _, path, blocks = max(lists, key=lambda candidate: candidate[0])
-    return path, blocks
-
-
 def _parts(
-    name: str, block: nn.Module, config: Any, width: int, shared: Set[int]
+    block: nn.Module, config: Any, width: int, own: Set[int]
 ) -> tuple[list[Matrix], list[int]]:
-    """The matrices of a block, experts' folded into one each, and sizes of what else it has."""
+    """The matrices of a block, experts' folded into one each, and sizes of what else is its own."""
     experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
     alone: dict[str, int] = {}
     matrices: dict[str, Matrix] = {}
     vectors: list[int] = []
     for path, parameter in block.named_parameters():
         owner = block.get_submodule(path.rpartition(".")[0])
-        title, elsewhere = path.removesuffix(".weight"), id(parameter) in shared
+        title = path.removesuffix(".weight")
         if parameter.dim() == 3 and experts and parameter.shape[0] == experts:
             _, outputs, inputs = parameter.shape
             down = title.endswith("down_proj")
@@ -217,15 +195,10 @@ def _parts(
             if match:
                 title = f"{match[1]}.{match[2]}"
                 alone[title] = alone.get(title, 0) + 1
-            elif outputs == experts and _ROUTER.search(title):
+            elif outputs == experts and _READS.search(title):
                 title = ROUTER
-            matrices[title] = Matrix(title, inputs, outputs, False, 0 if elsewhere else 1)
-        elif isinstance(owner, nn.Embedding):
-            raise ValueError(
-                f"model = {name!r}: {path} of {type(owner).__name__} with shape "
-                f"{tuple(parameter.shape)} is not modelled"
-            )
-        elif not elsewhere:
+            matrices[title] = Matrix(title, inputs, outputs, False, int(id(parameter) in own))
+        elif id(parameter) in own:
             vectors.append(parameter.numel())
     for title, copies in alone.items():
         matrices[title] = replace(matrices[title], experts=copies, active=active or copies)

@@ -67,8 +67,8 @@ def units(workload: Workload) -> list[Unit]:
     """Parameters outside of the blocks, then the blocks."""
     model, element = workload.model, float(workload.element_bytes)
     sizes = [("root", model.root_parameters, 0)]
-    of = {part: (part.model.block_parameters, part.block_adapters) for part in workload.parts}
-    sizes += [(f"block {index}", *of[part]) for index, part in enumerate(workload.blocks)]
+    kinds = [(part.model.block_parameters, part.block_adapters) for part in workload.parts]
+    sizes += [(f"block {index}", *kinds[kind]) for index, kind in enumerate(model.order)]
     layers = []
     for name, base, adapters in sizes:
         trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
@@ -223,8 +223,8 @@ class _Steps:
         workload, tokens = self._workload, self._workload.tokens
         root, *blocks = self._units
         forward, backward = passes(self._units)
-        of = {part: block_seconds(part, self._hardware) for part in workload.parts}
-        seconds = [of[part] for part in workload.blocks]
+        kinds = [block_seconds(part, self._hardware) for part in workload.parts]
+        seconds = [kinds[kind] for kind in workload.model.order]
         head_forward, head_backward = head_work(workload)
         committed = tuple(self._applied.values())
         begin, turn = self._asked, self._asked

@@ -84,9 +84,8 @@ _BIASES = {
 #: whose heads have this width, whatever the width of the model.
 _TIED = ("gpt2", "gemma", "gemma2")
 _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
-#: Keys of the language model's part of a configuration, and of what parts have from the whole.
+#: Keys of the language model's part of a configuration.
 _LANGUAGE = ("text_config", "language_config", "llm_config", "thinker_config")
-_OF_ALL = ("tie_word_embeddings",)
 #: Seconds that the hub has for an answer.
 _ANSWERS_S = 2
 #: Most tokens per sequence of a configuration where nobody named a length: ours.
@@ -142,15 +141,15 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     else:
         name = Path(source).stem if Path(source).exists() else str(source)
         config = read(source)
-    whole, config = config, language(config)
+    part = language(config)
     kind: Any = config.get("model_type")
-    keys = _KEYS[kind] if kind in tuple(_KEYS) else {}  # ``kind`` may be a list
-    missing = [k for k in keys.values() if config.get(k) is None and k not in _OPTIONAL]
-    # What a part of a configuration leaves out is as its class has it.
-    if not keys or (missing and whole is not config):
+    # A part may leave out what is as its class has it; and ``kind`` may be a list: no lookup.
+    if part is not config or kind not in tuple(_KEYS):
         from simulation.counted import count  # needs torch
 
-        return count(name, config, sequence_length)
+        return count(name, part, sequence_length)
+    keys = _KEYS[kind]
+    missing = [k for k in keys.values() if config.get(k) is None and k not in _OPTIONAL]
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
     limit = keys.get("positions", "max_position_embeddings")
@@ -193,7 +192,8 @@ def language(config: Mapping[str, Any]) -> Mapping[str, Any]:
     part = next((config[key] for key in _LANGUAGE if isinstance(config.get(key), Mapping)), None)
     if part is None:
         return config
-    return {key: config[key] for key in _OF_ALL if key in config} | dict(language(part))
+    whole = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**whole, **language(part)}
 
 
 def read(source: str | Path) -> dict[str, Any]:
@@ -265,10 +265,11 @@ def usual_length(model: str) -> int:
         return SEQUENCE_LENGTH
     if model in PUBLIC_MODELS:
         return PUBLIC_MODELS[model].training_length
-    config = language(read(_path(model)))
-    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    config = read(_path(model))
+    part = language(config)
+    scaled = part.get("rope_scaling") or part.get("rope_parameters")
     first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
-    allowed = (first, from_config(config, 1).longest)
+    allowed = first, from_config(config, 1).longest
     lengths = [length for length in allowed if isinstance(length, int) and length > 0]
     return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
 

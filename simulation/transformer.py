@@ -293,7 +293,7 @@ class Transformer(Checked):
     @cached_property
     def block_parameters(self) -> int:
         """Parameters of one block without adapters, of the largest where they differ."""
-        own = padded_numel(self.block_rows, 1) if not self.kinds else 0
+        own = padded_numel(self.block_rows, 1)
         return max((kind.block_parameters for kind in self.kinds), default=own)
 
     @property

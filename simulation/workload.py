@@ -195,11 +195,6 @@ class Workload(Checked):
         kinds = ((kind, self.lora and self.lora.on(kind)) for kind in self.model.kinds)
         return tuple(replace(self, model=kind, lora=lora) for kind, lora in kinds) or (self,)
 
-    @property
-    def blocks(self) -> tuple["Workload", ...]:
-        """Those of ``parts``, block by block."""
-        return tuple(self.parts[at] for at in self.model.order)
-
     def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
         """The sum over all blocks of what this gives for one."""
         return reduce(add, (of(part) * part.model.layers for part in self.parts))
@@ -207,9 +202,8 @@ class Workload(Checked):
     @property
     def block_adapters(self) -> int:
         """Parameters of the adapters of one block, the most of any."""
-        if self.lora is None:
-            return 0
-        return max(part.model.adapter_parameters(part.lora) for part in self.parts if part.lora)
+        some = (part.model.adapter_parameters(part.lora) for part in self.parts if part.lora)
+        return max(some, default=0)
 
     @property
     def block_parameters(self) -> int:

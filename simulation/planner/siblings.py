@@ -202,8 +202,8 @@ def _work(workload: Workload) -> Work:
             workload.element_bytes * matrix.active * matrix.outputs * tokens,
             2.0 * matrix.active_weights * tokens,
         )
-        for block in workload.blocks
-        for matrix in block.model.matrices
+        for kind in model.order
+        for matrix in workload.parts[kind].model.matrices
     )
     return Work(
         flops=blocks + model.head_flops * tokens,

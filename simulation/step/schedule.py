@@ -174,10 +174,9 @@ class Step:
             if unit not in self._gathered:
                 self._gathered[unit] = self._gather(unit, phase)
         arrived = [self._gathered[unit] for unit in needs]
-        work, backward = self._works[segment.kind, segment.share]
-        passes = 1.0
-        if phase == "backward":
-            work, passes = backward, 1 + self._workload.recomputed
+        backward = phase == "backward"
+        work = self._works[segment.kind, segment.share][backward]
+        passes = 1 + self._workload.recomputed if backward else 1.0
         seconds = self._hardware.seconds(work * self._workload.tokens)
         if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
