@@ -2,10 +2,9 @@
 
 The model is built from its configuration on the meta device: no weights, and no code of the
 model's repository. Blocks are the modules that repeat, of one kind or of several; their matrices,
-experts and vectors are read from their parameters. A recurrent mixer of the state-space kind, known
-by its ``A_log``, is a gated MLP of its channels, and a scan: attention to as many tokens as a
-channel's state has elements. By published code a scan takes five to eight operations per element
-and token; eight are taken, as trainers count them.
+experts and vectors are read from their parameters. A recurrent mixer, known by its ``A_log``, is a
+gated MLP of its channels and a scan, of eight operations per element of its state: published code
+takes five to eight.
 """
 
 import re
@@ -26,8 +25,6 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 _STATE = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_head_dim")
 #: Keys of the most tokens that one attends to, by the type of a layer. Chunks are taken as windows.
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-#: Keys of a configuration that say nothing on the shape, and might make a model another one.
-_NOT_OF_SHAPE = ("auto_map", "quantization_config")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
 #: Matrices that read a block's hidden state: a router, and those before an activation function.
@@ -55,7 +52,7 @@ def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    fields = {key: value for key, value in config.items() if key not in _NOT_OF_SHAPE}
+    fields = dict(config)
     kind: Any = fields.pop("model_type", None)
     try:
         if kind not in transformers.CONFIG_MAPPING:  # a name of its own for a class that is known
@@ -121,13 +118,12 @@ def _shape(name: str, model: Any, made: Any) -> Transformer:
 def _kind(name: str, block: nn.Module, made: Any, own: Set[int]) -> dict[str, Any]:
     """Fields of the shape of a model of one such block.
 
-    Latent attention (MLA) has queries and keys of another width than values, for each head: by the
-    mean of both its operations and its tensors are as many.
+    Heads of latent attention (MLA) have the mean of queries' and values' widths: that many
+    operations, and elements of tensors.
     """
     width = _number(name, made, "hidden_size")
     matrices, vectors = _parts(block, made, width, own)
-    paths = [path for path, _ in block.named_parameters()]
-    scans = tuple(path.removesuffix("A_log") for path in paths if path.endswith("A_log"))
+    scans = tuple(f"{path}." for path, each in block.named_modules() if hasattr(each, "A_log"))
     mixing = [matrix for matrix in matrices if matrix.name.startswith(scans)]
     attending = [m for m in matrices if m not in mixing and _ATTENTION.search(m.name)]
     rest = [m for m in matrices if m not in mixing and m not in attending]
@@ -170,10 +166,10 @@ def _number(name: str, made: Any, key: str) -> int:
 
 
 def _parts(
-    block: nn.Module, config: Any, width: int, own: Set[int]
+    block: nn.Module, made: Any, width: int, own: Set[int]
 ) -> tuple[list[Matrix], list[int]]:
     """The matrices of a block, experts' folded into one each, and sizes of what else is its own."""
-    experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
+    experts, active = _first(made, _EXPERTS), _first(made, _ACTIVE)
     alone: dict[str, int] = {}
     matrices: dict[str, Matrix] = {}
     vectors: list[int] = []

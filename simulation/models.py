@@ -265,11 +265,10 @@ def usual_length(model: str) -> int:
         return SEQUENCE_LENGTH
     if model in PUBLIC_MODELS:
         return PUBLIC_MODELS[model].training_length
-    config = read(_path(model))
-    part = language(config)
-    scaled = part.get("rope_scaling") or part.get("rope_parameters")
+    config = language(read(_path(model)))
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
     first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
-    allowed = first, from_config(config, 1).longest
+    allowed = first, from_config(_path(model), 1).longest
     lengths = [length for length in allowed if isinstance(length, int) and length > 0]
     return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
 

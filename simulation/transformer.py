@@ -155,8 +155,7 @@ class Transformer(Checked):
     counted_matrices: tuple[Matrix, ...] = ()
     counted_attention: tuple[str, ...] = ()
     counted_root: tuple[Rows, ...] = ()
-    #: Elements of a token that are inside of the block beside those of its experts: in experts that
-    #: all tokens pass, and in recurrent mixers.
+    #: Elements of a token inside experts that all tokens pass, and inside recurrent mixers.
     beside: int = 0
     #: Channels of recurrent mixers times the elements of a channel's state.
     scanned: int = 0

@@ -141,10 +141,7 @@ def _adapters(
 
 
 def _by_matrix(workload: Workload) -> tuple[Segment, ...]:
-    """A unit per matrix, as DeepSpeed has them; of experts that are not fused each has its own.
-
-    Matrices that blocks share are gathered with what is outside of them.
-    """
+    """A unit per matrix or unfused expert, as DeepSpeed has them; none for what blocks share."""
     full = workload.lora is None
     kinds = []  # blocks of a kind are alike
     for part in workload.parts:

@@ -188,10 +188,7 @@ class Workload(Checked):
 
     @cached_property
     def parts(self) -> tuple["Workload", ...]:
-        """The workload on each kind of the model's blocks alone: itself, if all are equal.
-
-        The functions that say something of one block take one of these.
-        """
+        """The workload on each kind of block alone, for what is said of one; itself, if equal."""
         kinds = ((kind, self.lora and self.lora.on(kind)) for kind in self.model.kinds)
         return tuple(replace(self, model=kind, lora=lora) for kind, lora in kinds) or (self,)
 
