@@ -51,6 +51,8 @@ def stages_of(workload: Workload, ranks: int) -> Stages:
         raise ValueError(
             f"accumulation = {workload.accumulation}: allowed is 1, as each rank is one micro-batch"
         )
+    if model.kinds:
+        raise ValueError(f"model = {model.name!r}: its blocks differ; cycles are of equal blocks")
     most, called = ranks, "ranks"
     if cycle == "turns":
         most, called = workload.accumulation, "micro-batches per step (accumulation)"

@@ -75,10 +75,9 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0
     if schedule.replicates_small:  # vectors and adapters, which DeepSpeed gathers one by one
-        model, lora = workload.model, workload.lora
-        small = sum(row == 1 for _, row in model.block_rows)
-        small += 0 if lora is None else len(model.adapter_rows(lora))
-        replicated = model.layers * small + sum(row == 1 for _, row in model.root_rows)
+        replicated = sum(row == 1 for _, row in workload.model.root_rows)
+        replicated += workload.total(lambda each: sum(row == 1 for _, row in each.model.block_rows))
+        replicated += workload.total(lambda each: 2 * len(each.lora.targets) if each.lora else 0)
     return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 
 

@@ -67,8 +67,8 @@ def units(workload: Workload) -> list[Unit]:
     """Parameters outside of the blocks, then the blocks."""
     model, element = workload.model, float(workload.element_bytes)
     sizes = [("root", model.root_parameters, 0)]
-    block = model.block_parameters, workload.block_adapters
-    sizes += [(f"block {index}", *block) for index in range(model.layers)]
+    kinds = [(part.model.block_parameters, part.block_adapters) for part in workload.parts]
+    sizes += [(f"block {index}", *kinds[kind]) for index, kind in enumerate(model.order)]
     layers = []
     for name, base, adapters in sizes:
         trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
@@ -223,7 +223,8 @@ class _Steps:
         workload, tokens = self._workload, self._workload.tokens
         root, *blocks = self._units
         forward, backward = passes(self._units)
-        block, back = block_seconds(workload, self._hardware)
+        kinds = [block_seconds(part, self._hardware) for part in workload.parts]
+        seconds = [kinds[kind] for kind in workload.model.order]
         head_forward, head_backward = head_work(workload)
         committed = tuple(self._applied.values())
         begin, turn = self._asked, self._asked
@@ -236,8 +237,9 @@ class _Steps:
                 work = (head_forward + head_backward) * tokens
                 self._compute("head", self._hardware.seconds(work), arrived)
             else:
-                self._compute(f"forward {unit.name}", block if place else 0.0, arrived)
-        for unit in backward:
+                block = seconds[place - 1][0] if place else 0.0
+                self._compute(f"forward {unit.name}", block, arrived)
+        for unit, (_, back) in zip(backward, reversed(seconds), strict=True):
             arrived = self._pull(unit, "backward", turn)
             self._compute(f"backward {unit.name}", back, (*arrived, *self._waited()))
             self._push(unit, committed)

@@ -138,13 +138,17 @@ def activations(workload: Workload) -> tuple[float, float, float, float]:
     Those after the blocks are there when the loss is differentiated.
     """
     model, tokens = workload.model, workload.tokens
-    block = tokens * block_bytes(workload)
-    checkpoint = tokens * checkpointed_bytes(workload)
-    saved = model.layers * (workload.recomputed * checkpoint + (1 - workload.recomputed) * block)
+    again = workload.recomputed
+    block = max(tokens * block_bytes(part) for part in workload.parts)
+    saved = workload.total(
+        lambda each: (
+            again * (tokens * checkpointed_bytes(each)) + (1 - again) * (tokens * block_bytes(each))
+        )
+    )
     # The last norm's input and, for the gradient of the output matrix, its output.
     entries = (2 if workload.lora is None else 1) * tokens * workload.element_bytes * model.width
     output = entries + tokens * loss_bytes(workload) * model.vocabulary
-    return block, saved, block if workload.recomputed else 0.0, output
+    return block, saved, block if again else 0.0, output
 
 
 def _held(workload: Workload, hardware: Hardware) -> Held:

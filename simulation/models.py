@@ -84,6 +84,8 @@ _BIASES = {
 #: whose heads have this width, whatever the width of the model.
 _TIED = ("gpt2", "gemma", "gemma2")
 _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
+#: Keys of the language model's part of a configuration.
+_LANGUAGE = ("text_config", "language_config", "llm_config", "thinker_config")
 #: Seconds that the hub has for an answer.
 _ANSWERS_S = 2
 #: Most tokens per sequence of a configuration where nobody named a length: ours.
@@ -139,11 +141,13 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     else:
         name = Path(source).stem if Path(source).exists() else str(source)
         config = read(source)
+    part = language(config)
     kind: Any = config.get("model_type")
-    if kind not in tuple(_KEYS):  # not a lookup: ``kind`` may be a list
+    # A part may leave out what is as its class has it; and ``kind`` may be a list: no lookup.
+    if part is not config or kind not in tuple(_KEYS):
         from simulation.counted import count  # needs torch
 
-        return count(name, config, sequence_length)
+        return count(name, part, sequence_length)
     keys = _KEYS[kind]
     missing = [k for k in keys.values() if config.get(k) is None and k not in _OPTIONAL]
     if missing:
@@ -165,7 +169,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     if sequence_length > sizes.get(limit, sequence_length):
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {sizes[limit]}")
     family: Family = "gpt2" if kind == "gpt2" else "llama"
-    return Transformer(name=name, family=family, tied=tied, **shape)
+    return Transformer(name=name, family=family, tied=tied, longest=sizes.get(limit), **shape)
 
 
 def _of_llama_s_kind(
@@ -181,6 +185,15 @@ def _of_llama_s_kind(
     if kind == "qwen3":
         more["vectors"] = (more["head_width"],) * 2
     return more
+
+
+def language(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration that has other parts, too, or all of it."""
+    part = next((config[key] for key in _LANGUAGE if isinstance(config.get(key), Mapping)), None)
+    if part is None:
+        return config
+    whole = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**whole, **language(part)}
 
 
 def read(source: str | Path) -> dict[str, Any]:
@@ -252,10 +265,10 @@ def usual_length(model: str) -> int:
         return SEQUENCE_LENGTH
     if model in PUBLIC_MODELS:
         return PUBLIC_MODELS[model].training_length
-    config = read(_path(model))
+    config = language(read(_path(model)))
     scaled = config.get("rope_scaling") or config.get("rope_parameters")
     first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
-    allowed = (first, config.get("max_position_embeddings"), config.get("n_positions"))
+    allowed = first, from_config(_path(model), 1).longest
     lengths = [length for length in allowed if isinstance(length, int) and length > 0]
     return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
 

@@ -35,9 +35,12 @@ class Matrix:
     inputs: int
     outputs: int
     bias: bool = False
-    #: Number of experts with such a matrix each, and of those that a token passes.
+    #: Number of experts with such a matrix each, and of those that a token passes. None have it
+    #: where blocks share it, so that it is stored outside of them.
     experts: int = 1
     active: int = 1
+    #: Whether the experts' are one parameter.
+    fused: bool = False
 
     @property
     def size(self) -> int:
@@ -87,6 +90,10 @@ class Lora:
     def __post_init__(self) -> None:
         checks.counts(lora_rank=self.rank)
 
+    def on(self, model: Transformer) -> Lora:
+        """Those of the adapters for which the model's blocks have matrices."""
+        return Lora(self.rank, tuple(m.name for m in model.matrices if m.name in self.targets))
+
 
 class ModelSpec(Strict):
     """A ``transformers`` configuration with random weights."""
@@ -123,7 +130,7 @@ class Transformer(Checked):
     vocabulary: Count
     #: Number of learned positions, of GPT-2.
     positions: int = 0
-    mlp_width: Count
+    mlp_width: int
     key_value_heads: Count
     #: Whether the output layer is the embedding.
     tied: bool
@@ -141,11 +148,20 @@ class Transformer(Checked):
     active_experts: Count = 1
     #: Most tokens that a token attends to; none: all before it.
     window: Count | None = None
+    #: Most tokens per sequence; none: as many as there is room for.
+    longest: int | None = None
     #: Matrices that were counted from modules in place of the above: a block's, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
     counted_attention: tuple[str, ...] = ()
     counted_root: tuple[Rows, ...] = ()
+    #: Elements of a token inside experts that all tokens pass, and inside recurrent mixers.
+    beside: int = 0
+    #: Channels of recurrent mixers times the elements of a channel's state.
+    scanned: int = 0
+    #: Where blocks differ: a shape for each kind, with its number of blocks; and each block's kind.
+    kinds: tuple[Transformer, ...] = ()
+    kind_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,8 +196,9 @@ class Transformer(Checked):
 
     @property
     def attention_width(self) -> int:
-        """Elements of a token's queries, of all heads."""
-        return self.heads * (self.head_width or self.width // self.heads)
+        """Elements of a token's queries, of all heads; 0 in a block without attention."""
+        own = self.head_width
+        return self.heads * (self.width // self.heads if own is None else own)
 
     @property
     def narrow(self) -> int:
@@ -195,8 +212,9 @@ class Transformer(Checked):
 
     @property
     def inner(self) -> int:
-        """Elements of a token inside the MLP, of all experts that it passes."""
-        return self.mlp_width * self.active_experts
+        """Elements of a token inside the MLP, of all experts that it passes; the most of blocks."""
+        own = self.mlp_width * self.active_experts + self.beside
+        return max((kind.inner for kind in self.kinds), default=own)
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -267,9 +285,15 @@ class Transformer(Checked):
         ]
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """Index of each block's kind; 0 where all are equal."""
+        return self.kind_of or (0,) * self.layers
+
+    @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block without adapters."""
-        return padded_numel(self.block_rows, 1)
+        """Parameters of one block without adapters, of the largest where they differ."""
+        own = padded_numel(self.block_rows, 1)
+        return max((kind.block_parameters for kind in self.kinds), default=own)
 
     @property
     def root_parameters(self) -> int:
@@ -284,7 +308,8 @@ class Transformer(Checked):
     @property
     def parameters(self) -> int:
         """Parameters of the whole model without adapters."""
-        return self.layers * self.block_parameters + self.root_parameters
+        blocks = sum(kind.layers * kind.block_parameters for kind in self.kinds or (self,))
+        return blocks + self.root_parameters
 
     def adapter_parameters(self, lora: Lora) -> int:
         """Parameters of the adapters of one block; raises as ``adapter_rows``."""

@@ -1,19 +1,18 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from simulation.hardware import Work
 from simulation.transformer import Rows, padded_numel
-from simulation.workload import FP32, Workload, block_passes, head_work
+from simulation.workload import FP32, Workload
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
 _BUCKET_BYTES = 25 * 2**20
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
-#: Layouts in the cache: enough for one strategy's points.
-_REMEMBERED = 32
+#: Layouts in the cache: enough for all strategies on several clusters.
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +34,11 @@ class Segment:
     """A stretch of computation of one rank and token, and the units that it waits for."""
 
     name: str
-    forward: Work
-    #: Backward, with the share of forward that is recomputed.
-    backward: Work
+    #: Index of the block's kind in ``Workload.parts``; -1: what comes after the blocks.
+    kind: int
     units: tuple[Unit, ...]
+    #: Share of the block's computation.
+    share: float = 1.0
     #: Whether it is the first of its block.
     block: bool = False
     #: Whether backward needs the units: autograd computes no gradient of an input on which no
@@ -79,8 +79,9 @@ def shard_numel(parameters: int, world_size: int) -> int:
 
 def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under its strategy."""
-    # Neither depends on how many tokens there are, of which a search tries many.
-    return _layout(replace(workload, micro_batch=1, accumulation=1), nodes, ranks_per_node)
+    # None depends on these, of which a search tries many.
+    alike = replace(workload, sequence_length=1, micro_batch=1, accumulation=1, kernels="flash")
+    return _layout(replace(alike, recomputed=0.0, checkpointing="full"), nodes, ranks_per_node)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -95,65 +96,68 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
 
     moved = gathered(model.root_rows)
     root = Unit("root", model.root_parameters, moved, moved if full else 0, stays_gathered=True)
-    head = Segment("head", *head_work(workload), (root,))
+    head = Segment("head", -1, (root,))
     if schedule.unit == "matrix":
         # DeepSpeed's: vectors and adapters are below its threshold, and their changes reach all
         # ranks by a gather after each step.
-        weights = sum(matrix.weights for matrix in model.matrices)
-        vectors = model.layers * (model.block_parameters - weights)
-        adapters = model.layers * workload.block_adapters
+        weights = workload.total(lambda each: sum(m.weights for m in each.model.matrices))
+        adapters = workload.adapters
+        vectors = model.parameters - model.root_parameters - weights
         trained = vectors if full else adapters
         return Layout(root, _by_matrix(workload), head, vectors + adapters, trained)
-    adapter_rows = [] if workload.lora is None else model.adapter_rows(workload.lora)
-    of_adapters = gathered(adapter_rows)
-    apart = schedule.apart and not full
-    units = _adapters(workload, of_adapters, ranks_per_node) if apart else {}
-    size, base = model.block_parameters, gathered(model.block_rows)
-    more = 0 if apart else of_adapters
-    if not apart:
-        size += workload.block_adapters
-    passes = block_passes(workload)
+    apart, parts = schedule.apart and not full, workload.parts
+    bases = [gathered(part.model.block_rows) for part in parts]
+    more_of = [gathered(each.model.adapter_rows(each.lora)) if each.lora else 0 for each in parts]
+    units = _adapters(workload, more_of, ranks_per_node) if apart else {}
     segments = []
-    for block in range(model.layers):
-        name = f"block {block}"
-        unit = Unit(name, size, base + more, base + more if full else more)
-        segments.append(Segment(name, *passes, (unit, *units.get(block, ())), block=True))
+    for block, kind in enumerate(model.order):
+        size, base, more = parts[kind].model.block_parameters, bases[kind], 0
+        if not apart:
+            size, more = size + parts[kind].block_adapters, more_of[kind]
+        unit = Unit(f"block {block}", size, base + more, base + more if full else more)
+        segments.append(Segment(unit.name, kind, (unit, *units.get(block, ())), block=True))
     replicated = (workload.parameters, workload.trained) if whole else (0, 0)
     return Layout(root, tuple(segments), head, *replicated)
 
 
-def _adapters(workload: Workload, gathered: int, ranks_per_node: int) -> dict[int, list[Unit]]:
+def _adapters(
+    workload: Workload, gathered: Sequence[int], ranks_per_node: int
+) -> dict[int, list[Unit]]:
     """Units of adapters, by the block that uses them first: see ``fcdp.partition``.
 
-    Those of a block have so many ``gathered`` elements.
+    Those of a block of each kind have so many ``gathered`` elements.
     """
-    layers, adapters = workload.model.layers, workload.block_adapters
-    stay_gathered = layers * adapters <= workload.block_parameters / ranks_per_node
-    count = max(1, _BUCKET_BYTES // (FP32 * adapters)) if stay_gathered else 1
+    order, parts = workload.model.order, workload.parts
+    stay_gathered = workload.adapters <= workload.block_parameters / ranks_per_node
+    most = _BUCKET_BYTES // (FP32 * workload.block_adapters)
+    count = max(1, most) if stay_gathered else 1
     units: dict[int, list[Unit]] = {}
-    for first in range(0, layers, count):
-        held = min(count, layers - first)
-        moved = held * gathered
-        units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, stay_gathered)]
+    for first in range(0, len(order), count):
+        held = order[first : first + count]
+        size, moved = sum(parts[at].block_adapters for at in held), sum(gathered[at] for at in held)
+        if size:
+            units[first] = [Unit(f"adapters {first}", size, moved, moved, stay_gathered)]
     return units
 
 
 def _by_matrix(workload: Workload) -> tuple[Segment, ...]:
-    """A unit per matrix, as DeepSpeed has them; of experts each has its own."""
-    model, full = workload.model, workload.lora is None
-    active = sum(matrix.active_weights for matrix in model.matrices)
-    # Blocks are alike, and share what is the same in all.
-    pieces = []
-    for matrix in model.matrices:
-        passes = block_passes(workload, matrix.active_weights / matrix.experts / active)
-        for index in range(matrix.experts):
-            name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
-            pieces.append((name, matrix, passes))
+    """A unit per matrix or unfused expert, as DeepSpeed has them; none for what blocks share."""
+    full = workload.lora is None
+    kinds = []  # blocks of a kind are alike
+    for part in workload.parts:
+        active = sum(matrix.active_weights for matrix in part.model.matrices)
+        pieces = []
+        for matrix in part.model.matrices:
+            count = 1 if matrix.fused else max(1, matrix.experts)
+            piece = matrix.name, matrix.weights // count, matrix.active_weights / count / active
+            ends = [f" {index}" for index in range(count)] if count > 1 else [""]
+            pieces += [(matrix.name + end, *piece) for end in ends]
+        kinds.append(pieces)
     segments = []
-    for block in range(model.layers):
-        for index, (title, matrix, passes) in enumerate(pieces):
-            name, size = f"block {block} {title}", matrix.size
-            unit = Unit(name, size, size, size if full else 0)
-            needed = block > 0 or full or matrix.name not in _READS_EMBEDDINGS
-            segments.append(Segment(name, *passes, (unit,), index == 0, needed))
+    for block, kind in enumerate(workload.model.order):
+        for index, (title, of, size, share) in enumerate(kinds[kind]):
+            name = f"block {block} {title}"
+            units = (Unit(name, size, size, size if full else 0),) if size else ()
+            needed = block > 0 or full or of not in _READS_EMBEDDINGS
+            segments.append(Segment(name, kind, units, share, index == 0, needed))
     return tuple(segments)

@@ -9,10 +9,11 @@ activations, which a test compares with real modules. Fused kernels are those of
 of which fit by these figures: a test holds that.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from typing import Any, Literal, TypeVar
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
@@ -64,6 +65,7 @@ _KERNELS_OF_ADAPTER = 6
 #: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
 #: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
+_Sum = TypeVar("_Sum", int, float, Work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class Workload(Checked):
         """Bytes per frozen parameter as it is held, the mean of all."""
         if self.frozen_dtype != "nf4":
             return 4.0 if self.frozen_dtype == "fp32" else 2.0
-        quantised = self.model.layers * sum(matrix.weights for matrix in self.model.matrices)
+        quantised = self.total(lambda each: sum(m.weights for m in each.model.matrices))
         share = quantised / self.model.parameters
         return share * _NF4_BYTES + (1 - share) * 2.0
 
@@ -184,27 +186,41 @@ class Workload(Checked):
         """Tokens per rank and micro-batch."""
         return self.micro_batch * self.sequence_length
 
+    @cached_property
+    def parts(self) -> tuple["Workload", ...]:
+        """The workload on each kind of block alone, for what is said of one; itself, if equal."""
+        kinds = ((kind, self.lora and self.lora.on(kind)) for kind in self.model.kinds)
+        return tuple(replace(self, model=kind, lora=lora) for kind, lora in kinds) or (self,)
+
+    def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
+        """The sum over all blocks of what this gives for one."""
+        return reduce(add, (of(part) * part.model.layers for part in self.parts))
+
     @property
     def block_adapters(self) -> int:
-        """Parameters of the adapters of one block."""
-        return 0 if self.lora is None else self.model.adapter_parameters(self.lora)
+        """Parameters of the adapters of one block, the most of any."""
+        some = (part.model.adapter_parameters(part.lora) for part in self.parts if part.lora)
+        return max(some, default=0)
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block, adapters included."""
+        """Parameters of one block, adapters included, of the largest."""
         return self.model.block_parameters + self.block_adapters
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of all adapters."""
+        return self.total(lambda each: each.block_adapters)
 
     @property
     def parameters(self) -> int:
         """Parameters of the model, adapters included."""
-        return self.model.parameters + self.model.layers * self.block_adapters
+        return self.model.parameters + self.adapters
 
     @property
     def trained(self) -> int:
         """Parameters that the optimizer steps."""
-        if self.lora is None:
-            return self.model.parameters
-        return self.model.layers * self.block_adapters
+        return self.model.parameters if self.lora is None else self.adapters
 
 
 def block_work(workload: Workload) -> tuple[Work, Work]:
@@ -212,7 +228,7 @@ def block_work(workload: Workload) -> tuple[Work, Work]:
     model, lora, length = workload.model, workload.lora, workload.sequence_length
     weights = float(sum(matrix.active_weights for matrix in model.matrices))
     adapters = float(workload.block_adapters)
-    pairs = 4.0 * model.attended(length) * model.attention_width
+    pairs = 4.0 * model.attended(length) * model.attention_width + 8.0 * model.scanned
     forward_bytes, backward_bytes = _moved_bytes(workload)
     products = 2.0 * (weights + adapters)
     again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
@@ -271,20 +287,22 @@ def block_kernels(workload: Workload) -> int:
 
 
 def dequantised_bytes(workload: Workload) -> float:
-    """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
+    """Bytes read and written for a block's 4-bit weights in bf16, in one pass: the mean block's."""
     if not workload.four_bits:
         return 0.0
-    weights = sum(matrix.weights for matrix in workload.model.matrices)
-    return weights * (workload.frozen_bytes + workload.element_bytes)
+    weights = workload.total(lambda each: sum(m.weights for m in each.model.matrices))
+    return weights / workload.model.layers * (workload.frozen_bytes + workload.element_bytes)
 
 
 def token_work(workload: Workload) -> Work:
     """All computation of one token, recomputation included."""
-    forward, backward = block_work(workload)
-    again = recomputed_work(workload) * workload.recomputed
+
+    def of_block(part: Workload) -> Work:
+        forward, backward = block_work(part)
+        return forward + backward + recomputed_work(part) * workload.recomputed
+
     head_forward, head_backward = head_work(workload)
-    blocks = (forward + backward + again) * workload.model.layers
-    return blocks + head_forward + head_backward
+    return workload.total(of_block) + head_forward + head_backward
 
 
 def _moved_bytes(workload: Workload) -> tuple[float, float]:

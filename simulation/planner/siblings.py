@@ -196,29 +196,29 @@ def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
 
 def _work(workload: Workload) -> Work:
     model, tokens = workload.model, workload.tokens
-    forward, _ = block_work(workload)
-    blocks = model.layers * forward.flops * tokens
-    items = [
+    blocks = workload.total(lambda each: block_work(each)[0].flops) * tokens
+    items = tuple(
         Item(
             workload.element_bytes * matrix.active * matrix.outputs * tokens,
             2.0 * matrix.active_weights * tokens,
         )
-        for matrix in model.matrices
-    ]
+        for kind in model.order
+        for matrix in workload.parts[kind].model.matrices
+    )
     return Work(
         flops=blocks + model.head_flops * tokens,
         recomputed=blocks,
-        parameters=model.layers * workload.block_parameters * workload.element_bytes,
+        parameters=(workload.parameters - model.root_parameters) * workload.element_bytes,
         gradients=workload.element_bytes * workload.trained,
         state_read=STATE_BYTES * workload.trained,
         state_written=(STATE_BYTES + workload.element_bytes) * workload.trained,
-        between=model.layers * checkpointed_bytes(workload) * tokens,
-        items=tuple(items) * model.layers,
+        between=workload.total(checkpointed_bytes) * tokens,
+        items=items,
     )
 
 
 def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
-    forward = block_work(workload)[0] * workload.model.layers + head_work(workload)[0]
+    forward = workload.total(lambda each: block_work(each)[0]) + head_work(workload)[0]
     return Rates(
         flops=forward.flops / hardware.seconds(forward),
         link=min(hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s),
@@ -252,6 +252,6 @@ def _device_bytes(workload: Workload) -> float:
     full = workload.lora is None
     parameters = element * (root + _SLOTS * block)
     gradients = element * (root + block if full else workload.block_adapters)
-    one_block = block_bytes(workload)
+    one_block = max(map(block_bytes, workload.parts))
     loss = loss_bytes(workload) * model.vocabulary
     return parameters + gradients + max(one_block, loss) * workload.tokens

@@ -123,7 +123,11 @@ class Step:
         #: The last units of forward, which stay gathered into backward: up to so many parameters.
         self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
-        self._overhead_seconds = layers * overhead_seconds(workload, hardware)
+        self._overhead_seconds = workload.total(lambda each: overhead_seconds(each, hardware))
+        #: Forward and backward of segments, which are alike in most blocks.
+        self._works = {(units.head.kind, units.head.share): head_work(workload)}
+        for kind, share in {(segment.kind, segment.share) for segment in units.segments}:
+            self._works[kind, share] = block_passes(workload.parts[kind], share)
         #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
         self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
 
@@ -170,9 +174,9 @@ class Step:
             if unit not in self._gathered:
                 self._gathered[unit] = self._gather(unit, phase)
         arrived = [self._gathered[unit] for unit in needs]
-        work, passes = segment.forward, 1.0
-        if phase == "backward":
-            work, passes = segment.backward, 1 + self._workload.recomputed
+        backward = phase == "backward"
+        work = self._works[segment.kind, segment.share][backward]
+        passes = 1 + self._workload.recomputed if backward else 1.0
         seconds = self._hardware.seconds(work * self._workload.tokens)
         if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
