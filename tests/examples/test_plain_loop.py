@@ -57,7 +57,7 @@ def test_a_byte_that_no_closed_form_has_is_an_error() -> None:
     def added(ledger: Ledger, link: Link, phase: Phase, count: int) -> None:
         add(ledger, link, phase, count + (link == "inter_node"))
 
-    arguments = "--nodes 2 --layers 1 --steps 1 --accumulation 1".split()
+    arguments = ["--nodes", "2", "--layers", "1", "--steps", "1", "--accumulation", "1"]
     sentence = rf"^rank {dist.get_rank()} sent \d+ bytes between nodes, not \d+$"
     with mock.patch.object(Ledger, "add", added), pytest.raises(SystemExit, match=sentence):
         printed(plain_loop, arguments, ranks_per_node=1)
