@@ -166,6 +166,12 @@ def test_the_changelog_ends_its_unreleased_part_with_the_version_before() -> Non
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
+def test_each_change_is_one_sentence() -> None:
+    entries = re.findall(r"^- (.*(?:\n  .*)*)", CHANGELOG, re.MULTILINE)
+    assert entries
+    assert [each for each in entries if len(re.findall(r"[.!?](?=\s+[^a-z]|$)", each)) != 1] == []
+
+
 def test_hooks_run_what_make_lint_runs() -> None:
     (local,) = of_yaml(".pre-commit-config.yaml")["repos"]
     assert local["repo"] == "local"
