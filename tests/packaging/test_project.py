@@ -104,6 +104,7 @@ def test_licence_and_citation() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == "Apache-2.0"
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## [{citation['version']}] – {citation['date-released']}\n" in CHANGELOG
     (paper,) = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2602.06499"
 
