@@ -146,5 +146,5 @@ def test_the_lines_of_the_readme_need_nothing_else(
     assert adapted.startswith("model = get_peft_model(")
     program = example.with_name("program.py")
     program.write_text(f"{BEFORE}{lines}{AFTER}")
-    printed = launched(python, clean, program).splitlines()
-    assert sorted(printed) == ["learns", "learns", "refused", "refused"]
+    printed = launched(python, clean, program)  # both ranks', in any order
+    assert (printed.count("learns"), printed.count("refused")) == (2, 2), printed
