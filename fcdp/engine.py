@@ -21,7 +21,6 @@ from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs, Exact
 from fcdp.counts import Ledger
-from fcdp.delta.difference import prepare
 from fcdp.delta.economy import Economy
 from fcdp.delta.on_device import Sizes
 from fcdp.delta.sent import Base, Sent
@@ -141,8 +140,6 @@ class Engine:
         self._slices = slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
-        if self._economies and streams.on_host:
-            prepare()
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}

@@ -96,11 +96,11 @@ def follow_optimizers(follower: Follower) -> None:
     _followers.add(follower)
     if not _hooked:
         _hooked = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        # Here, as it imports torch's compiler, which takes as long as importing all of FSDP2.
+        register_optimizer_step_pre_hook(untraced(_before_step))
+        register_optimizer_step_post_hook(untraced(_after_step))
 
 
-@untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Call followers before a step: one with a closure, once that has computed gradients."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -127,7 +127,6 @@ def _notify(optimizer: Optimizer) -> None:
         follower.before_step(optimizer)
 
 
-@untraced
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for follower in [*_followers]:
         follower.after_step(optimizer)

@@ -13,7 +13,7 @@ trap 'rm -rf "$tools"' EXIT
 cp constraints.txt "$tools/pins.txt"
 # What the set-up itself uses is pinned as well: pip, and what builds DeepSpeed and this project.
 printf '%s\n' pip setuptools wheel |
-    "$tools/venv/bin/uv" pip compile --quiet --universal --python-version 3.10 --group all \
+    "$tools/venv/bin/uv" pip compile --quiet --universal --python-version 3.10 --all-extras --group all \
         --no-header --no-annotate --output-file "$tools/pins.txt" "$@" pyproject.toml -
 {
     echo "# Exact versions of everything that \`make\` installs. Made by \`make pins\` from pyproject.toml:"

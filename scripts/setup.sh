@@ -118,7 +118,7 @@ install_torch() { # install_torch VERSION
 
 install_project() {
     pip_install --constraint constraints.txt --no-build-isolation \
-        --group experiments --group analysis --group tests --group docs --editable .
+        --group experiments --group analysis --group tests --group docs --editable '.[differences]'
 }
 
 # DeepSpeed is compiled from source, in this environment and not in one of pip's, with none of its

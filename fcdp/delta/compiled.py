@@ -1,9 +1,9 @@
-"""Loops over arrays on the host as machine code."""
+"""Loops over arrays on the host as machine code, and the packages that only differences need."""
 
 import functools
 import importlib
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,20 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def extra(name: str) -> Any:
+    """Import a package of the wheel's extra when it is used: most runs have no codec.
+
+    Raises ``ValueError`` that names the extra where the package is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"fcdp.Delta, fcdp.Exact and compressed publications need {name}, which cannot be "
+            f'imported ({error}): pip install "fcdp[differences]"'
+        ) from error
+
+
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a function of arrays and numbers when it is called first.
 
@@ -28,8 +42,7 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.cache
     def loop() -> Callable[_P, _R]:
-        # Imported on first use: it takes half a second, which a run without codecs is spared.
-        compiler = importlib.import_module("numba")
+        compiler = extra("numba")
         try:
             made: Callable[_P, _R] = compiler.njit(nogil=True, cache=True)(function)
         except RuntimeError:  # neither place can be written

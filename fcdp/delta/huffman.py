@@ -4,26 +4,15 @@ Repetitions are not searched for: looking takes as long as all of the rest, and 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fcdp.checksum import bytes_of
+from fcdp.delta.compiled import extra
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-_OPTIONS: Mapping[int, int] = {
-    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
-    zstd.CompressionParameter.min_match: 7,
-    zstd.CompressionParameter.hash_log: 6,
-    zstd.CompressionParameter.target_length: 2**17,  # bytes that a search leaps over
-    # ZSTD_c_literalCompressionMode, which has no name in Python: codes though nothing is searched.
-    1002: 1,
-    zstd.CompressionParameter.content_size_flag: 0,
-}
+#: Part of Python from 3.14 on.
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
@@ -31,7 +20,18 @@ def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
 
     Codes are chosen anew each 2^window bytes, 10 ≤ window ≤ 17; each choice takes some 60 bytes.
     """
-    coder = zstd.ZstdCompressor(options={**_OPTIONS, zstd.CompressionParameter.window_log: window})
+    zstd = extra(ZSTD)
+    options = {
+        zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+        zstd.CompressionParameter.min_match: 7,
+        zstd.CompressionParameter.hash_log: 6,
+        zstd.CompressionParameter.window_log: window,
+        zstd.CompressionParameter.target_length: 2**17,  # bytes that a search leaps over
+        # ZSTD_c_literalCompressionMode, which Python does not name: codes though nothing is found.
+        1002: 1,
+        zstd.CompressionParameter.content_size_flag: 0,
+    }
+    coder = zstd.ZstdCompressor(options=options)
     written = [coder.compress(bytes_of(part), coder.FLUSH_BLOCK) for part in parts]
     data = bytearray().join([*written, coder.flush()])
     return torch.frombuffer(data, dtype=torch.uint8)
@@ -39,6 +39,7 @@ def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
 
 def read(data: torch.Tensor, most: int) -> torch.Tensor | None:
     """Decode ``data`` (uint8) to bytes (uint8); ``None`` if damaged or not 1 to ``most``."""
+    zstd = extra(ZSTD)
     coder = zstd.ZstdDecompressor()
     try:
         decoded = bytearray(coder.decompress(bytes_of(data), most + 1))

@@ -17,6 +17,7 @@ from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
+from fcdp.delta.difference import prepare
 from fcdp.delta.packing import places
 from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
@@ -113,8 +114,8 @@ def publish(
         Bytes and words of all ranks.
 
     Raises:
-        ValueError: For ``anchor_every`` below 1, a ``dtype`` of integers, and where nothing is to
-            be published.
+        ValueError: For ``anchor_every`` below 1, a ``dtype`` of integers, ``compressed`` without
+            the packages of ``fcdp[differences]``, and where nothing is to be published.
         ImportError: Without safetensors.
         RuntimeError: On every rank if any rank could not write; the next publication starts anew.
 
@@ -134,6 +135,8 @@ def publish(
         raise ValueError(f"dtype = {dtype}: must be of floating-point numbers, or None")
     library()
     engine = engine_of(model)
+    if compressed:
+        on_all_ranks("compressed = True", engine.topology, prepare)
     engine.staleness.conclude()
     options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
     # Taken out until it succeeds: a publisher that has failed is not used again.

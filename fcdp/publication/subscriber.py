@@ -62,8 +62,8 @@ class Subscriber:
             The version that the state holds now; ``None`` if there is none yet.
 
         Raises:
-            ValueError: For a damaged file, one of another run, or one that does not fit the state,
-                and no later anchor.
+            ValueError: For a damaged file, one of another run, one that does not fit the state, or
+                a compressed one without the packages of ``fcdp[differences]``, and no later anchor.
             RuntimeError: Where versions are missing that later ones lead from. After either the
                 state holds ``version`` still; the next anchor heals it.
         """

@@ -15,7 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 import fcdp
+from fcdp.public import __all__ as public_names
 from scripts.documentation import SETTING
+from tests.docs import table
 from tests.ranks import Pools
 
 _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
@@ -85,6 +87,13 @@ def test_what_the_function_itself_raises_is_described() -> None:
 def test_each_has_an_example() -> None:
     named = [name for name in PUBLIC if name not in _DECLARED]
     assert [name for name in named if ">>> " not in sections(PUBLIC[name]).get("Example", "")] == []
+
+
+def test_each_is_called_stable_or_not_once() -> None:
+    rows = table("reference.md", "stability")
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row["Names of `fcdp`"])]
+    assert sorted(named) == sorted([*public_names, "integrations"])
+    assert [row["In a minor version"] for row in rows] == ["stable", "may change"]
 
 
 def run_examples() -> dict[str, str]:

@@ -1,16 +1,19 @@
-"""The plain loop trains, prints what it says, and moves as little as FCDP promises."""
+"""The plain loop trains, prints what it says, and moves the bytes of its closed form."""
 
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from examples import plain_loop
+from fcdp.counts import Ledger, Link, Phase
 from tests import programs
 from tests.examples.launch import printed
 from tests.programs import ROOT
-from tests.ranks import Pools
+from tests.ranks import Pools, on_ranks
 
 STEP = re.compile(r"step (\d+): loss (\d\.\d{4}), gradient norm \d+\.\d{3}")
 
@@ -36,13 +39,28 @@ def test_lora_sends_frozen_weights_once(ranks: Pools) -> None:
     # Across nodes: the root and two blocks once ever, the adapters, which share a unit, once a
     # step. From the cache: the rest of 2 micro-batches × 3 steps, in forward for all four units
     # and in backward for the two blocks.
-    assert lines[3] == "30 gathers from the cache, 6 across nodes"
-    assert {line.partition(":")[0] for line in lines[4:]} == {
-        "inter_node",
-        "intra_node",
-        "device_to_host",
-        "host_to_device",
-    }
+    assert "hits 30 (83% of gathers), misses 6" in lines
+    links = ("between nodes", "inside the node", "host to device", "device to host")
+    assert tuple(line[:15].rstrip() for line in lines[4:8]) == links
+    # Of its largest shards, a rank's: the frozen ones once, adapters and their gradients per step.
+    block = 64 * (3 + 1 + 4 + 4) * 64 + (3 + 1 + 4 + 1) * 64
+    frozen = (256 + 64) * 64 + 256 * 64 + 256 + 2 * block
+    adapters = 2 * 2 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64))
+    sent = frozen + 3 * 2 * adapters  # 4 bytes, of a fourth each
+    assert lines[-1] == f"between nodes {sent:,} bytes, by the closed form {sent:,}"
+
+
+@on_ranks(2)
+def test_a_byte_that_no_closed_form_has_is_an_error() -> None:
+    add = Ledger.add
+
+    def added(ledger: Ledger, link: Link, phase: Phase, count: int) -> None:
+        add(ledger, link, phase, count + (link == "inter_node"))
+
+    arguments = ["--nodes", "2", "--layers", "1", "--steps", "1", "--accumulation", "1"]
+    sentence = rf"^rank {dist.get_rank()} sent \d+ bytes between nodes, not \d+$"
+    with mock.patch.object(Ledger, "add", added), pytest.raises(SystemExit, match=sentence):
+        printed(plain_loop, arguments, ranks_per_node=1)
 
 
 def test_torchrun_starts_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -58,4 +76,4 @@ def test_torchrun_starts_it(request: pytest.FixtureRequest, tmp_path: Path) -> N
     assert losses[-1] < losses[0]
     # Two units: once a step each across nodes; each again in the second micro-batch, and the
     # block in both backwards.
-    assert "12 gathers from the cache, 6 across nodes" in output
+    assert "hits 12 (67% of gathers), misses 6" in output

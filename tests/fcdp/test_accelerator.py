@@ -1,13 +1,13 @@
 """The accelerator for tests notices what nothing orders, and nothing else."""
 
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 
 from tests.ranks import Pools
 
@@ -85,10 +85,7 @@ CASES: dict[str, tuple[Callable[[Any, bool], list[float]], list[float]]] = {
         (memory_used_anew, [2.0] * 4),
         (host_reads, [1.0] * 4),
         (hosts_sum_up, [4.0] * 4),
-        (
-            checksum_of_the_host,
-            [float(xxhash.xxh3_64_intdigest(struct.pack("4f", *[1.0] * 4)) >> 1)],
-        ),
+        (checksum_of_the_host, [float(zlib.crc32(struct.pack("4f", *[1.0] * 4)))]),
         (own_part_of_a_gather, [1.0, 2.0]),
         (a_thread_of_the_host, [1.0] * 4),
     )

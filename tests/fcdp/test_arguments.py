@@ -2,18 +2,23 @@
 
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.arguments import Setup
 from fcdp.cache.cache import Safety
 from fcdp.codec import Codecs
+from fcdp.delta import huffman
+from fcdp.delta.difference import prepare
 from fcdp.engine import engine_of
 from tests.fcdp.training import Settings, batches, captured, loss_of, make_model, topology_of
 from tests.ranks import Pools, on_ranks
@@ -73,6 +78,26 @@ def test_mistakes_are_refused_and_leave_the_model_as_it_was() -> None:
             fcdp.shard(**{"model": model, "topology": topology, "units": model.blocks, **wrong})
         assert not fcdp.is_cached(model)
     fcdp.shard(model, topology, units=model.blocks)
+
+
+@on_ranks(4)
+def test_a_codec_whose_packages_a_rank_lacks_is_refused_on_all_before_anything_is_sharded() -> None:
+    model, topology = make_model(SETTINGS), topology_of(4, 1)
+    whole, asked = fully_shard(make_model(SETTINGS)), re.escape('pip install "fcdp[differences]"')
+    missing = {huffman.ZSTD: None} if topology.rank == 3 else {}
+    for codec in ({"gather_codec": fcdp.Delta()}, {"reduce_codec": fcdp.Exact()}):
+        prepare.cache_clear()
+        error = ValueError if missing else RuntimeError
+        with mock.patch.dict(sys.modules, missing):
+            with pytest.raises(error, match=asked):
+                fcdp.shard(model, topology, **codec)
+            with pytest.raises(error, match=asked):
+                fcdp.cache_parameters(whole, topology, **codec)
+        assert not fcdp.is_cached(whole)
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        fcdp.shard(make_model(SETTINGS), topology, **codec)
+    with mock.patch.dict(sys.modules, missing):
+        fcdp.shard(model, topology, gather_codec=fcdp.BlockInt8())
 
 
 def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> None:

@@ -33,8 +33,11 @@ GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
 ALL = GROUPS.pop("all")
 #: A group that `make` does not install: users add it to their environments.
 IMAGES = GROUPS.pop("images")
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 LISTED = [
-    Requirement(line) for lines in (PROJECT["dependencies"], *GROUPS.values()) for line in lines
+    Requirement(line)
+    for lines in (PROJECT["dependencies"], *EXTRAS.values(), *GROUPS.values())
+    for line in lines
 ]
 PYTHONS = ["3.10.12", "3.11.2", "3.12.3", "3.13.5", "3.14.0"]
 

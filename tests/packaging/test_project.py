@@ -124,6 +124,7 @@ def test_licence_and_citation() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == "Apache-2.0"
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## [{citation['version']}] – {citation['date-released']}\n" in CHANGELOG
     (paper,) = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2602.06499"
 
@@ -184,6 +185,12 @@ def test_the_changelog_ends_its_unreleased_part_with_the_version_before() -> Non
     assert dates == sorted(dates, reverse=True)
     kinds = set(re.findall(r"^### (.+)$", CHANGELOG, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_each_change_is_one_sentence() -> None:
+    entries = re.findall(r"^- (.*(?:\n  .*)*)", CHANGELOG, re.MULTILINE)
+    assert entries
+    assert [each for each in entries if len(re.findall(r"[.!?](?=\s+[^a-z]|$)", each)) != 1] == []
 
 
 def test_hooks_run_what_make_lint_runs() -> None:

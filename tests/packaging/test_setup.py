@@ -102,7 +102,7 @@ def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     assert torch.endswith(f"https://download.pytorch.org/whl/cpu {pin('torch')}+cpu")
     pinned = "--constraint constraints.txt --no-build-isolation"
     groups = "--group experiments --group analysis --group tests --group docs"
-    assert rest == f"{pinned} {groups} --editable ."
+    assert rest == f"{pinned} {groups} --editable .[differences]"
     assert deepspeed == f"{pinned} --group baselines"
 
 

@@ -65,6 +65,14 @@ def test_a_loop_is_that_of_python() -> None:
     assert [loop(np.arange(count)) for count in (0, 5)] == [0, 10]
 
 
+def test_a_package_that_is_missing_is_asked_for_by_the_name_of_the_extra() -> None:
+    loop = compiled(_sum)
+    asked = pytest.raises(ValueError, match=r'need numba.*: pip install "fcdp\[differences\]"')
+    with mock.patch.dict(sys.modules, {"numba": None}), asked:
+        loop(np.arange(5))
+    assert loop(np.arange(5)) == 10
+
+
 def test_it_runs_where_no_folder_can_keep_it() -> None:
     compiler, options = numba.njit, []
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from fcdp.delta import exponents
+from fcdp.delta.compiled import extra
 from fcdp.delta.difference import CHUNK, apply, encode
-from fcdp.delta.huffman import zstd
+from fcdp.delta.huffman import ZSTD
 from tests.fcdp.delta import arrives
 
+zstd = extra(ZSTD)
 #: Words: about a block, a granule, a chunk.
 COUNTS = (1, 2, 255, 256, 257, 5000, CHUNK, CHUNK + 3)
 

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcdp.delta import difference, gaps, huffman
+from fcdp.delta.compiled import extra
 from fcdp.delta.difference import CHUNK, Coding, apply, encode
-from fcdp.delta.huffman import zstd
+from fcdp.delta.huffman import ZSTD
 from tests.fcdp.delta import arrives
 
+zstd = extra(ZSTD)
 CODINGS: tuple[Coding, ...] = ("entropy", "ordered")
 
 
