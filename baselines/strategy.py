@@ -158,6 +158,11 @@ class Trainable:
         return None
 
     @property
+    def reduce_dtype(self) -> str | None:
+        """The dtype that gradients are reduced in, of an engine that says it."""
+        return None
+
+    @property
     def host_cache_bytes(self) -> int | None:
         """Host memory that is taken for gathered parameters; ``None`` without any."""
         return None if self.cache is None else self.cache.host_bytes

@@ -48,6 +48,9 @@ class Ledger:
             (``fcdp.accumulate``).
         peak_pending_bytes: The most of these since ``reset``.
         residual_bytes: What error feedback keeps of reductions, in device memory.
+        reduce_dtypes: Names of the dtypes that gradients have been reduced in so far. Where
+            ``MixedPrecisionPolicy`` names none, it is the dtype that parameters are gathered in
+            before torch 2.15, and from 2.15 on the parameters' own.
 
     Example:
         >>> model(torch.ones(1, 8)).sum().backward()
@@ -66,6 +69,7 @@ class Ledger:
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
     residual_bytes: int = 0
+    reduce_dtypes: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
         links = ", ".join(
@@ -97,6 +101,8 @@ class Ledger:
         served = self.hits + self.misses
         share = f" ({self.hits / served:.0%} of gathers)" if served else ""
         lines.append(f"hits {self.hits}{share}, misses {self.misses}")
+        if self.reduce_dtypes:
+            lines.append(f"gradients reduced in {', '.join(sorted(self.reduce_dtypes))}")
         held = {
             "cache on the host": self.host_cache_bytes,
             "cache on the device": self.device_cache_bytes,

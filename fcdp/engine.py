@@ -194,7 +194,7 @@ class Engine:
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
         if not on_host:
-            fsdp2.allow_two_reductions(unit.module)
+            fsdp2.allow_two_reductions(unit.module, unit.group)
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:

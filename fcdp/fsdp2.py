@@ -240,13 +240,13 @@ def reduce_dtype(group: Any) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def allow_two_reductions(module: FSDPModule) -> None:
-    """Let a module's reduction be under way while another one's is, unless a user chose a number.
+def allow_two_reductions(module: FSDPModule, group: Any) -> None:
+    """Let a group's reduction be under way while another one's is, unless a user chose a number.
 
     FSDP2's default makes backward wait for the reduction of the unit before, which crosses nodes.
     One more buffer makes backward wait for the one before that. No torch before 2.13 can do so.
     """
-    if _COUNTS_BUFFERS and param_groups(module)[0].reduce_scatter_max_input_buffers == 1:
+    if _COUNTS_BUFFERS and group.reduce_scatter_max_input_buffers == 1:
         module.set_reduce_scatter_max_input_buffers(2, recurse=False)
 
 

@@ -131,7 +131,8 @@ class Waiting(torch.Tensor):
     """The gradient of one parameter before the step's last micro-batch. It takes no memory.
 
     FSDP2 gets one for a whole unit as the output of a reduction that does not cross nodes; it
-    divides that, cuts it up and adds the parts to those in ``.grad``, none of which does anything.
+    divides that, casts it, cuts it up and adds the parts to those in ``.grad``, none of which does
+    anything.
     Whoever reads a part gets a ``RuntimeError``. Zeroing it, in whatever way, gives up what waits:
     from then on it is zeros, as with FSDP2. Nothing waits for the device.
     """
@@ -176,8 +177,14 @@ class Waiting(torch.Tensor):
             return None if isinstance(first, list) else first
         if isinstance(first, Waiting) and not first.zeroed:
             adds = func is _aten.add_.Tensor and isinstance(others[0], Waiting)
-            if adds or func is _aten.detach.default or (first._whole and func is _aten.div_.Tensor):
+            same = func in (_aten.detach.default, _aten.clone.default)
+            if adds or same or (first._whole and func is _aten.div_.Tensor):
                 return first
+            if func.namespace == "fsdp":  # FSDP2 notes which stream reads it
+                return None
+            if first._whole and func is _aten.slice.Tensor:  # parameters of one gradient dtype
+                numel = others[2] - others[1]
+                return Waiting((numel,), (1,), first.dtype, first.device, whole=True)
             if func is _aten.as_strided.default:
                 return Waiting(others[0], others[1], first.dtype, first.device)
             if func is _aten._to_copy.default:

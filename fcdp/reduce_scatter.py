@@ -121,6 +121,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         topology = self._topology
         topology.failures.backward_runs()
+        self._ledger.reduce_dtypes.add(str(input_tensor.dtype).removeprefix("torch."))
         if self._world is not None:
             with profiled("reduce_inter", self._unit.name), topology.failures.waiting():
                 ring_reduce_scatter(output_tensor, input_tensor, op, self._world)

@@ -139,6 +139,10 @@ class FCDP(FSDP2):
         return node_bytes(fcdp.ledger(self.model), self.job.topology)
 
     @property
+    def reduce_dtype(self) -> str:
+        return ", ".join(sorted(fcdp.ledger(self.model).reduce_dtypes))
+
+    @property
     def cache(self) -> CacheUse:
         engine, ledger = engine_of(self.model), fcdp.ledger(self.model)
         entries: Counter[str] = Counter()

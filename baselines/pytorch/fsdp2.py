@@ -96,9 +96,9 @@ def shard_each(model: nn.Module, job: Job, mesh: DeviceMesh, **more: Any) -> Non
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy to gather, compute and reduce in ``dtype``; PyTorch's default for float32."""
-    if dtype == torch.float32:
-        return MixedPrecisionPolicy()
+    """The policy to gather, compute and reduce in ``dtype``, whatever this torch's default is."""
+    if dtype == torch.float32:  # the parameters' own: inputs need no cast
+        return MixedPrecisionPolicy(reduce_dtype=dtype)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 

@@ -91,6 +91,8 @@ class Measurement(Strict):
     inter_node_bytes_closed_form: float | None
     #: Bytes a step of one node by link and phase, from the strategy's own ledger if it keeps one.
     ledger_bytes_per_step: dict[str, dict[str, float]] | None
+    #: The dtype that gradients were reduced in, by that ledger; ``None`` in older records.
+    reduce_dtype: str | None = None
     #: Resident set of the largest rank process at its peak, in bytes.
     peak_host_bytes: int
     #: Host cache of one rank, in bytes; page-locked on CUDA.

@@ -315,6 +315,7 @@ class _Training:
             inter_node_bytes_closed_form=None if self.objective else trainable.closed_form_bytes,
             ledger_bytes_per_step=counts["ledger"]
             and {link: _mean([phases], cell.steps) for link, phases in counts["ledger"].items()},
+            reduce_dtype=trainable.reduce_dtype,
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,

@@ -96,6 +96,27 @@ def test_reductions_travel_in_the_reduce_dtype(ranks: Pools) -> None:
     assert sent[torch.float32]["forward"] == sent[torch.bfloat16]["forward"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_reductions_without_a_reduce_dtype_travel_in_what_this_torch_takes_for_it(
+    ranks: Pools, dtype: torch.dtype | None
+) -> None:
+    """Until torch 2.14 that is the dtype of gathers, from 2.15 on the parameters' own."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    taken = dtype or (torch.float32 if release >= (2, 15) else torch.bfloat16)
+    settings = Settings(2, 2, param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    result = ranks.run(4, train, settings, "fcdp")[0]
+    assert result.reduce_dtypes == {str(taken).removeprefix("torch.")}
+    numel = ranks.run(4, reduced_numel, settings, taken)[0]
+    assert node_bytes(result, settings, "inter_node", "reduce") == numel / 2 * taken.itemsize
+
+
+def reduced_numel(settings: Settings, dtype: torch.dtype) -> int:
+    """Padded elements of all units, each of which says that it is reduced in this dtype."""
+    units = engine_of(Run(settings).model).units
+    assert {unit.reduce_dtype for unit in units} == {dtype}
+    return settings.world_size * sum(unit.shard_numel for unit in units)
+
+
 def test_a_single_node_crosses_nothing_and_stores_nothing(ranks: Pools) -> None:
     result = ranks.run(2, train, Settings(1, 2), "fcdp")[0]
     assert set(result.ledger) == {"intra_node"}

@@ -289,14 +289,14 @@ class Parameter:
 
     def __init__(self) -> None:
         self.unsharded_accumulated_grad: torch.Tensor | None = None
-        self.unsharded_param = torch.ones(2)
+        self._unsharded_param = torch.ones(2)
 
     @property
     def state(self) -> str:
         """Whether it has no gradient, zeros or ones."""
         grad = self.unsharded_accumulated_grad
         if grad is None:
-            grad = getattr(getattr(self, "_unsharded_param", None), "grad", None)
+            grad = self._unsharded_param.grad
         return "-" if grad is None else str(int(grad.sum()) // 2)
 
 
@@ -310,7 +310,7 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
         with reducer.reduce.accumulating():
             for _ in range(times):
                 for param, has in zip(group.fsdp_params, present, strict=True):
-                    param.unsharded_accumulated_grad = torch.ones(2) if has == "1" else None
+                    param._unsharded_param.grad = torch.ones(2) if has == "1" else None
                 group.post_backward()
         assert "post_backward" not in vars(group)
         return " ".join(group.reduced)
@@ -322,10 +322,9 @@ def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() ->
     assert micro_batch("1000") == "1-0-"
     assert micro_batch("0000", times=2) == "0-0- ----"  # reduced once, as zeros
     assert micro_batch("0001", times=2) == "0-01 0-01"
-    whole = SimpleNamespace(grad=torch.ones(2))  # not yet moved to where FSDP2 accumulates
-    group.fsdp_params[0]._unsharded_param = whole
+    group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(2)  # where FSDP2 adds them up
     assert micro_batch("0000") == "1-00"
-    whole.grad = None
+    group.fsdp_params[0].unsharded_accumulated_grad = None
     assert micro_batch("0000") == "0-00"
 
 

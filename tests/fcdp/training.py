@@ -122,6 +122,7 @@ class Result:
     ledger: dict[str, dict[str, int]] | None
     hits: int = 0
     misses: int = 0
+    reduce_dtypes: set[str] = field(default_factory=set)
 
 
 def topology_of(nodes: int, ranks_per_node: int) -> fcdp.Topology:
@@ -262,7 +263,15 @@ def train(settings: Settings, engine: str) -> Result:
     if engine == "fsdp2":
         return Result(loss_values, norm_values, params, None)
     counts = fcdp.ledger(model)
-    return Result(loss_values, norm_values, params, counts.snapshot(), counts.hits, counts.misses)
+    return Result(
+        loss_values,
+        norm_values,
+        params,
+        counts.snapshot(),
+        counts.hits,
+        counts.misses,
+        counts.reduce_dtypes,
+    )
 
 
 @contextmanager

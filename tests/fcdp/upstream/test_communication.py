@@ -168,6 +168,7 @@ SETTINGS = [
     ("set_reduce_scatter_unused_params", True),
     ("set_force_sum_reduction_for_comms", True),
     ("set_requires_all_reduce", False),
+    ("set_keep_unsharded_storage", True),
 ]
 
 

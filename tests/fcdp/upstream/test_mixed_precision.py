@@ -1,11 +1,15 @@
 """Casts of parameters, inputs and outputs: by module, in several dtypes, with odd sub-modules."""
 
+from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fcdp
 from tests.fcdp.upstream.models import MLP, mlps
 from tests.fcdp.upstream.running import PAIR, Run, cases, steps, train_on
 
@@ -100,3 +104,49 @@ def test_frozen_parameters_of_another_dtype_in_one_group(run: Run) -> None:
             loss = model(run.input(4, 8, step=step)).sum()
         run.see(f"loss {step}", loss)
         loss.backward()
+
+
+of_2_15 = pytest.mark.skipif(
+    "param_dtype_override_fn" not in signature(MixedPrecisionPolicy).parameters,
+    reason="dtypes of single parameters come with torch 2.15",
+)
+
+
+class Scaled(nn.Module):
+    """A matrix, and factors that are to be wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.matrix = nn.Linear(16, 16, bias=False)
+        self.factors = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.matrix(x) * self.factors
+        return y
+
+
+@of_2_15
+@cases((None,), (FP32,), shapes=ON_TWO)
+def test_some_parameters_keep_their_dtype(run: Run, reduce: Any) -> None:
+    policy: Any = MixedPrecisionPolicy
+    narrow = policy(BF16, reduce, param_dtype_override_fn=lambda p: FP32 if p.ndim == 1 else None)
+    model = run.set_up(nn.Sequential(Scaled(), Scaled()), mp_policy=narrow)
+    train_on(run, model, 4, 16)
+
+
+@of_2_15
+@cases((True,), (False,), shapes=ON_TWO)
+def test_gradients_of_one_unit_have_dtypes_of_their_own(run: Run, alike: bool) -> None:
+    """FCDP adds micro-batches up in fp32, so gradients are whole numbers, which bf16 holds."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for param in model.parameters():
+        param.data.fill_(1)
+        if alike or param.ndim == 1:
+            param.grad_dtype = BF16
+    run.set_up(model, [model])
+    for micro in range(3):
+        together = fcdp.accumulate(model, last=micro == 2) if run.cached else nullcontext()
+        with together:
+            model(torch.full((1, 8), 1.0 + run.topology.rank)).sum().backward()
+    run.see_gradients(model)
