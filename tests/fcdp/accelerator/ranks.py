@@ -106,6 +106,8 @@ def _new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
 def _one_process() -> Iterator[None]:
     """Give each thread a world of process groups."""
     with (
+        # Which torch 2.11's own destroy_process_group clears, and its world of threads lacks.
+        mock.patch.object(ThreadLocalWorld, "comms", [], create=True),
         mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
         mock.patch.object(FSDPParam, "reset_sharded_param", _reset_sharded_param),
         mock.patch("torch.accelerator.current_stream", _current_stream),
