@@ -92,6 +92,7 @@ def run(release: str, short: bool) -> list[Suite]:
 
     Raises ``ChildProcessError`` where pytest could not run them.
     """
+    commit = _commit()  # before the minutes in which the tree may change
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu"]
@@ -112,14 +113,14 @@ def run(release: str, short: bool) -> list[Suite]:
         status = subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
         if status not in (0, 1):
             raise ChildProcessError(f"pytest ended with status {status}: the lines above say why")
-        return count(release, ElementTree.parse(report).getroot())
+        return count(release, commit, ElementTree.parse(report).getroot())
 
 
-def count(release: str, report: ElementTree.Element) -> list[Suite]:
+def count(release: str, commit: str, report: ElementTree.Element) -> list[Suite]:
     """Count the tests of pytest's report by suite."""
     today = datetime.now(timezone.utc).date().isoformat()
-    made = (metadata.version("torch"), today, _commit())
-    suites = {name: Suite(release, made[0], name, *made[1:]) for name in SUITES}
+    torch = metadata.version("torch")
+    suites = {name: Suite(release, torch, name, today, commit) for name in SUITES}
     for case in report.iter("testcase"):
         module = case.attrib["classname"]  # where it was collected; its file may be a decorator's
         suite = suites[suite_of(module)]

@@ -29,7 +29,7 @@ REPORT = """<testsuites><testsuite>
 
 
 def counted(release: str) -> list[Suite]:
-    return versions.count(release, ElementTree.fromstring(REPORT))
+    return versions.count(release, "0123abcd", ElementTree.fromstring(REPORT))
 
 
 def test_tests_are_counted_by_the_suite_that_names_their_module_most_exactly() -> None:
@@ -104,7 +104,7 @@ def test_the_weekly_run_has_every_release_and_a_nightly_one_that_may_fail() -> N
 
 def test_a_run_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUITES, "walk", ("tests/fcdp/test_nothing.py",))
-    ended = versions.subprocess.CompletedProcess([], 4)
+    ended = versions.subprocess.CompletedProcess([], 4, stdout="")
     monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(ChildProcessError, match="pytest ended with status 4"):
         versions.run("2.15.0", short=True)
