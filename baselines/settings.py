@@ -112,7 +112,7 @@ def _carry_whole_values(value: str, info: ValidationInfo) -> str:
 class PaperSettings(Settings):
     """Settings of the FCDP paper's own system."""
 
-    #: Cache policy, as ``fcdp.cache.named`` reads it.
+    #: Cache policy: a name, or a user's class as ``package.module:Class(size=1 GiB)``.
     policy: Annotated[str, _later("Policy")] = "host"
 
 

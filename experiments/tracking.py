@@ -1,10 +1,10 @@
 """Weights & Biases, fed from the records: while cells run, and once all are finished.
 
 The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
-the tables and figures. While a cell runs, ``Live`` logs its steps: rank 0 appends each to
-``progress.jsonl``, and a thread of the runner reads on there, with the time that rank 0 gives, so
-that W&B's clock is the training's. A run that is not whole then, whatever went wrong, ``export``
-writes again under the same id, which resumes it online. A failure is a warning.
+the tables and figures. While a cell runs, ``Live`` logs its steps as the record will have them:
+each rank appends them to a file that a thread of the runner reads, with the time that rank 0 gives;
+or, from nodes without a common folder, once the record is there. A run that is not whole then,
+``export`` writes again under the same id, which resumes it online. A failure is a warning.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -236,20 +237,16 @@ def cell_run(cell: Cell, started_at: str) -> WandbRun:
 
 def recorded_run(record: Record) -> WandbRun:
     """The W&B run of a cell that has ended: its history, its summary."""
-
-    def fill(run: Any) -> None:
-        if record.measurement is not None:
-            for step, point in enumerate(_history(record.measurement), start=1):
-                # With its number, a point that a resumed run has already is not added again.
-                run.log(point, step=step)
-        finish(run, record)
-
-    return replace(cell_run(record.cell, record.started_at), fill=fill)
+    return replace(cell_run(record.cell, record.started_at), fill=partial(finish, record=record))
 
 
-def finish(run: Any, record: Record | None) -> None:
-    """End the cell's W&B run with what only its record knows; as failed, if there is none."""
+def finish(run: Any, record: Record | None, logged: int = 0) -> None:
+    """Log the record's steps after ``logged``, and end the run: failed, if there is no record."""
     if record is not None:
+        history = _history(record.measurement) if record.measurement else []
+        for step, point in enumerate(history[logged:], start=logged + 1):
+            # With its number, a point that a resumed run has already is not added again.
+            run.log(point, step=step)
         run.tags = _tags(record)
         run.summary.update(_summary(record))
     run.finish(exit_code=0 if record is not None and record.state == "ok" else 1)
@@ -338,7 +335,7 @@ def _tags(record: Record) -> list[str]:
     cell, cluster = record.cell, record.cell.cluster
     shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
     link, cpu = format_link(cell.inter_bandwidth_bits_per_s), str(record.hardware.get("cpu", ""))
-    what = (cell.variant, cell.model.name, cell.tuning, link)
+    what = (cell.variant, *cell.choices, cell.model.name, cell.tuning, link)
     tags = (*what, record.evidence, cluster.kind, shape, cpu)
     return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
 
@@ -392,7 +389,7 @@ class Live(AbstractContextManager["Live"]):
         """Begin the cell's W&B run, and follow its steps from now on."""
         if self._mode == "disabled":
             return
-        arguments = cell_run(cell, started_at), directory
+        arguments = cell_run(cell, started_at), cell, directory
         self._ended.clear()
         self._follower = threading.Thread(
             target=self._follow, args=arguments, name="wandb", daemon=True
@@ -407,27 +404,30 @@ class Live(AbstractContextManager["Live"]):
             self._ended.set()
             follower.join()
 
-    def _follow(self, wandb_run: WandbRun, directory: Path) -> None:
+    def _follow(self, wandb_run: WandbRun, cell: Cell, directory: Path) -> None:
         """Log the cell's steps, then what its record has; runs are offline once W&B is lost."""
         try:
             run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
             if self._mode == "online":
                 self._link(run.url)
-            for step in self._steps(directory):
-                point = {"loss": step.loss, "step_seconds": step.seconds, "_timestamp": step.at}
-                run.log(point, step=step.step, commit=True)
-            finish(run, self._record)
+            logged = 0
+            for step in self._steps(directory, cell.cluster.nodes * cell.cluster.ranks_per_node):
+                point = {"loss": step.loss, "_timestamp": step.at}
+                if step.step > cell.warmup_steps:
+                    point["step_seconds"] = step.seconds
+                run.log(point, step=(logged := step.step), commit=True)
+            finish(run, self._record, logged)
         except Exception:
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
             mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
 
-    def _steps(self, directory: Path) -> Iterator[Step]:
+    def _steps(self, directory: Path, ranks: int) -> Iterator[Step]:
         """The steps as their lines are written, until the cell has ended."""
         seen, ended = 0, False
         while not ended:
             ended = self._ended.wait(_INTERVAL_S)
-            new = steps(directory, seen)
+            new = steps(directory, seen, ranks)
             seen += len(new)
             yield from new

@@ -68,7 +68,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
     if schedule.pairwise:
-        asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
+        kept = schedule.keeps_in(workload.policy) or ""
+        asked = 2 * len(units.units) if "disk" in kept or ":" in kept else 0  # or one's own class
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         per_exchange = pairwise if schedule.hierarchical else ring
         return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange

@@ -3,7 +3,7 @@
 ::
 
     records.jsonl     one line per finished cell; the truth that everything else is drawn from
-    cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/, checkpoint/ until it ends
+    cells/<cell id>/  cell.json, measurement.json, progress*.jsonl, logs/, checkpoint/ until it ends
     wandb/            the same figures as W&B runs
     report/           tables, figures, report
     earlier/<time>/   what stood here when the matrix was started afresh
@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from experiments.matrix.reader import Matrix
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.records.select import FILE
-from experiments.worker import CHECKPOINT, PROGRESS
+from experiments.worker import CHECKPOINT, PROGRESS, progress
 from simulation import files
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
@@ -32,7 +32,7 @@ RETRIED = ("failed", "timeout")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a cell that is running, as its rank 0 reports it."""
+    """One step of a cell that is running: rank 0's, or what a record has of all ranks."""
 
     step: int
     of: int
@@ -42,18 +42,27 @@ class Step:
     at: float
 
 
-def steps(directory: Path, start: int) -> list[Step]:
-    """Steps of the cell that runs here, from index ``start`` on, without an incomplete line."""
-    try:
-        lines = files.lines(directory / PROGRESS)
-    except OSError:  # The worker has not come to its first step yet.
-        return []
-    return [Step(**json.loads(line)) for line in lines[start:]]
+def steps(directory: Path, start: int, ranks: int) -> list[Step]:
+    """Steps that so many ranks have ended of the cell that runs here, from index ``start`` on.
+
+    Losses are means over ranks, seconds the slowest rank's. An incomplete line is left out.
+    """
+    by_rank: list[list[Step]] = []
+    for rank in range(ranks):
+        try:
+            lines = files.lines(directory / progress(rank))[start:]
+        except OSError:  # The worker has not come to its first step yet.
+            return []
+        by_rank.append([Step(**json.loads(line)) for line in lines])
+    return [
+        replace(of[0], loss=sum(s.loss for s in of) / ranks, seconds=max(s.seconds for s in of))
+        for of in zip(*by_rank, strict=False)
+    ]
 
 
 def last_step(directory: Path) -> Step | None:
-    """The newest of ``steps``; ``None`` before the first."""
-    return next(iter(steps(directory, -1)), None)
+    """The newest step of rank 0; ``None`` before the first."""
+    return next(iter(steps(directory, -1, 1)), None)
 
 
 class RunDirectory:
@@ -163,7 +172,7 @@ class RunDirectory:
         for left in path.iterdir():
             if left.is_dir() and left.name != CHECKPOINT:
                 shutil.rmtree(left)
-            elif goes_on and left.name == PROGRESS:
+            elif goes_on and left.match("progress*.jsonl"):
                 whole, _, _ = left.read_bytes().rpartition(b"\n")
                 left.write_bytes(whole + b"\n" if whole else b"")  # a kill may cut the last line
             elif not left.is_dir():

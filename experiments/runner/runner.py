@@ -51,7 +51,7 @@ class Observer(Protocol):
     """A listener to a run while it goes on."""
 
     def cell_started(self, cell: Cell, directory: Path, started_at: str) -> None:
-        """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there.
+        """The cell's ranks are about to start; each appends to its ``progress`` file in there.
 
         ``started_at`` is that of its record.
         """

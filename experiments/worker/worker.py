@@ -25,7 +25,7 @@ from experiments.clusters import start_barrier
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
-from experiments.worker import CHECKPOINT, PROGRESS, convolutional, models, objectives, workloads
+from experiments.worker import CHECKPOINT, convolutional, models, objectives, progress, workloads
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology
@@ -64,6 +64,7 @@ class _Training:
         self.cell = cell
         self.topology = topology
         self.output = output
+        self._progress = output / progress(topology.rank)
         # Only of iterations, and only before the end of warm-up: counting takes time.
         counts = not isinstance(cell.objective, CausalLM) and cell.warmup_steps > 0
         self.allocated = Allocated() if counts and self._device.type == "cpu" else None
@@ -118,6 +119,9 @@ class _Training:
         """
         cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
+        if self._progress.exists():  # steps after the checkpoint are trained again
+            lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
+            self._progress.write_text("".join(lines[: len(self.losses)]), encoding="utf-8")
         dist.barrier()
         if self.topology.rank == 0:
             start_barrier.wait(self.output)
@@ -243,8 +247,8 @@ class _Training:
                 "seconds": self.seconds[-1],
                 "at": time.time(),
             }
-            if self.topology.rank == 0:
-                with (self.output / PROGRESS).open("a", encoding="utf-8") as file:
+            if self.output.is_dir():  # which other nodes than the first may not see
+                with self._progress.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
     def _step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -232,6 +232,8 @@ ADDED = [
     ("data: {library: python, tokenizer: ./t}", "data.tokenizer: there is no file or folder ./t "),
     ("loss: mse", "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.mod"),
     ("loss: nowhere:mse", "loss: no module 'nowhere' in the current directory or among installed"),
+    ("policy: nowhere:Mine", "policy: policy = 'nowhere:Mine': cannot be imported: No module nam"),
+    ("policy: os:system(true)", "policy: policy = 'os:system(true)': is no class with a method"),
     ("objective: grpo", "objective: 'grpo' is not a mapping such as {kind: dpo}"),
     ("objective: {kind: gpro}",
      "objective.kind: unknown objective 'gpro'; did you mean 'grpo'? allowed: causal-lm, dpo, "),

@@ -24,7 +24,7 @@ from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory, Step, last_step
-from experiments.worker import CHECKPOINT, PROGRESS
+from experiments.worker import CHECKPOINT, PROGRESS, progress
 from simulation import files
 from tests.disks import full_disk
 from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
@@ -225,10 +225,12 @@ def test_what_failed_before_its_first_step_or_is_skipped_no_longer_runs(
 @pytest.mark.parametrize("written", [b'{"step": 1}\n{"step": 2}\n', b'{"step": 1}\n{"st', b'{"st'])
 def test_a_cell_that_goes_on_has_its_steps_so_far(written: bytes, directory: RunDirectory) -> None:
     cell = directory.new_cell("cell")
-    (cell / PROGRESS).write_bytes(written)
+    by_rank = [cell / progress(rank) for rank in (0, 1, 10)]
+    for file in by_rank:
+        file.write_bytes(written)
     (cell / CHECKPOINT).mkdir()
     directory.new_cell("cell")
-    assert (cell / PROGRESS).read_bytes() == written[: written.rfind(b"\n") + 1]
+    assert {file.read_bytes() for file in by_rank} == {written[: written.rfind(b"\n") + 1]}
     (cell / CHECKPOINT).rmdir()
     assert [*directory.new_cell("cell").iterdir()] == []
 

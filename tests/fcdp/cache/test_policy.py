@@ -4,7 +4,9 @@ Policies by name are parsed here too.
 """
 
 import pickle
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +158,86 @@ def test_names_stand_for_policies(text: str, policy: fcdp.CachePolicy) -> None:
         ("threshold(2)", "tau = 2.0"),
         ("budget(gpu=1)", "device, host and disk"),
         ("budget(host=much)", "'much' is not a size"),
+        ("budget(host=1, host=2)", "host is given twice"),
+        ("threshold(0.1, 0.2)", "is given twice"),
+        ("nowhere.at_all:Mine", "cannot be imported: No module named 'nowhere'"),
+        ("own_policies:", "allowed are none, device, host"),
+        ("own_policies:Nobody", "module 'own_policies' has no attribute 'Nobody'"),
+        ("own_policies:NoPolicy", "is no class with a method place"),
+        ("own_policies:called", "is no class with a method place"),
+        ("own_policies:Mine(size=1, much=2)", "unexpected keyword argument 'much'"),
+        ("own_policies:Mine(size=-1)", "size = -1: must be 0 or more; allowed are none, device"),
+        ("own_policies:Nowhere", "has no directory, which is None without the disk tier"),
+        ("broken_policies:Mine", "cannot be imported: not today"),
     ],
 )
+@pytest.mark.usefixtures("own")
 def test_anything_else_is_refused_with_what_is_allowed(text: str, words: str) -> None:
     with pytest.raises(ValueError, match="policy = ") as error:
         parse(text)
     assert words in str(error.value)
+    assert "allowed are none, device, host" in str(error.value)
+    assert "package.module:Class" in str(error.value)
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fcdp.cache.policy import Fixed
+
+@dataclass(frozen=True)
+class Mine:
+    size: int = 0
+    name: str = ""
+    share: float = 0.0
+    early: bool = True
+    directory: ClassVar[None] = None
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise ValueError(f"size = {self.size}: must be 0 or more")
+
+    def place(self, units, topology):
+        return Fixed(dict.fromkeys(units, ("host",)))
+
+class Nowhere:
+    def place(self, units, topology):
+        return Fixed(dict.fromkeys(units, ()))
+
+class NoPolicy:
+    directory = None
+
+def called(*arguments):
+    raise SystemExit("a function was called")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Policies in a module outside of the tree."""
+    (tmp_path / "own_policies.py").write_text(OWN)
+    (tmp_path / "broken_policies.py").write_text("raise SystemExit('not today')")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_policies", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made"),
+    [
+        ("", (0, "", 0.0, True)),
+        ("()", (0, "", 0.0, True)),
+        ("(1 GiB)", (2**30, "", 0.0, True)),
+        ("(size=512MB, share=0.25)", (512 * 10**6, "", 0.25, True)),
+        ("(7, name=first, early=False)", (7, "first", 0.0, False)),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_a_class_of_another_module_is_a_policy_too(arguments: str, made: tuple[Any, ...]) -> None:
+    policy: Any = parse(f"own_policies:Mine{arguments}")
+    assert (policy.size, policy.name, policy.share, policy.early) == made
+    assert place(policy, [StandInUnit("a", 10)]).preferences
 
 
 V1 = {
