@@ -8,7 +8,7 @@
 #                              fails where one of the two is missing
 #   scripts/setup.sh --clients the same, and beside it VENV-clients, with other people's trainers
 #   scripts/setup.sh --torch VERSION  the same, and beside it VENV-VERSION, with another torch in front:
-#                              a release, or nightly
+#                              a release, or nightly; and VENV-clients between, if it is there
 #   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
 #
 #   PYTHON=python3.12          the interpreter (default: python3)
@@ -129,18 +129,18 @@ install_current() {
         pip_install --constraint constraints.txt --no-build-isolation --group baselines
 }
 
-# An environment that sees all of the first one's packages behind its own: torch and the rest must be
+# An environment that sees all of another one's packages behind its own: torch and the rest must be
 # the same files for a comparison, and are too large to have twice.
-make_beside() { # make_beside ENVIRONMENT
+make_beside() { # make_beside ENVIRONMENT BEHIND_IT
     "$PYTHON" -m venv --clear --without-pip "$1" &&
         "$1/bin/python" -c 'import pathlib, sys, sysconfig
 own = pathlib.Path(sysconfig.get_path("purelib"))
 shared = str(pathlib.Path(sys.argv[1]).absolute() / own.relative_to(sys.prefix))
-(own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")' "$VENV"
+(own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")' "$2"
 }
 
 install_paper() {
-    make_beside "$paper" &&
+    make_beside "$paper" "$VENV" &&
         sed '/^deepspeed==/d' constraints.txt >"$paper/constraints.txt" &&
         cat constraints-paper.txt >>"$paper/constraints.txt" &&
         DS_BUILD_OPS=0 DS_ACCELERATOR=cpu VENV=$paper \
@@ -150,7 +150,7 @@ install_paper() {
 
 # Of a complete list: torchtitan asks for an older datasets than TRL, and needs none.
 install_clients() {
-    make_beside "$clients" && VENV=$clients pip_install --no-deps --requirement constraints-clients.txt &&
+    make_beside "$clients" "$VENV" && VENV=$clients pip_install --no-deps --requirement constraints-clients.txt &&
         "$clients/bin/python" -c 'import lightning, torchtitan, trl'
 }
 
@@ -196,7 +196,9 @@ set_up_clients() {
 }
 
 set_up_released() {
-    { make_beside "$released" && VENV=$released install_torch "$release" &&
+    local behind=$VENV
+    [[ -e $clients/setup.stamp ]] && behind=$clients
+    { make_beside "$released" "$behind" && VENV=$released install_torch "$release" &&
         VENV=$released step "installing what it needs" install_needs_of_torch; } || fail \
         "torch $release is missing, for the reason above; $VENV works without it"
 }

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
+from fcdp import fsdp2
 from fcdp.engine import engine_of
 from tests.fcdp.training import (
     Run,
@@ -107,7 +108,7 @@ def test_other_collectives_are_refused() -> None:
     topology = topology_of(2, 1)
     model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
 
-    class Custom(type(model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm)):  # type: ignore[misc]
+    class Custom(type(fsdp2.param_groups(model)[0]._all_gather_comm)):  # type: ignore[misc]
         pass
 
     model.blocks[0].set_custom_all_gather(Custom())

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.fcdp.on_streams import OnStreams
+from tests.fcdp.releases import since_2_13
 from tests.fcdp.walk.drive import Event, Handler, Walk, WalkFailed
 from tests.fcdp.walk.options import POLICIES, SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
@@ -95,7 +95,7 @@ MENDED: dict[int, tuple[bool, Options, dict[str, int]]] = {
 }
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13's")
+@since_2_13
 @pytest.mark.parametrize("seed_of_old", MENDED)
 def test_what_was_mended_stays_so(
     ranks: Pools, apart: Pools, seed_of_old: int, tmp_path: Path

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from fcdp import fsdp2
 from scripts import versions
 from scripts.versions import SUITES, Suite
 from tests.programs import ROOT
@@ -28,7 +29,7 @@ REPORT = """<testsuites><testsuite>
 
 
 def counted(release: str) -> list[Suite]:
-    return versions.count(release, ElementTree.fromstring(REPORT))
+    return versions.count(release, "0123abcd", ElementTree.fromstring(REPORT))
 
 
 def test_tests_are_counted_by_the_suite_that_names_their_module_most_exactly() -> None:
@@ -41,8 +42,8 @@ def test_tests_are_counted_by_the_suite_that_names_their_module_most_exactly() -
 
 
 def test_every_suite_has_its_files() -> None:
-    places = [place for places in SUITES.values() for place in places]
-    assert len(set(places)) == len(places)
+    places = [place.partition("::")[0] for places in SUITES.values() for place in places]
+    assert len({*places}) == len(places)
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 
@@ -79,6 +80,11 @@ def test_every_release_has_passed() -> None:
         assert kept[release]["upstream"].torch.startswith(release)
 
 
+def test_what_the_library_promises_is_tested() -> None:
+    ends = [tuple(map(int, release.split(".")[:2])) for release in (RELEASES[0], RELEASES[-1])]
+    assert ends == [fsdp2.OLDEST, fsdp2.NEWEST]
+
+
 def test_the_pinned_torch_and_the_newest_are_among_the_releases() -> None:
     for file, release in {
         "constraints.txt": "2.13.0",
@@ -98,7 +104,7 @@ def test_the_weekly_run_has_every_release_and_a_nightly_one_that_may_fail() -> N
 
 def test_a_run_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUITES, "walk", ("tests/fcdp/test_nothing.py",))
-    ended = versions.subprocess.CompletedProcess([], 4)
+    ended = versions.subprocess.CompletedProcess([], 4, stdout="")
     monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(ChildProcessError, match="pytest ended with status 4"):
         versions.run("2.15.0", short=True)

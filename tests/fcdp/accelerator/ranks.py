@@ -105,7 +105,12 @@ def _new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
     """Give each thread a world of process groups."""
+    # Fake tensors of a CUDA build set it each time, without a GPU; threads at once make it crash.
+    torch._C._ensureCUDADeviceGuardSet()
     with (
+        mock.patch("torch._C._ensureCUDADeviceGuardSet"),
+        # Which torch 2.11's own destroy_process_group clears, and its world of threads lacks.
+        mock.patch.object(ThreadLocalWorld, "comms", [], create=True),
         mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
         mock.patch.object(FSDPParam, "reset_sharded_param", _reset_sharded_param),
         mock.patch("torch.accelerator.current_stream", _current_stream),

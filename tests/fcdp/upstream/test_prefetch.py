@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from tests.fcdp.releases import since_2_13
 from tests.fcdp.training import update
 from tests.fcdp.upstream.models import Transformer, mlps
 from tests.fcdp.upstream.running import (
@@ -139,9 +140,7 @@ def test_set_unshard_in_backward(run: Run) -> None:
     train_on_tokens(run, model)
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state"
-)
+@since_2_13
 @cases()
 def test_reset_iter_state_after_an_exception(run: Run) -> None:
     model = run.set_up(mlps(3, 6))

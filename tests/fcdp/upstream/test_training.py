@@ -12,6 +12,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.fcdp.releases import since_2_13
 from tests.fcdp.training import whole
 from tests.fcdp.upstream.models import MLP, VOCABULARY, Branches, DoubleLinear, Transformer, mlps
 from tests.fcdp.upstream.running import (
@@ -176,6 +177,7 @@ def test_other_parameters_receive_gradients_in_each_step(run: Run) -> None:
     )
 
 
+@since_2_13
 @cases()
 def test_ranks_use_different_parameters_of_a_group(run: Run) -> None:
     """Ranks use different parameters of a group, which then sends zeros for the others."""
@@ -340,6 +342,7 @@ def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> Non
     hidden.backward(torch.cat(gradients, dim=1))  # type: ignore[arg-type]
 
 
+@since_2_13
 @cases((True, 1), (True, 2), (False, 1), (False, 2))
 def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
     """A loss in chunks, through the head of a group that the forward ran in part."""

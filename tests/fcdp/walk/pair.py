@@ -110,11 +110,13 @@ class Side:
             fcdp.discard(self.model)
 
     def reset(self) -> None:
-        """Reset as FSDP2 asks after an exception in a pass (torch ≥ 2.13): its gradients are lost.
+        """Reset as FSDP2 asks after an exception in a pass: its gradients are lost.
 
-        FSDP2 keeps those of whole parameters, though, and would add them to the next ones.
+        FSDP2 keeps those of whole parameters, though, and would add them to the next ones. Before
+        torch 2.13 it cannot be reset, and walks have no exceptions within passes.
         """
-        self.root.reset_iter_state()
+        if hasattr(self.root, "reset_iter_state"):
+            self.root.reset_iter_state()
         if not self.cached:
             self._forget_unsharded_gradients()
 
