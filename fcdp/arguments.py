@@ -18,6 +18,7 @@ from fcdp.cache.policy import Budget, CachePolicy
 from fcdp.codec import Codecs
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
+from fcdp.partition import Block, modules_of
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -136,32 +137,77 @@ def policy_of(policy: Any) -> CachePolicy:
     return checked
 
 
-def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:
+def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
     """The modules to gather one at a time: those given, or the blocks that the model has.
 
     Raises ``ValueError`` where they are not distinct modules inside the model, and where none are
     given and none are found.
     """
     if units is None:
-        return find_blocks(model)
-    if not isinstance(units, Iterable) or isinstance(units, nn.ModuleDict | str):
+        return [[block] for block in find_blocks(model)]
+    if not _is_list(units):
         raise ValueError(
             f"units = {_shown(units)}: must be a list of modules, such as model.layers; left out, "
             "the model's blocks are found"
         )
-    blocks: list[nn.Module] = list(units)
     inside = set(model.modules())
-    for index, block in enumerate(blocks):
-        where = f"units[{index}]"
-        if not isinstance(block, nn.Module):
-            raise ValueError(f"{where} = {_shown(block)}: must be a module of the model")
-        if block not in inside:
-            raise ValueError(f"{where}: {type(block).__name__} is not a submodule of the model")
-        if block is model:
-            raise ValueError(f"{where}: is the model itself; pass its blocks")
-        if block in blocks[:index]:
-            raise ValueError(f"{where}: is units[{blocks.index(block)}] again; each counts once")
+    places: dict[nn.Module, str] = {}
+    blocks: list[list[nn.Module]] = []
+    for index, given in enumerate(units):
+        blocks.append([*given] if isinstance(given, list | tuple) else [given])
+        for place, module in enumerate(blocks[-1]):
+            where = f"units[{index}]" + f"[{place}]" * (module is not given)
+            if not isinstance(module, nn.Module):
+                raise ValueError(f"{where} = {_shown(module)}: must be a module of the model")
+            if module not in inside:
+                raise ValueError(
+                    f"{where}: {type(module).__name__} is not a submodule of the model"
+                )
+            if module is model:
+                raise ValueError(f"{where}: is the model itself; pass its blocks")
+            if module in places:
+                raise ValueError(f"{where}: is {places[module]} again; each counts once")
+            places[module] = where
     return blocks
+
+
+def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for what FSDP2 would refuse once it has sharded parts of the model."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    holders: dict[nn.Parameter, tuple[int, str, str]] = {}
+    for at, block in enumerate([*blocks, [model]]):
+        for module in block:
+            if isinstance(module, nn.ModuleList | nn.ModuleDict) and _never_called(module):
+                raise ValueError(
+                    f"units: {names[module]} is a {type(module).__name__} without a forward of its "
+                    "own; pass its members"
+                )
+        for module in modules_of(block, blocks):
+            for name, param in module.named_parameters(recurse=False):
+                if param in ignored:
+                    continue
+                path = f"{names[module]}.{name}" if module is not model else name
+                if not param.ndim:
+                    raise ValueError(
+                        f"{path}: has no dimension to be sharded along; make its shape (1,), or "
+                        "name it in ignored_params"
+                    )
+                top = names[module if block[0] is model else block[0]]
+                first, its_path, its_top = holders.setdefault(param, (at, path, top))
+                if first != at:
+                    raise ValueError(
+                        f"units: {its_path} and {path} are one parameter, in two units; must be in "
+                        "one: pass a list of modules in a unit's place, "
+                        f"units=[[model.{its_top}, model.{top}], ...]"
+                    )
+
+
+def _never_called(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, nn.ModuleDict | str)
 
 
 def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:
@@ -178,7 +224,7 @@ def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]
             )
 
 
-def warn_without_blocks(blocks: list[nn.Module], topology: Topology) -> None:
+def warn_without_blocks(blocks: Sequence[Block], topology: Topology) -> None:
     """Rank 0 says once what an empty list of units means."""
     if not blocks and topology.rank == 0:
         logger.warning(

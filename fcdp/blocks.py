@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fcdp.partition import Split
-
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
 _SHARE = 0.9
@@ -69,10 +67,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     )
 
 
-def prefetch_forward(
-    model: nn.Module, blocks: Sequence[nn.Module], splits: Sequence[Split]
-) -> None:
-    """Start the gathers of blocks and of their adapters while the blocks before them compute.
+def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Start the gathers of blocks, and of what is gathered with them, while those before compute.
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
     early. On CUDA the host runs ahead by itself.
@@ -80,13 +76,9 @@ def prefetch_forward(
     order = [model, *blocks]
     for index, module in enumerate(order):
         assert isinstance(module, FSDPModule)
-        called = [
-            unit
-            for block in order[index + 1 :][:BLOCKS_AHEAD]
-            for unit in (block, *(split.modules[0] for split in splits if split.block is block))
-        ]
+        coming = order[index + 1 :][:BLOCKS_AHEAD]
         module.set_modules_to_forward_prefetch(
-            [unit for unit in called if isinstance(unit, FSDPModule)]
+            [block for block in coming if isinstance(block, FSDPModule)]
         )
 
 

@@ -6,7 +6,7 @@ are read by ``attrgetter``, which is as fast as the name itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -244,3 +244,70 @@ def around_reductions(
         yield
     finally:
         del group.post_backward
+
+
+#: What a group does as often as another that it is gathered with: it may be asked by hand.
+_WITH = ("lazy_init", "unshard", "wait_for_unshard", "reshard")
+_of(FSDPParamGroup, *_WITH, "pre_forward", "post_forward", "pre_backward", "use_training_state")
+_of(FSDPParamGroup, "_training_state")
+_of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
+
+
+def gather_with(module: FSDPModule, owners: Sequence[FSDPModule]) -> None:
+    """Have FSDP2 gather a module's group with the groups of its owners, and not when it is called.
+
+    The group is there from the first owner's forward to the last one's and for the backward of
+    each, whoever reads its parameters; its gradients are reduced after the first owner's backward.
+    """
+    own = state(module)
+    own._pre_forward_hook_handle.remove()
+    own._post_forward_hook_handle.remove()
+    # As of a module that FSDP2 does not shard: its registered methods look these up.
+    own._pre_forward = lambda module, args, kwargs: (args, kwargs)
+    own._post_forward = lambda module, args, output: output
+    (group,) = param_groups(module)
+    others = [each for owner in owners for each in param_groups(owner)]
+    for other in others:
+        _join(group, other, own._modules_to_run_forward, others)
+
+
+def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
+    """Have ``group`` do as ``other`` does, one of ``others``; ``running`` have not ended forward."""
+    for name in _WITH:
+        setattr(other, name, _followed(group, other, name))
+    pre_forward, post_forward, pre_backward = (
+        getattr(other, name) for name in ("pre_forward", "post_forward", "pre_backward")
+    )
+
+    def begin(module: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pre_forward(module, args, kwargs)
+        if running:  # the first has noted where backward ends
+            return args, kwargs
+        running.update(others)
+        return group.pre_forward(module, args, kwargs)
+
+    def end(module: Any, args: Any, output: Any) -> Any:
+        output = post_forward(module, args, output)
+        running.discard(other)
+        group._training_state = TrainingState.IDLE
+        return output
+
+    def begin_backward(default_prefetch: bool, *unused: Any) -> None:
+        pre_backward(default_prefetch, *unused)
+        group.pre_backward(False)  # it is prefetched with the other
+
+    other.pre_forward, other.post_forward, other.pre_backward = begin, end, begin_backward
+
+
+def _followed(group: Any, other: Any, name: str) -> Callable[..., None]:
+    plain = getattr(other, name)
+
+    def method(*args: Any, **kwargs: Any) -> None:
+        plain(*args, **kwargs)
+        # After backward it is resharded when its own gradients are reduced.
+        if other._training_state != TrainingState.POST_BACKWARD:
+            with group.use_training_state(other._training_state):
+                group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
+                getattr(group, name)(*args, **kwargs)
+
+    return method

@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
+#: Modules of one unit, usually one: as FSDP2's ``fully_shard([a, b])``.
+Block = Sequence[nn.Module]
 #: Kind of parameters that may share a unit: one dtype, and either all frozen or all trainable.
 _Key = tuple[torch.dtype, bool]
 
@@ -19,12 +21,13 @@ _BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Split:
-    """Leaf modules apart from the blocks' own units, with one unit of their own.
+    """Modules apart from the blocks' own units, with one unit of their own.
 
-    ``block`` is the first to call them: a block or the model itself.
+    It is gathered with its ``blocks``, which may read what the modules hold without calling them:
+    one, several, or the model itself.
     """
 
-    block: nn.Module
+    blocks: list[Block]
     modules: list[nn.Module]
     key: _Key
 
@@ -32,33 +35,36 @@ class Split:
     def nbytes(self) -> int:
         return sum(map(_nbytes, self.modules))
 
+    def of(self, module: nn.Module) -> bool:
+        """Whether a block that is one module holds all of it."""
+        return self.blocks == [[module]]
+
 
 def split_off(
-    model: nn.Module, blocks: Sequence[nn.Module], ignored: Set[nn.Parameter] = frozenset()
+    model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter] = frozenset()
 ) -> list[Split]:
     """Modules that must not share a block's own unit, block by block, then the model's own."""
-    return [split for block in [*blocks, model] for split in _separate(block, blocks, ignored)]
+    return [split for block in [*blocks, [model]] for split in _separate(block, blocks, ignored)]
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     """Return the dimension to shard a parameter along; ``None``: by rows, padded, as FSDP2 does.
 
     A low-rank factor of fewer rows than ranks would be mostly padding. It is sharded along another
-    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
+    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side. Of
+    nothing, no part is even.
     """
     # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
-    if len(shape) < 2 or shape[0] >= world_size:
+    if len(shape) < 2 or shape[0] >= world_size or 0 in shape:
         return None
     even = (dim for dim in range(1, len(shape)) if shape[dim] % world_size == 0)
     return next(map(Shard, even), None)
 
 
-def fit_in_a_slice(
-    splits: Sequence[Split], blocks: Sequence[nn.Module], ranks_per_node: int
-) -> bool:
+def fit_in_a_slice(splits: Sequence[Split], blocks: Sequence[Block], ranks_per_node: int) -> bool:
     """Whether all that is split off takes no more memory than 1/L of the largest block."""
-    largest = max(map(_nbytes, blocks), default=0)
+    largest = max((sum(map(_nbytes, block)) for block in blocks), default=0)
     return sum(split.nbytes for split in splits) <= largest / ranks_per_node
 
 
@@ -68,26 +74,24 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
     latest: dict[_Key, int] = {}
     for split in splits:
         index = latest.get(split.key)
-        if index is not None and split.block is not model:
+        if index is not None and not split.of(model):
             other = joined[index]
             if other.nbytes + split.nbytes <= _BUCKET_BYTES:
-                joined[index] = Split(other.block, other.modules + split.modules, other.key)
+                both = (other.blocks + split.blocks, other.modules + split.modules)
+                joined[index] = Split(*both, other.key)
                 continue
         latest[split.key] = len(joined)
         joined.append(split)
     return joined
 
 
-def _separate(
-    block: nn.Module, blocks: Sequence[nn.Module], ignored: Set[nn.Parameter]
-) -> Iterator[Split]:
+def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> Iterator[Split]:
     """Split off one block.
 
     The block keeps the kind of parameter that it has most of. A module that holds several kinds
-    itself, or is never called (``ParameterList``), cannot be split off and stays with the block.
+    itself cannot be split off and stays with the block.
     """
-    others = {*blocks} - {block}
-    kinds_of = {module: _kinds(module, ignored) for module in own_modules(block, others)}
+    kinds_of = {module: _kinds(module, ignored) for module in modules_of(block, blocks)}
     holders = [module for module, kinds in kinds_of.items() if kinds]
     sizes: Counter[_Key] = Counter()
     for module in holders:
@@ -100,17 +104,22 @@ def _separate(
         kinds = kinds_of[module]
         if set(kinds) == {stays}:
             continue
-        called = type(module).forward is not nn.Module.forward
-        if len(kinds) > 1 or not called or module is block:
+        if len(kinds) > 1 or module in block:
             warnings.warn(
-                f"fcdp.shard: {type(module).__name__} inside {type(block).__name__} cannot have a "
+                f"fcdp.shard: {type(module).__name__} inside {type(block[0]).__name__} cannot have a "
                 "unit of its own; the block's frozen parameters will cross nodes every step",
                 stacklevel=4,
             )
             continue
         groups[next(iter(kinds))].append(module)
     for key, modules in groups.items():
-        yield Split(block, modules, key)
+        yield Split([block], modules, key)
+
+
+def modules_of(block: Block, blocks: Sequence[Block]) -> dict[nn.Module, None]:
+    """A block's modules and those inside them, without those of other blocks; in order."""
+    others = {module for other in blocks for module in other} - {*block}
+    return dict.fromkeys(each for module in block for each in own_modules(module, others))
 
 
 def own_modules(module: nn.Module, others: Set[nn.Module]) -> Iterator[nn.Module]:
