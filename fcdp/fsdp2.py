@@ -272,7 +272,7 @@ def gather_with(module: FSDPModule, owners: Sequence[FSDPModule]) -> None:
 
 
 def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
-    """Have ``group`` do as ``other`` does, one of ``others``; ``running`` have not ended forward."""
+    """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
     for name in _WITH:
         setattr(other, name, _followed(group, other, name))
     pre_forward, post_forward, pre_backward = (

@@ -21,19 +21,26 @@ _BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Split:
-    """Modules apart from the blocks' own units, with one unit of their own.
+    """Parameters apart from the blocks' own units, with one unit of their own.
 
-    It is gathered with its ``blocks``, which may read what the modules hold without calling them:
-    one, several, or the model itself.
+    It is gathered with its ``blocks``, whose modules may read what they do not call: one block,
+    several, or the model itself. ``modules`` hold ``params`` and perhaps others.
     """
 
     blocks: list[Block]
     modules: list[nn.Module]
+    params: dict[nn.Parameter, None]
     key: _Key
 
     @property
     def nbytes(self) -> int:
-        return sum(map(_nbytes, self.modules))
+        return sum(param.numel() * param.itemsize for param in self.params)
+
+    @property
+    def others(self) -> set[nn.Parameter]:
+        """Parameters inside the modules now that are not the split's."""
+        inside = {param for module in self.modules for param in module.parameters()}
+        return inside - self.params.keys()
 
     def of(self, module: nn.Module) -> bool:
         """Whether a block that is one module holds all of it."""
@@ -77,8 +84,12 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
         if index is not None and not split.of(model):
             other = joined[index]
             if other.nbytes + split.nbytes <= _BUCKET_BYTES:
-                both = (other.blocks + split.blocks, other.modules + split.modules)
-                joined[index] = Split(*both, other.key)
+                joined[index] = Split(
+                    other.blocks + split.blocks,
+                    other.modules + split.modules,
+                    other.params | split.params,
+                    other.key,
+                )
                 continue
         latest[split.key] = len(joined)
         joined.append(split)
@@ -88,32 +99,35 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
 def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> Iterator[Split]:
     """Split off one block.
 
-    The block keeps the kind of parameter that it has most of. A module that holds several kinds
-    itself cannot be split off and stays with the block.
+    The block keeps the kind of parameter that it has most of, or holds itself. Of a module that
+    holds two other kinds, and of the block itself, nothing can be split off.
     """
-    kinds_of = {module: _kinds(module, ignored) for module in modules_of(block, blocks)}
-    holders = [module for module, kinds in kinds_of.items() if kinds]
+    held = {module: _kinds(module, ignored) for module in modules_of(block, blocks)}
     sizes: Counter[_Key] = Counter()
-    for module in holders:
-        sizes.update(kinds_of[module])
+    for kinds in held.values():
+        sizes.update({key: sum(param.numel() for param in kinds[key]) for key in kinds})
     if len(sizes) < 2:
         return
-    stays = max(sizes, key=lambda key: sizes[key])
+    own = {key for module in block for key in held[module]}
+    stays = next(iter(own)) if len(own) == 1 else max(sizes, key=lambda key: sizes[key])
     groups: dict[_Key, list[nn.Module]] = defaultdict(list)
-    for module in holders:
-        kinds = kinds_of[module]
-        if set(kinds) == {stays}:
+    kept: set[nn.Parameter] = set()
+    for module, kinds in held.items():
+        apart = kinds.keys() - {stays}
+        if len(apart) == 1 and module not in block:
+            groups[apart.pop()].append(module)
             continue
-        if len(kinds) > 1 or module in block:
+        kept.update(param for params in kinds.values() for param in params)
+        if apart:
             warnings.warn(
-                f"fcdp.shard: {type(module).__name__} inside {type(block[0]).__name__} cannot have a "
-                "unit of its own; the block's frozen parameters will cross nodes every step",
+                f"fcdp.shard: {type(module).__name__} inside {type(block[0]).__name__} cannot have "
+                "a unit of its own; the block's frozen parameters will cross nodes every step",
                 stacklevel=4,
             )
-            continue
-        groups[next(iter(kinds))].append(module)
     for key, modules in groups.items():
-        yield Split([block], modules, key)
+        params = (param for module in modules for param in held[module][key])
+        if split := dict.fromkeys(param for param in params if param not in kept):
+            yield Split([block], modules, split, key)
 
 
 def modules_of(block: Block, blocks: Sequence[Block]) -> dict[nn.Module, None]:
@@ -130,13 +144,13 @@ def own_modules(module: nn.Module, others: Set[nn.Module]) -> Iterator[nn.Module
             yield from own_modules(child, others)
 
 
-def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> Counter[_Key]:
-    """Elements that the module itself holds, by kind of parameter."""
-    sizes: Counter[_Key] = Counter()
+def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> dict[_Key, list[nn.Parameter]]:
+    """Parameters that the module itself holds, by kind."""
+    kinds: dict[_Key, list[nn.Parameter]] = defaultdict(list)
     for param in module.parameters(recurse=False):
         if param not in ignored:
-            sizes[param.dtype, param.requires_grad] += param.numel()
-    return sizes
+            kinds[param.dtype, param.requires_grad].append(param)
+    return kinds
 
 
 def _nbytes(module: nn.Module) -> int:

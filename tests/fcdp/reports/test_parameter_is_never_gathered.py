@@ -79,6 +79,18 @@ class Lists(nn.Module):
         return x + self.back(self.base(y) * self.scales["default"])
 
 
+class Mixed(nn.Module):
+    """Trained biases of frozen weights, and a trained scale that the block holds itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.base, self.back = nn.Linear(WIDTH, rank * WIDTH), nn.Linear(rank * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(self.base(x).relu()) * self.scale
+
+
 class Net(nn.Module):
     """Three blocks and a head that only the loss of training reads."""
 
@@ -92,7 +104,7 @@ class Net(nn.Module):
         self.recomputes = recomputes
         self.without: nn.Module | None = None
         for name, param in self.named_parameters():
-            trained = ("out_proj", "parts", "factors", "scales", "head")
+            trained = ("out_proj", "parts", "factors", "scales", "head", "scale", "k.bias")
             param.requires_grad_(any(part in name for part in trained))
 
     def forward(self, x: torch.Tensor, loss: str = "") -> torch.Tensor:
@@ -149,13 +161,13 @@ def trained(model: Net, event: str = "") -> list[float]:
     for step, x in enumerate(batches(4)):
         if event == "evaluates" or step == 3:
             with torch.no_grad():
-                losses.append(float(loss_of(model, x, "")))
+                losses.append(float(loss_of(model, x, "").detach()))
         if event == "skips":
             model.without = model.layers[step % 3]
         if event == "by hand":
             for layer in model.layers:
                 layer.unshard()
-            losses.append(float(sum(p.square().sum() for p in model.layers.parameters())))
+            losses.append(float(sum(p.detach().square().sum() for p in model.layers.parameters())))
             for layer in model.layers:
                 layer.reshard()
         for last in (False, True) if event == "accumulates" else (True,):
@@ -167,7 +179,7 @@ def trained(model: Net, event: str = "") -> list[float]:
                 if event == "method":
                     loss = loss + sum(layer.extra(x).square().mean() for layer in model.layers)  # type: ignore[operator,misc]
                 loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -182,6 +194,8 @@ CASES = [
     (Reader, LARGE, ""),
     (Lists, SMALL, ""),
     (Lists, LARGE, "evaluates"),
+    (Mixed, SMALL, ""),
+    (Mixed, LARGE, "two forwards"),
     *product([Reader], [SMALL, LARGE], ["outside", "skips", "by hand", "method"]),
     (Attention, SMALL, "two forwards"),
     (Reader, LARGE, "two forwards"),
@@ -221,7 +235,7 @@ def test_what_its_reader_reads_is_there_in_backward(
         assert losses[0] == losses[1], (kind, rank)
 
 
-@pytest.mark.parametrize(("kind", "rank"), [(Lists, SMALL), (Reader, LARGE), (Attention, SMALL)])
+@pytest.mark.parametrize(("kind", "rank"), [(Lists, SMALL), (Reader, LARGE), (Mixed, LARGE)])
 @on_ranks(2)
 def test_only_what_is_trained_crosses_after_the_first_step(
     kind: type[nn.Module], rank: int
