@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -99,7 +100,10 @@ def check_kinds(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
 ) -> None:
-    """Raise ``ValueError`` for an argument of another type than its name says."""
+    """Raise ``ValueError`` for an argument of another type than its name says.
+
+    So it does where parameters or memory would be tensors of ``torch.inference_mode()``.
+    """
     for name, value, kind, what in (
         ("model", model, nn.Module, "torch.nn.Module"),
         (
@@ -119,6 +123,13 @@ def check_kinds(
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} = {_shown(value)}: must be a {what}")
+    # Of plain parameters FSDP2 makes others.
+    shards = (param._local_tensor for param in model.parameters() if isinstance(param, DTensor))
+    if torch.is_inference_mode_enabled() or any(shard.is_inference() for shard in shards):
+        raise ValueError(
+            "model: is set up, or was sharded, under torch.inference_mode(), whose tensors nothing "
+            "can write to afterwards; do both outside of it, and forwards inside"
+        )
 
 
 def policy_of(policy: Any) -> CachePolicy:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from fcdp.fsdp2 import before_first_forward
+
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
 _SHARE = 0.9
@@ -73,13 +75,19 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
     early. On CUDA the host runs ahead by itself.
     """
-    order = [model, *blocks]
-    for index, module in enumerate(order):
-        assert isinstance(module, FSDPModule)
-        coming = order[index + 1 :][:BLOCKS_AHEAD]
-        module.set_modules_to_forward_prefetch(
-            [block for block in coming if isinstance(block, FSDPModule)]
-        )
+    assert isinstance(model, FSDPModule)
+
+    def prefetch() -> None:
+        inside = {*model.modules()}  # not what has been replaced since, as a resized embedding
+        order = [model, *(block for block in blocks if block in inside)]
+        for index, module in enumerate(order):
+            assert isinstance(module, FSDPModule)
+            coming = order[index + 1 :][:BLOCKS_AHEAD]
+            module.set_modules_to_forward_prefetch(
+                [block for block in coming if isinstance(block, FSDPModule)]
+            )
+
+    before_first_forward(model, prefetch)
 
 
 def _stacks(name: str, module: nn.Module, whole: frozenset[str]) -> Iterator[_Stack]:

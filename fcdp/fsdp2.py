@@ -253,7 +253,7 @@ _of(FSDPParamGroup, "_training_state")
 _of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
 
 
-def gather_with(module: FSDPModule, owners: Sequence[FSDPModule]) -> None:
+def gather_with(module: Any, owners: Sequence[Any]) -> None:
     """Have FSDP2 gather a module's group with the groups of its owners, and not when it is called.
 
     The group is there from the first owner's forward to the last one's and for the backward of
@@ -311,3 +311,17 @@ def _followed(group: Any, other: Any, name: str) -> Callable[..., None]:
                 getattr(group, name)(*args, **kwargs)
 
     return method
+
+
+_of(FSDPState, "_lazy_init")
+
+
+def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:
+    """Call a function once, before FSDP2 finds the modules of a root: at its first forward."""
+    own = state(module)
+
+    def once() -> None:
+        del own._lazy_init
+        then()
+
+    _surround(own, "_lazy_init", once)

@@ -1,5 +1,6 @@
 """Calls around each step of every optimizer of the process, whoever made it."""
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from torch.optim.optimizer import (
 )
 
 from fcdp.passes import untraced
+
+logger = logging.getLogger("fcdp")
 
 
 class Follower(Protocol):
@@ -36,8 +39,13 @@ class Strays:
         self._model = weakref.ref(model)
         here = set(map(id, model.parameters()))
         held = [param for each in before if (param := each()) is not None]
-        # By identity: a set would compare the tensors' values.
-        self._replaced = {id(param): weakref.ref(param) for param in held if id(param) not in here}
+        self._replaced = _by_id(param for param in held if id(param) not in here)
+        #: Parameters of the model that are not sharded, and that the user knows of.
+        self._plain = _by_id(
+            param for param in model.parameters() if not isinstance(param, DTensor)
+        )
+        #: Whether others have been told of.
+        self._told = False
         #: Optimizers that were looked at, and how many parameters they had then.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -48,8 +56,7 @@ class Strays:
         # Cyclic's ranks without a parameter of their own step an optimizer of none.
         if model is None or not params or self._known.get(optimizer) == len(params):
             return
-        replaced = ((self._replaced.get(id(param)), param) for param in params)
-        lost = sum(there is not None and there() is param for there, param in replaced)
+        lost = sum(_among(param, self._replaced) for param in params)
         if lost or self._may_be_older(params, model):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: {lost or len(params)} of its {len(params)} "
@@ -57,8 +64,25 @@ class Strays:
                 "sharding has put others in their place. Make the optimizer after fcdp.shard or "
                 "fully_shard"
             )
+        self._tell_of_added(params, model)
         if any(param.grad is not None for param in params):
             self._known[optimizer] = len(params)
+
+    def _tell_of_added(self, params: list[Any], model: nn.Module) -> None:
+        """Warn once of parameters that the model has been given since it was set up."""
+        added = {
+            id(param)
+            for param in params
+            if not isinstance(param, DTensor) and not _among(param, self._plain)
+        }
+        names = [name for name, param in model.named_parameters() if id(param) in added]
+        if names and not self._told:
+            self._told = True
+            logger.warning(
+                f"{len(names)} parameters, such as {names[0]}, were added to the model after it "
+                "was sharded: each rank trains a copy of its own; add them (add_adapter, resized "
+                "embeddings) before fcdp.shard or fully_shard"
+            )
 
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.
@@ -79,6 +103,16 @@ class Strays:
             Counter(param.shape for param in ours),
             Counter(param.shape for param in trained),
         )
+
+
+def _by_id(params: Iterable[nn.Parameter]) -> dict[int, weakref.ref[nn.Parameter]]:
+    """Parameters by identity: a set would compare the tensors' values."""
+    return {id(param): weakref.ref(param) for param in params}
+
+
+def _among(param: Any, by_id: dict[int, weakref.ref[nn.Parameter]]) -> bool:
+    there = by_id.get(id(param))
+    return there is not None and there() is param
 
 
 _followers: WeakSet[Follower] = WeakSet()

@@ -161,7 +161,7 @@ def trained(model: Net, event: str = "") -> list[float]:
     for step, x in enumerate(batches(4)):
         if event == "evaluates" or step == 3:
             with torch.no_grad():
-                losses.append(float(loss_of(model, x, "").detach()))
+                losses.append(float(loss_of(model, x, event if event == "outside" else "")))
         if event == "skips":
             model.without = model.layers[step % 3]
         if event == "by hand":
