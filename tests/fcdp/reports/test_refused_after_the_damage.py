@@ -102,7 +102,7 @@ LISTS: dict[str, tuple[Callable[[], Net], Callable[[Any], list[Any]]]] = {
 
 
 @pytest.mark.parametrize("case", LISTS)
-@pytest.mark.parametrize("trained", ["", "bias", "3.0"])
+@pytest.mark.parametrize("trained", ["", "bias", "2.0"])
 @on_ranks(2)
 def test_a_list_is_one_unit(case: str, trained: str) -> None:
     topology, (make, units) = topology_of(2, 1), LISTS[case]

@@ -34,14 +34,14 @@ def test_an_adapter_is_added_after_sharding(engine: str) -> None:
 
 @on_ranks(2)
 def test_nothing_is_said_of_ignored_parameters_and_other_models() -> None:
-    model, topology = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}), topology_of(2, 1)
-    model.forward = lambda x: model["layers"][0](x)  # type: ignore[assignment,index]
-    bias = model["layers"][0].bias  # type: ignore[index]
-    fcdp.shard(model, topology, units=[model["layers"][0]], ignored_params=[bias])  # type: ignore[index]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ignored: Any = model[0].bias
+    fcdp.shard(model, topology_of(2, 1), units=[model[0]], ignored_params=[ignored])
     other = nn.Linear(2, 2)
     with captured() as (_, warned):
         for of in (model, other):
-            optimizer = torch.optim.SGD(of.parameters(), lr=0.1, foreach=False)
+            optimizer = torch.optim.SGD([p for p in of.parameters() if p is not ignored], lr=0.1)
+            optimizer.add_param_group({"params": [ignored] if of is model else []})
             update(of(torch.ones(1, 2)).sum(), optimizer)
     assert warned.getvalue() == ""
 
