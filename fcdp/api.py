@@ -29,7 +29,7 @@ from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.fsdp2 import gather_with
 from fcdp.partial_gradients import PartialsPlace
-from fcdp.partition import Block, bucket, fit_in_a_slice, placement, split_off
+from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.topology import Topology
 
 
@@ -142,28 +142,23 @@ def shard(
     if keep:
         splits = bucket(splits, model)
     before = [*map(weakref.ref, model.parameters())]  # alive, they would take memory twice
-    not_resharded = [
-        module for split in splits if keep and not split.of(model) for module in split.modules
-    ]
-
-    def shard_unit(modules: Block, reshard: bool | None, others: set[nn.Parameter]) -> None:
-        fully_shard(
-            [*modules],
-            mesh=topology.mesh,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            reshard_after_forward=reshard,
-            ignored_params=others,
-            shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
-        )
-
+    apart = [split for split in splits if split.blocks != [[model]]]
+    not_resharded = [module for split in apart if keep for module in split.modules]
+    to_shards = functools.partial(
+        fully_shard,
+        mesh=topology.mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
+    )
     for block in [*blocks, [model]]:
         others = ignored.union(*(split.params for split in splits))
-        shard_unit(block, reshard_after_forward, others)
+        to_shards([*block], reshard_after_forward=reshard_after_forward, ignored_params=others)
     for split in splits:
         # FSDP2 keeps what the model itself holds: what is split off it, too.
-        stays = keep or (reshard_after_forward is None and split.of(model))
-        shard_unit(split.modules, False if stays else reshard_after_forward, split.others)
+        stays = keep or (reshard_after_forward is None and split not in apart)
+        reshard = False if stays else reshard_after_forward
+        to_shards(split.modules, reshard_after_forward=reshard, ignored_params=split.others)
         split.params.clear()
         gather_with(split.modules[0], [block[0] for block in split.blocks])
     if topology.mesh.device_type == "cpu":

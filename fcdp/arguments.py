@@ -156,7 +156,7 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
     """
     if units is None:
         return [[block] for block in find_blocks(model)]
-    if not _is_list(units):
+    if not isinstance(units, Iterable) or isinstance(units, nn.ModuleDict | str):
         raise ValueError(
             f"units = {_shown(units)}: must be a list of modules, such as model.layers; left out, "
             "the model's blocks are found"
@@ -171,9 +171,8 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
             if not isinstance(module, nn.Module):
                 raise ValueError(f"{where} = {_shown(module)}: must be a module of the model")
             if module not in inside:
-                raise ValueError(
-                    f"{where}: {type(module).__name__} is not a submodule of the model"
-                )
+                what = type(module).__name__
+                raise ValueError(f"{where}: {what} is not a submodule of the model")
             if module is model:
                 raise ValueError(f"{where}: is the model itself; pass its blocks")
             if module in places:
@@ -188,37 +187,22 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
     holders: dict[nn.Parameter, tuple[int, str, str]] = {}
     for at, block in enumerate([*blocks, [model]]):
         for module in block:
-            if isinstance(module, nn.ModuleList | nn.ModuleDict) and _never_called(module):
-                raise ValueError(
-                    f"units: {names[module]} is a {type(module).__name__} without a forward of its "
-                    "own; pass its members"
-                )
+            listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+            if listed and type(module).forward is nn.Module.forward:
+                raise ValueError(f"units: {names[module]} has no forward; pass its members")
         for module in modules_of(block, blocks):
-            for name, param in module.named_parameters(recurse=False):
+            unit = names[module if block[0] is model else block[0]]
+            for name, param in module.named_parameters(names[module], recurse=False):
                 if param in ignored:
                     continue
-                path = f"{names[module]}.{name}" if module is not model else name
                 if not param.ndim:
+                    raise ValueError(f"{name}: has no dimension to shard; make its shape (1,)")
+                its_place, its_name, its_unit = holders.setdefault(param, (at, name, unit))
+                if its_place != at:
                     raise ValueError(
-                        f"{path}: has no dimension to be sharded along; make its shape (1,), or "
-                        "name it in ignored_params"
+                        f"units: {its_name} and {name} are one parameter, in two units; must be in "
+                        f"one: a list of modules, units=[[model.{its_unit}, model.{unit}], ...]"
                     )
-                top = names[module if block[0] is model else block[0]]
-                first, its_path, its_top = holders.setdefault(param, (at, path, top))
-                if first != at:
-                    raise ValueError(
-                        f"units: {its_path} and {path} are one parameter, in two units; must be in "
-                        "one: pass a list of modules in a unit's place, "
-                        f"units=[[model.{its_top}, model.{top}], ...]"
-                    )
-
-
-def _never_called(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, nn.ModuleDict | str)
 
 
 def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -246,10 +247,8 @@ def around_reductions(
         del group.post_backward
 
 
-#: What a group does as often as another that it is gathered with: it may be asked by hand.
-_WITH = ("lazy_init", "unshard", "wait_for_unshard", "reshard")
-_of(FSDPParamGroup, *_WITH, "pre_forward", "post_forward", "pre_backward", "use_training_state")
-_of(FSDPParamGroup, "_training_state")
+_around_passes = _of(FSDPParamGroup, "pre_forward", "post_forward", "pre_backward")
+_of(FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "use_training_state")
 _of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
 
 
@@ -273,11 +272,17 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
 
 def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
     """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
-    for name in _WITH:
-        setattr(other, name, _followed(group, other, name))
-    pre_forward, post_forward, pre_backward = (
-        getattr(other, name) for name in ("pre_forward", "post_forward", "pre_backward")
-    )
+
+    def follow(name: str, *args: Any) -> None:
+        # After backward it is resharded when its own gradients are reduced.
+        if other._training_state != TrainingState.POST_BACKWARD:
+            group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
+            with group.use_training_state(other._training_state):
+                getattr(group, name)(*args)
+
+    for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
+        _surround(other, name, after=partial(follow, name))
+    pre_forward, post_forward, pre_backward = _around_passes(other)
 
     def begin(module: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pre_forward(module, args, kwargs)
@@ -293,24 +298,10 @@ def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> N
         return output
 
     def begin_backward(default_prefetch: bool, *unused: Any) -> None:
-        pre_backward(default_prefetch, *unused)
+        pre_backward(default_prefetch)
         group.pre_backward(False)  # it is prefetched with the other
 
     other.pre_forward, other.post_forward, other.pre_backward = begin, end, begin_backward
-
-
-def _followed(group: Any, other: Any, name: str) -> Callable[..., None]:
-    plain = getattr(other, name)
-
-    def method(*args: Any, **kwargs: Any) -> None:
-        plain(*args, **kwargs)
-        # After backward it is resharded when its own gradients are reduced.
-        if other._training_state != TrainingState.POST_BACKWARD:
-            with group.use_training_state(other._training_state):
-                group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
-                getattr(group, name)(*args, **kwargs)
-
-    return method
 
 
 _of(FSDPState, "_lazy_init")

@@ -39,13 +39,10 @@ class Strays:
         self._model = weakref.ref(model)
         here = set(map(id, model.parameters()))
         held = [param for each in before if (param := each()) is not None]
-        self._replaced = _by_id(param for param in held if id(param) not in here)
-        #: Parameters of the model that are not sharded, and that the user knows of.
-        self._plain = _by_id(
-            param for param in model.parameters() if not isinstance(param, DTensor)
-        )
-        #: Whether others have been told of.
-        self._told = False
+        # By identity: a set would compare the tensors' values.
+        self._replaced = {id(param): weakref.ref(param) for param in held if id(param) not in here}
+        #: Names of parameters that are not sharded, of which nothing is to be said.
+        self._plain = {*_plain_of(model)}
         #: Optimizers that were looked at, and how many parameters they had then.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -56,7 +53,8 @@ class Strays:
         # Cyclic's ranks without a parameter of their own step an optimizer of none.
         if model is None or not params or self._known.get(optimizer) == len(params):
             return
-        lost = sum(_among(param, self._replaced) for param in params)
+        replaced = ((self._replaced.get(id(param)), param) for param in params)
+        lost = sum(there is not None and there() is param for there, param in replaced)
         if lost or self._may_be_older(params, model):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: {lost or len(params)} of its {len(params)} "
@@ -70,16 +68,12 @@ class Strays:
 
     def _tell_of_added(self, params: list[Any], model: nn.Module) -> None:
         """Warn once of parameters that the model has been given since it was set up."""
-        added = {
-            id(param)
-            for param in params
-            if not isinstance(param, DTensor) and not _among(param, self._plain)
-        }
-        names = [name for name, param in model.named_parameters() if id(param) in added]
-        if names and not self._told:
-            self._told = True
+        stepped = set(map(id, params))
+        plain = [name for name, param in _plain_of(model).items() if id(param) in stepped]
+        if added := [name for name in plain if name not in self._plain]:
+            self._plain.update(added)
             logger.warning(
-                f"{len(names)} parameters, such as {names[0]}, were added to the model after it "
+                f"{len(added)} parameters, such as {added[0]}, were added to the model after it "
                 "was sharded: each rank trains a copy of its own; add them (add_adapter, resized "
                 "embeddings) before fcdp.shard or fully_shard"
             )
@@ -105,14 +99,9 @@ class Strays:
         )
 
 
-def _by_id(params: Iterable[nn.Parameter]) -> dict[int, weakref.ref[nn.Parameter]]:
-    """Parameters by identity: a set would compare the tensors' values."""
-    return {id(param): weakref.ref(param) for param in params}
-
-
-def _among(param: Any, by_id: dict[int, weakref.ref[nn.Parameter]]) -> bool:
-    there = by_id.get(id(param))
-    return there is not None and there() is param
+def _plain_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    params = model.named_parameters()
+    return {name: param for name, param in params if not isinstance(param, DTensor)}
 
 
 _followers: WeakSet[Follower] = WeakSet()

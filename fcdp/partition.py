@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -34,17 +34,13 @@ class Split:
 
     @property
     def nbytes(self) -> int:
-        return sum(param.numel() * param.itemsize for param in self.params)
+        return _nbytes(self.params)
 
     @property
     def others(self) -> set[nn.Parameter]:
         """Parameters inside the modules now that are not the split's."""
         inside = {param for module in self.modules for param in module.parameters()}
         return inside - self.params.keys()
-
-    def of(self, module: nn.Module) -> bool:
-        """Whether a block that is one module holds all of it."""
-        return self.blocks == [[module]]
 
 
 def split_off(
@@ -58,8 +54,7 @@ def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     """Return the dimension to shard a parameter along; ``None``: by rows, padded, as FSDP2 does.
 
     A low-rank factor of fewer rows than ranks would be mostly padding. It is sharded along another
-    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side. Of
-    nothing, no part is even.
+    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
     """
     # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
@@ -71,7 +66,8 @@ def placement(param: nn.Parameter, world_size: int) -> Shard | None:
 
 def fit_in_a_slice(splits: Sequence[Split], blocks: Sequence[Block], ranks_per_node: int) -> bool:
     """Whether all that is split off takes no more memory than 1/L of the largest block."""
-    largest = max((sum(map(_nbytes, block)) for block in blocks), default=0)
+    sizes = (sum(_nbytes(module.parameters()) for module in block) for block in blocks)
+    largest = max(sizes, default=0)
     return sum(split.nbytes for split in splits) <= largest / ranks_per_node
 
 
@@ -81,15 +77,11 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
     latest: dict[_Key, int] = {}
     for split in splits:
         index = latest.get(split.key)
-        if index is not None and not split.of(model):
+        if index is not None and split.blocks != [[model]]:
             other = joined[index]
             if other.nbytes + split.nbytes <= _BUCKET_BYTES:
-                joined[index] = Split(
-                    other.blocks + split.blocks,
-                    other.modules + split.modules,
-                    other.params | split.params,
-                    other.key,
-                )
+                blocks, modules = other.blocks + split.blocks, other.modules + split.modules
+                joined[index] = Split(blocks, modules, other.params | split.params, other.key)
                 continue
         latest[split.key] = len(joined)
         joined.append(split)
@@ -153,5 +145,5 @@ def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> dict[_Key, list[nn.
     return kinds
 
 
-def _nbytes(module: nn.Module) -> int:
-    return sum(param.numel() * param.itemsize for param in module.parameters())
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() * param.itemsize for param in params)

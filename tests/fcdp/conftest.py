@@ -15,7 +15,7 @@ from tests.ranks import Pools
 
 #: Files whose tests run on the accelerator, too: in CI the first of each file, with
 #: ``--exhaustive`` all.
-ALSO = ("upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
+ALSO = ("reports.", "upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",

@@ -52,7 +52,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        head: torch.Tensor = self.head(x)
+        return head
 
 
 def trained(

@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.base = nn.Linear(WIDTH, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return x + self.attention(self.base(x), x, x, need_weights=False)[0]
 
 
@@ -53,13 +53,13 @@ class Reader(nn.Module):
         self.inner = nn.ModuleDict({"parts": Parts(rank)})
         self.back = nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         parts: Any = self.inner["parts"]
         y = torch.tanh(F.linear(x, parts.early.weight, parts.early.bias))
         y = F.linear(y, parts.late.weight) * parts.called(x).sigmoid()
         return x + self.back(F.gelu(self.base(y))) + parts.late.bias
 
-    def extra(self, x: torch.Tensor) -> torch.Tensor:
+    def extra(self, x: torch.Tensor) -> Any:
         parts: Any = self.inner["parts"]
         return x + self.base(F.linear(x, parts.called.weight)).sum(-1, keepdim=True)
 
@@ -73,7 +73,7 @@ class Lists(nn.Module):
         self.factors = nn.ParameterList([torch.randn(rank, WIDTH), torch.randn(WIDTH, rank)])
         self.scales = nn.ParameterDict({"default": torch.randn(4 * WIDTH)})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         first, second = self.factors
         y = x + F.linear(F.linear(x, first), second)
         return x + self.back(self.base(y) * self.scales["default"])
@@ -87,7 +87,7 @@ class Mixed(nn.Module):
         self.base, self.back = nn.Linear(WIDTH, rank * WIDTH), nn.Linear(rank * WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return x + self.back(self.base(x).relu()) * self.scale
 
 
@@ -107,7 +107,7 @@ class Net(nn.Module):
             trained = ("out_proj", "parts", "factors", "scales", "head", "scale", "k.bias")
             param.requires_grad_(any(part in name for part in trained))
 
-    def forward(self, x: torch.Tensor, loss: str = "") -> torch.Tensor:
+    def forward(self, x: torch.Tensor, loss: str = "") -> Any:
         x = self.embedding(x)
         for layer in self.layers:
             if layer is self.without:
@@ -147,7 +147,7 @@ def batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.randn(2, 3, WIDTH, generator=generator)
 
 
-def loss_of(model: Net, x: torch.Tensor, loss: str = "fused") -> torch.Tensor:
+def loss_of(model: Net, x: torch.Tensor, loss: str = "fused") -> Any:
     out = model(x, loss)
     if loss == "outside":
         out = F.linear(out, model.head.weight)
@@ -157,7 +157,7 @@ def loss_of(model: Net, x: torch.Tensor, loss: str = "fused") -> torch.Tensor:
 def trained(model: Net, event: str = "") -> list[float]:
     """Losses of three steps, and of evaluations that call the head which training reads."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    cached, losses = fcdp.is_cached(model), []
+    cached, losses, layers = fcdp.is_cached(model), [], list[Any](model.layers)
     for step, x in enumerate(batches(4)):
         if event == "evaluates" or step == 3:
             with torch.no_grad():
@@ -165,10 +165,10 @@ def trained(model: Net, event: str = "") -> list[float]:
         if event == "skips":
             model.without = model.layers[step % 3]
         if event == "by hand":
-            for layer in model.layers:
+            for layer in layers:
                 layer.unshard()
             losses.append(float(sum(p.detach().square().sum() for p in model.layers.parameters())))
-            for layer in model.layers:
+            for layer in layers:
                 layer.reshard()
         for last in (False, True) if event == "accumulates" else (True,):
             accumulates = event == "accumulates" and cached
@@ -177,7 +177,7 @@ def trained(model: Net, event: str = "") -> list[float]:
                 if event == "two forwards":
                     loss = loss + loss_of(model, x + 1)
                 if event == "method":
-                    loss = loss + sum(layer.extra(x).square().mean() for layer in model.layers)  # type: ignore[operator,misc]
+                    loss = loss + sum(layer.extra(x).square().mean() for layer in layers)
                 loss.backward()
             losses.append(float(loss.detach()))
         optimizer.step()

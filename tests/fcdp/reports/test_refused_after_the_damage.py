@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
         BLOCKS,
         lambda model: None,
         "layers.0.0.weight and layers.2.0.weight are one parameter, in two units; must be in one: "
-        "pass a list of modules in a unit's place, units=[[model.layers.0, model.layers.2], ...]",
+        "a list of modules, units=[[model.layers.0, model.layers.2], ...]",
     ),
     "a block and the head": (HEAD, lambda model: None, "[[model.layers.1, model.head], ...]"),
     "one module in two": (shared, lambda model: None, "[[model.layers.1, model.layers.3], ...]"),
@@ -71,8 +71,12 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
         lambda model: [[*model.layers[:2]], [*model.layers[2:]]],
         "layers.0.0.weight and layers.2.0.weight are one parameter",
     ),
-    "a scalar": (scalar, lambda model: None, "temperature: has no dimension to be sharded along"),
-    "a container": (Net, lambda model: [model.layers], "layers is a ModuleList without a forward"),
+    "a scalar": (scalar, lambda model: None, "temperature: has no dimension to shard"),
+    "a container": (
+        Net,
+        lambda model: [model.layers],
+        "units: layers has no forward; pass its members",
+    ),
     "a module twice": (
         Net,
         lambda model: [model.layers[0], [model.layers[1], model.layers[0]]],
@@ -106,7 +110,7 @@ LISTS: dict[str, tuple[Callable[[], Net], Callable[[Any], list[Any]]]] = {
 @on_ranks(2)
 def test_a_list_is_one_unit(case: str, trained: str) -> None:
     topology, (make, units) = topology_of(2, 1), LISTS[case]
-    losses = {}
+    losses: dict[str, list[float]] = {}
     for how in ("fsdp2", "shard", "undetected", "cache_parameters"):
         model = make()
         for name, param in model.named_parameters():

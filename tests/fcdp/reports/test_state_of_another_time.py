@@ -1,5 +1,7 @@
 """Set up under inference mode, or with an embedding that is replaced afterwards."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -88,7 +90,8 @@ def test_an_embedding_is_resized_after_sharding(own_unit: bool, only_embedding: 
                 if how == "cache_parameters":
                     fcdp.cache_parameters(model, topology)
             losses[how, before] = [] if before else trained(model)
-            old: torch.Tensor = model.embedding.weight.full_tensor().detach()  # type: ignore[operator]
+            weight: Any = model.embedding.weight
+            old = weight.full_tensor().detach()
             model.embedding = nn.Embedding.from_pretrained(
                 torch.cat([old, torch.ones(2, 4)]), freeze=False
             )
