@@ -80,7 +80,7 @@ class Engine:
         streams = Streams(device)
         detects = setup.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams) if detects else None
-        self._strays = Strays(model, before)
+        self._strays = Strays(model, before, warns=topology.rank == 0)
         #: Passes so far, and in which of them gradients first crossed nodes since the last step.
         self._number, self._crossed_in = 0, 0
         #: Whether rank 0 is to say that gradients cross nodes more than once per step.

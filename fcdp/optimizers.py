@@ -34,8 +34,11 @@ class Strays:
     made before still holds. Nothing else would show: its step finds no gradients and passes.
     """
 
-    def __init__(self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    def __init__(
+        self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]], *, warns: bool = True
+    ) -> None:
         """``before`` are the parameters before ``fcdp.shard``; none where it has not sharded."""
+        self._warns = warns
         self._model = weakref.ref(model)
         here = set(map(id, model.parameters()))
         held = [param for each in before if (param := each()) is not None]
@@ -70,8 +73,9 @@ class Strays:
         """Warn once of parameters that the model has been given since it was set up."""
         stepped = set(map(id, params))
         plain = [name for name, param in _plain_of(model).items() if id(param) in stepped]
-        if added := [name for name in plain if name not in self._plain]:
-            self._plain.update(added)
+        added = [name for name in plain if name not in self._plain]
+        if added and self._warns:
+            self._warns = False
             logger.warning(
                 f"{len(added)} parameters, such as {added[0]}, were added to the model after it "
                 "was sharded: each rank trains a copy of its own; add them (add_adapter, resized "
