@@ -29,7 +29,7 @@ class Block(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(len(parts))
         self.params = nn.ParameterList(
-            nn.Parameter(torch.randn(shape, generator=generator), requires_grad=trained)
+            nn.Parameter(torch.randn(shape, generator=generator) / 9, requires_grad=trained)
             for shape, trained in parts
         )
         self.layer = nn.Linear(width, width) if width else None
@@ -70,7 +70,7 @@ def trained(
             fully_shard(module, mesh=topology.mesh)
         if how == "cache_parameters":
             fcdp.cache_parameters(model, topology, **options)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for step in range(3):
         x = torch.full((rows[topology.rank], 4), 0.1 * (topology.rank + step + 1))
@@ -85,7 +85,8 @@ def trained(
 def check(blocks: list[tuple[list[Part], int]], rows: list[int], policy: str, detect: bool) -> None:
     expected = trained("fsdp2", blocks, rows, policy, detect)
     for how in ("shard", "cache_parameters"):
-        assert trained(how, blocks, rows, policy, detect) == expected, how
+        losses = trained(how, blocks, rows, policy, detect)
+        assert losses == pytest.approx(expected, rel=0.0, abs=0.0, nan_ok=True), how
 
 
 EMPTY: Part = ((0, 16), True)
@@ -118,7 +119,6 @@ parts = st.lists(st.tuples(shapes, st.booleans()), max_size=4)
 nets = st.lists(st.tuples(parts, st.sampled_from([0, 4])), min_size=1, max_size=3)
 
 
-@pytest.mark.ranks
 @settings(
     max_examples=8,
     deadline=None,
