@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -13,6 +13,7 @@ from fcdp.arguments import (
     Setup,
     blocks_of,
     check_kinds,
+    check_parts,
     check_plain,
     load_coders,
     policy_of,
@@ -27,6 +28,7 @@ from fcdp.codec import Codec, Codecs, Delta, Exact
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
+from fcdp.fsdp2 import gather_with
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.topology import Topology
@@ -36,7 +38,7 @@ def shard(
     model: nn.Module,
     topology: Topology,
     *,
-    units: Iterable[nn.Module] | None = None,
+    units: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
     policy: CachePolicy | str = HostCache(),
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
@@ -71,7 +73,8 @@ def shard(
             the mesh that ``topology`` is of (``Topology.of_mesh``).
         topology: Where the ranks stand.
         units: The modules to gather one at a time; by default the model's blocks, which are the
-            members of its largest list of modules, whatever is wrapped around it.
+            members of its largest list of modules, whatever is wrapped around it. A list of modules
+            among them is one unit, as modules that share a parameter must be.
         policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it
             (``"host"``, ``"budget(device=1 GiB, host=4 GiB)"``).
         mp_policy: As of ``fully_shard``.
@@ -93,8 +96,9 @@ def shard(
 
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
-            the model, no units where its blocks are ambiguous (it lists candidates), an integer
-            ``reshard_after_forward``, and as of ``cache_parameters`` (the model is sharded then).
+            the model, no units where its blocks are ambiguous (it lists candidates), a parameter of
+            no dimension or in two units, an integer ``reshard_after_forward``, and as of
+            ``cache_parameters`` (the model is sharded then).
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -116,7 +120,7 @@ def shard(
         Codecs(gather_codec, reduce_codec, error_feedback),
         exchanges,
         {
-            "units": tuple(map(id, blocks)),
+            "units": tuple(tuple(map(id, block)) for block in blocks),
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
             "reshard_after_forward": reshard_after_forward,
@@ -131,6 +135,7 @@ def shard(
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
     check_plain(model, topology, ignored)
+    check_parts(model, blocks, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
     load_coders(setup.codecs, topology)
@@ -139,26 +144,33 @@ def shard(
     if keep:
         splits = bucket(splits, model)
     before = [*map(weakref.ref, model.parameters())]  # alive, they would take memory twice
-    groups = [(split.modules, False if keep else reshard_after_forward) for split in splits]
-    groups += [([block], reshard_after_forward) for block in [*blocks, model]]
-    for modules, reshard in groups:
-        fully_shard(
-            modules,
-            mesh=topology.mesh,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            reshard_after_forward=reshard,
-            ignored_params=ignored,
-            shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
-        )
+    apart = [split for split in splits if split.blocks != [[model]]]
+    not_resharded = [module for split in apart if keep for module in split.modules]
+    to_shards = functools.partial(
+        fully_shard,
+        mesh=topology.mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
+    )
+    for block in [*blocks, [model]]:
+        others = ignored.union(*(split.params for split in splits))
+        to_shards([*block], reshard_after_forward=reshard_after_forward, ignored_params=others)
+    for split in splits:
+        # FSDP2 keeps what the model itself holds: what is split off it, too.
+        stays = keep or (reshard_after_forward is None and split not in apart)
+        reshard = False if stays else reshard_after_forward
+        to_shards(split.modules, reshard_after_forward=reshard, ignored_params=split.others)
+        split.params.clear()
+        gather_with(split.modules[0], [block[0] for block in split.blocks])
     if topology.mesh.device_type == "cpu":
-        prefetch_forward(model, blocks, splits)
+        prefetch_forward(model, [block[0] for block in blocks])
     Engine(
         model,
         topology,
         setup,
         before=before,
-        not_resharded=[module for split in splits for module in split.modules] if keep else [],
+        not_resharded=not_resharded,
     )
     return model
 

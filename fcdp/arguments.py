@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from fcdp.codec import Codecs, Delta, Exact
 from fcdp.delta.difference import prepare
 from fcdp.exchange import Exchanges
 from fcdp.partial_gradients import PartialsPlace
+from fcdp.partition import Block, modules_of
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -100,7 +102,10 @@ def check_kinds(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
 ) -> None:
-    """Raise ``ValueError`` for an argument of another type than its name says."""
+    """Raise ``ValueError`` for an argument of another type than its name says.
+
+    So it does where parameters or memory would be tensors of ``torch.inference_mode()``.
+    """
     for name, value, kind, what in (
         ("model", model, nn.Module, "torch.nn.Module"),
         (
@@ -120,6 +125,13 @@ def check_kinds(
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} = {_shown(value)}: must be a {what}")
+    # Of plain parameters FSDP2 makes others.
+    shards = (param._local_tensor for param in model.parameters() if isinstance(param, DTensor))
+    if torch.is_inference_mode_enabled() or any(shard.is_inference() for shard in shards):
+        raise ValueError(
+            "model: is set up, or was sharded, under torch.inference_mode(), whose tensors nothing "
+            "can write to afterwards; do both outside of it, and forwards inside"
+        )
 
 
 def policy_of(policy: Any) -> CachePolicy:
@@ -138,32 +150,61 @@ def policy_of(policy: Any) -> CachePolicy:
     return checked
 
 
-def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:
+def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
     """The modules to gather one at a time: those given, or the blocks that the model has.
 
     Raises ``ValueError`` where they are not distinct modules inside the model, and where none are
     given and none are found.
     """
     if units is None:
-        return find_blocks(model)
+        return [[block] for block in find_blocks(model)]
     if not isinstance(units, Iterable) or isinstance(units, nn.ModuleDict | str):
         raise ValueError(
             f"units = {_shown(units)}: must be a list of modules, such as model.layers; left out, "
             "the model's blocks are found"
         )
-    blocks: list[nn.Module] = list(units)
     inside = set(model.modules())
-    for index, block in enumerate(blocks):
-        where = f"units[{index}]"
-        if not isinstance(block, nn.Module):
-            raise ValueError(f"{where} = {_shown(block)}: must be a module of the model")
-        if block not in inside:
-            raise ValueError(f"{where}: {type(block).__name__} is not a submodule of the model")
-        if block is model:
-            raise ValueError(f"{where}: is the model itself; pass its blocks")
-        if block in blocks[:index]:
-            raise ValueError(f"{where}: is units[{blocks.index(block)}] again; each counts once")
+    places: dict[nn.Module, str] = {}
+    blocks: list[list[nn.Module]] = []
+    for index, given in enumerate(units):
+        blocks.append([*given] if isinstance(given, list | tuple) else [given])
+        for place, module in enumerate(blocks[-1]):
+            where = f"units[{index}]" + f"[{place}]" * (module is not given)
+            if not isinstance(module, nn.Module):
+                raise ValueError(f"{where} = {_shown(module)}: must be a module of the model")
+            if module not in inside:
+                what = type(module).__name__
+                raise ValueError(f"{where}: {what} is not a submodule of the model")
+            if module is model:
+                raise ValueError(f"{where}: is the model itself; pass its blocks")
+            if module in places:
+                raise ValueError(f"{where}: is {places[module]} again; each counts once")
+            places[module] = where
     return blocks
+
+
+def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for what FSDP2 would refuse once it has sharded parts of the model."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    holders: dict[nn.Parameter, tuple[int, str, str]] = {}
+    for at, block in enumerate([*blocks, [model]]):
+        for module in block:
+            listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+            if listed and type(module).forward is nn.Module.forward:
+                raise ValueError(f"units: {names[module]} has no forward; pass its members")
+        for module in modules_of(block, blocks):
+            unit = names[module if block[0] is model else block[0]]
+            for name, param in module.named_parameters(names[module], recurse=False):
+                if param in ignored:
+                    continue
+                if not param.ndim:
+                    raise ValueError(f"{name}: has no dimension to shard; make its shape (1,)")
+                its_place, its_name, its_unit = holders.setdefault(param, (at, name, unit))
+                if its_place != at:
+                    raise ValueError(
+                        f"units: {its_name} and {name} are one parameter, in two units; must be in "
+                        f"one: a list of modules, units=[[model.{its_unit}, model.{unit}], ...]"
+                    )
 
 
 def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:
@@ -190,7 +231,7 @@ def load_coders(codecs: Codecs, topology: Topology) -> None:
         on_all_ranks(f"codec = {lossless[0]}", topology, prepare)
 
 
-def warn_without_blocks(blocks: list[nn.Module], topology: Topology) -> None:
+def warn_without_blocks(blocks: Sequence[Block], topology: Topology) -> None:
     """Rank 0 says once what an empty list of units means."""
     if not blocks and topology.rank == 0:
         logger.warning(

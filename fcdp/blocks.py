@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fcdp.partition import Split
+from fcdp.fsdp2 import before_first_forward
 
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
@@ -69,25 +69,25 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     )
 
 
-def prefetch_forward(
-    model: nn.Module, blocks: Sequence[nn.Module], splits: Sequence[Split]
-) -> None:
-    """Start the gathers of blocks and of their adapters while the blocks before them compute.
+def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Start the gathers of blocks, and of what is gathered with them, while those before compute.
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
     early. On CUDA the host runs ahead by itself.
     """
-    order = [model, *blocks]
-    for index, module in enumerate(order):
-        assert isinstance(module, FSDPModule)
-        called = [
-            unit
-            for block in order[index + 1 :][:BLOCKS_AHEAD]
-            for unit in (block, *(split.modules[0] for split in splits if split.block is block))
-        ]
-        module.set_modules_to_forward_prefetch(
-            [unit for unit in called if isinstance(unit, FSDPModule)]
-        )
+    assert isinstance(model, FSDPModule)
+
+    def prefetch() -> None:
+        inside = {*model.modules()}  # not what has been replaced since, as a resized embedding
+        order = [model, *(block for block in blocks if block in inside)]
+        for index, module in enumerate(order):
+            assert isinstance(module, FSDPModule)
+            coming = order[index + 1 :][:BLOCKS_AHEAD]
+            module.set_modules_to_forward_prefetch(
+                [block for block in coming if isinstance(block, FSDPModule)]
+            )
+
+    before_first_forward(model, prefetch)
 
 
 def _stacks(name: str, module: nn.Module, whole: frozenset[str]) -> Iterator[_Stack]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
+
+logger = logging.getLogger("fcdp")
 
 _ATTRIBUTE = "_fcdp_engine"
 
@@ -76,7 +79,11 @@ class Engine:
         streams = Streams(device)
         detects = setup.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams) if detects else None
-        self._strays = Strays(model, before)
+        self._strays = Strays(model, before, warns=topology.rank == 0)
+        #: Passes so far, and in which of them gradients first crossed nodes since the last step.
+        self._number, self._crossed_in = 0, 0
+        #: Whether rank 0 is to say that gradients cross nodes more than once per step.
+        self._hints = topology.rank == 0
         ids = {*map(id, not_resharded)}
         self._not_resharded = [unit for unit in self.units if id(unit.module) in ids]
         self._passes = Passes(model, self._not_resharded)
@@ -182,6 +189,7 @@ class Engine:
             self.ledger,
             encoded,
             self._world,
+            self._note_crossing,
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
@@ -199,6 +207,7 @@ class Engine:
 
         Flat exchanges reduce each micro-batch's.
         """
+        self._hints = False
         sync = last or self._world is not None
         if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
             raise RuntimeError(
@@ -224,6 +233,18 @@ class Engine:
             self.cache.requires_sync = True
             for reduction in self._reductions.values():
                 reduction.requires_sync = True
+
+    def _note_crossing(self, unit: Unit) -> None:
+        """Say once that a step's gradients cross nodes again, which ``accumulate`` saves."""
+        again = self._crossed_in not in (0, self._number)
+        if self._hints and again and any(param.grad is not None for param in unit.params):
+            self._hints = False
+            logger.warning(
+                "gradients cross nodes a second time since the last optimizer step; run the "
+                "backward of each micro-batch under fcdp.accumulate(model, last=...), and they "
+                "cross once"
+            )
+        self._crossed_in = self._crossed_in or self._number
 
     def discard(self) -> None:
         """Forget gradients that wait to cross nodes, or to be reduced at all."""
@@ -263,6 +284,7 @@ class Engine:
             self._sizes.learn()
 
     def _count_pass(self) -> None:
+        self._number += 1
         # A backward that raised has left reductions in flight: they belong to the pass before.
         self._in_flight.finish()
         self.topology.failures.begins()
@@ -327,6 +349,7 @@ class Engine:
         Raises ``RuntimeError`` where gradients still wait, and for an optimizer made before set-up.
         """
         self._strays.refuse(optimizer)
+        self._crossed_in = 0
         self.staleness.begin_step(optimizer)
         reshard(self._not_resharded)
         self._in_flight.finish()  # of a backward that raised

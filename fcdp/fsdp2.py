@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -312,3 +312,74 @@ def around_reductions(
         yield
     finally:
         del group.post_backward
+
+
+_around_passes = _of(FSDPParamGroup, "pre_forward", "post_forward", "pre_backward")
+_of(FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "use_training_state")
+_of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
+
+
+def gather_with(module: Any, owners: Sequence[Any]) -> None:
+    """Have FSDP2 gather a module's group with the groups of its owners, and not when it is called.
+
+    The group is there from the first owner's forward to the last one's and for the backward of
+    each, whoever reads its parameters; its gradients are reduced after the first owner's backward.
+    """
+    own = state(module)
+    own._pre_forward_hook_handle.remove()
+    own._post_forward_hook_handle.remove()
+    # As of a module that FSDP2 does not shard: its registered methods look these up.
+    own._pre_forward = lambda module, args, kwargs: (args, kwargs)
+    own._post_forward = lambda module, args, output: output
+    (group,) = param_groups(module)
+    others = [each for owner in owners for each in param_groups(owner)]
+    for other in others:
+        _join(group, other, own._modules_to_run_forward, others)
+
+
+def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
+    """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
+
+    def follow(name: str, *args: Any) -> None:
+        # After backward it is resharded when its own gradients are reduced.
+        if other._training_state != TrainingState.POST_BACKWARD:
+            group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
+            with group.use_training_state(other._training_state):
+                getattr(group, name)(*args)
+
+    for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
+        _surround(other, name, after=functools.partial(follow, name))
+    pre_forward, post_forward, pre_backward = _around_passes(other)
+
+    def begin(module: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pre_forward(module, args, kwargs)
+        if running:  # the first has noted where backward ends
+            return args, kwargs
+        running.update(others)
+        return group.pre_forward(module, args, kwargs)
+
+    def end(module: Any, args: Any, output: Any) -> Any:
+        output = post_forward(module, args, output)
+        running.discard(other)
+        group._training_state = TrainingState.IDLE
+        return output
+
+    def begin_backward(default_prefetch: bool, *unused: Any) -> None:
+        pre_backward(default_prefetch)
+        group.pre_backward(False)  # it is prefetched with the other
+
+    other.pre_forward, other.post_forward, other.pre_backward = begin, end, begin_backward
+
+
+_of(FSDPState, "_lazy_init")
+
+
+def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:
+    """Call a function once, before FSDP2 finds the modules of a root: at its first forward."""
+    own = state(module)
+
+    def once() -> None:
+        del own._lazy_init
+        then()
+
+    _surround(own, "_lazy_init", once)

@@ -1,5 +1,6 @@
 """Calls around each step of every optimizer of the process, whoever made it."""
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from torch.optim.optimizer import (
 
 from fcdp.passes import untraced
 
+logger = logging.getLogger("fcdp")
+
 
 class Follower(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
@@ -31,13 +34,18 @@ class Strays:
     made before still holds. Nothing else would show: its step finds no gradients and passes.
     """
 
-    def __init__(self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    def __init__(
+        self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]], *, warns: bool = True
+    ) -> None:
         """``before`` are the parameters before ``fcdp.shard``; none where it has not sharded."""
+        self._warns = warns
         self._model = weakref.ref(model)
         here = set(map(id, model.parameters()))
         held = [param for each in before if (param := each()) is not None]
         # By identity: a set would compare the tensors' values.
         self._replaced = {id(param): weakref.ref(param) for param in held if id(param) not in here}
+        #: Names of parameters that are not sharded, of which nothing is to be said.
+        self._plain = {*_plain_of(model)}
         #: Optimizers that were looked at, and how many parameters they had then.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -57,8 +65,22 @@ class Strays:
                 "sharding has put others in their place. Make the optimizer after fcdp.shard or "
                 "fully_shard"
             )
+        self._tell_of_added(params, model)
         if any(param.grad is not None for param in params):
             self._known[optimizer] = len(params)
+
+    def _tell_of_added(self, params: list[Any], model: nn.Module) -> None:
+        """Warn once of parameters that the model has been given since it was set up."""
+        stepped = set(map(id, params))
+        plain = [name for name, param in _plain_of(model).items() if id(param) in stepped]
+        added = [name for name in plain if name not in self._plain]
+        if added and self._warns:
+            self._warns = False
+            logger.warning(
+                f"{len(added)} parameters, such as {added[0]}, were added to the model after it "
+                "was sharded: each rank trains a copy of its own; add them (add_adapter, resized "
+                "embeddings) before fcdp.shard or fully_shard"
+            )
 
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.
@@ -79,6 +101,11 @@ class Strays:
             Counter(param.shape for param in ours),
             Counter(param.shape for param in trained),
         )
+
+
+def _plain_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    params = model.named_parameters()
+    return {name: param for name, param in params if not isinstance(param, DTensor)}
 
 
 _followers: WeakSet[Follower] = WeakSet()

@@ -1,7 +1,7 @@
 """The hierarchical reduce-scatter: inside the node first, then 1/L of it across nodes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,7 +51,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         ledger: Ledger,
         encoded: EncodedReduce | ExactReduce | None,
         world: dist.ProcessGroup | None = None,
+        crosses: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
+        """``crosses`` is called when gradients are about to cross nodes."""
         self._unit = unit
         self._topology = topology
         self._partials = partials
@@ -59,6 +61,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._ledger = ledger
         self._encoded = encoded
         self._world = world
+        self._crosses = crosses
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
         #: Contents of ``.grad`` after the last micro-batch.
@@ -139,6 +142,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             self._keep(partial)
             self._hide()
             return
+        self._crosses(self._unit)
         self._show()
         # PREMUL_SUM scales its input: where the node has reduced with it, once already.
         scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG

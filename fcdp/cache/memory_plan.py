@@ -102,6 +102,9 @@ class MemoryPlan:
         where = f": {', '.join(f'{count} {place}' for place, count in places.items())}"
         if self.topology.nodes == 1:
             where = ", on one node: nothing crosses nodes, and nothing is cached"
+            if (ranks := self.topology.world_size) > 1:
+                nodes = ranks if ranks % 2 else 2
+                where += f" (fcdp.Topology.build({nodes}, {ranks // nodes}) tries {nodes} nodes)"
         memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
         return f"fcdp: {len(units)} unit{'s' * (len(units) != 1)}{where}{memory}"
 

@@ -85,7 +85,8 @@ class Tier(ABC):
     def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype."""
         if rows.dtype != of.memory.dtype:
-            rows = rows.view(of.memory.dtype)
+            # By way of one dimension: rows of nothing have strides that no other dtype has.
+            rows = rows.view(-1).view(of.memory.dtype).view(len(rows), of.memory.shape[1])
         parts = of.others()
         if len(parts) == 1:
             return [(rows, parts[0])]

@@ -15,9 +15,20 @@ from tests.ranks import Pools
 
 #: Files whose tests run on the accelerator, too: in CI the first of each file, with
 #: ``--exhaustive`` all.
-ALSO = ("upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
+ALSO = ("reports.", "upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
+    **dict.fromkeys(
+        (
+            "test_an_adapter_is_added_after_sharding",
+            "test_an_embedding_is_resized_after_sharding",
+            "test_micro_batches_without_accumulate",
+            "test_nothing_is_said_of_ignored_parameters_and_other_models",
+            "test_who_uses_accumulate_is_told_nothing",
+        ),
+        "threads share what is logged",
+    ),
+    "test_inference_mode_is_refused_before_anything_is_changed": "its tensors wrap plain ones",
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
     "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",
     "test_a_model_loaded_from_the_meta_device": "its parameters, offloaded, are on the device",

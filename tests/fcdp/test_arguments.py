@@ -128,7 +128,13 @@ OUTPUT: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
         "2 × (cache 12 KiB, partial gradients 12 KiB)\n",
         [],
     ),
-    ((1, 2), {}, "3 units, on one node: nothing crosses nodes, and nothing is cached\n", []),
+    (
+        (1, 2),
+        {},
+        "3 units, on one node: nothing crosses nodes, and nothing is cached "
+        "(fcdp.Topology.build(2, 1) tries 2 nodes)\n",
+        [],
+    ),
     (
         PAIR,
         {"units": []},

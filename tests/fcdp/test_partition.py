@@ -15,6 +15,12 @@ TRAINED = (torch.float32, True)
 FROZEN = (torch.bfloat16, False)
 
 
+def split_of(block: nn.Module, modules: list[nn.Module]) -> Split:
+    """A split of all that the modules hold themselves and that is trained."""
+    params = [param for module in modules for param in module.parameters(recurse=False)]
+    return Split([[block]], modules, dict.fromkeys(p for p in params if p.requires_grad), TRAINED)
+
+
 def make_splits(widths: list[tuple[int, bool]]) -> tuple[nn.Module, list[Split]]:
     """One split a block; the last belongs to the model itself."""
     model = nn.Module()
@@ -22,7 +28,8 @@ def make_splits(widths: list[tuple[int, bool]]) -> tuple[nn.Module, list[Split]]
     for index, (width, trained) in enumerate(widths):
         block = model if index == len(widths) - 1 else nn.Module()
         linear = nn.Linear(width, 1, bias=False, device="meta")
-        splits.append(Split(block, [linear], TRAINED if trained else FROZEN))
+        params = dict.fromkeys(linear.parameters())
+        splits.append(Split([[block]], [linear], params, TRAINED if trained else FROZEN))
     return model, splits
 
 
@@ -38,7 +45,8 @@ def test_buckets_hold_everything_once_in_order_by_kind_and_below_the_limit(
         assert [module for split in buckets for module in split.modules] == modules
         for split in buckets:
             assert len(split.modules) == 1 or split.nbytes <= partition._BUCKET_BYTES
-    assert joined[-1].block is not model or joined[-1].modules == splits[-1].modules
+    assert joined[-1].blocks != [[model]] or joined[-1].modules == splits[-1].modules
+    assert sum(len(split.blocks) for split in joined) == len(splits)
 
 
 def test_neighbours_are_joined_until_a_bucket_is_full() -> None:
@@ -84,31 +92,44 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
     block = Called(first, base, second)
     inner = Called(of(3))
     outer = Called(block, Called(inner, Called(frozen(8))), plain)
-    splits = split_off(outer, [block, plain])
-    assert splits == [Split(block, [first, second], TRAINED), Split(outer, [inner], TRAINED)]
+    splits = split_off(outer, [[block], [plain]])
+    assert splits == [split_of(block, [first, second]), split_of(outer, [inner])]
 
 
-class Uncalled(nn.Module):
-    """A module like ``ParameterList``, whose parameters others use."""
+def test_what_nobody_calls_is_split_off_too() -> None:
+    factors, scales = nn.ParameterList([of(1)]), nn.ParameterDict({"default": of(1)})
+    block = Called(Called(frozen(9)), factors, scales)
+    assert split_off(Called(block), [[block]]) == [split_of(block, [factors, scales])]
 
-    def __init__(self, *held: nn.Parameter) -> None:
-        super().__init__()
-        self.held = nn.ParameterList(held)
+
+def test_trained_biases_are_split_off_their_frozen_weights() -> None:
+    mixed = Called(of(1), frozen(3))
+    block = Called(Called(frozen(9)), mixed)
+    assert split_off(Called(block), [[block]]) == [split_of(block, [mixed])]
+
+
+def test_a_block_keeps_what_it_holds_itself() -> None:
+    bulk, scale = Called(frozen(9)), of(1)
+    block = Called(bulk, scale)
+    (split,) = split_off(Called(block), [[block]])
+    assert [*split.params] == [*bulk.parameters()]
 
 
 def test_what_cannot_be_split_off_stays_with_a_warning() -> None:
-    last = Called(of(1))
-    holders = [
-        Uncalled(of(1)),
-        Called(of(1), frozen(1)),
-        Called(of(1), frozen(1), of(1, dtype=torch.half)),
-    ]
-    for holder in (*holders, None):
-        parts = (Called(frozen(9)), last) if holder is None else (Called(frozen(9)), holder, last)
-        block = Called(*parts, *([of(1)] if holder is None else []))  # or holds some itself
+    last, base = Called(of(1)), Called(frozen(9))
+    of_two_kinds = Called(of(1), frozen(1), of(1, dtype=torch.half))
+    for block in (Called(base, of_two_kinds, last), Called(base, of(1), frozen(1), last)):
         with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as seen:
-            assert split_off(Called(block), [block]) == [Split(block, [last], TRAINED)]
+            assert split_off(Called(block), [[block]]) == [split_of(block, [last])]
         assert len(seen) == 1
+
+
+def test_what_is_tied_to_what_stays_stays() -> None:
+    tied = of(1)
+    block = Called(Called(frozen(9)), Called(tied, of(1)), tied, frozen(1))
+    with pytest.warns(UserWarning, match="cannot have a unit of its own"):
+        (split,) = split_off(Called(block), [[block]])
+    assert tied not in split.params
 
 
 @pytest.mark.parametrize(
@@ -131,8 +152,8 @@ def test_a_bucket_is_full_at_its_size_and_not_before(monkeypatch: pytest.MonkeyP
 
 
 def test_adapters_stay_gathered_up_to_a_slice_of_the_largest_block() -> None:
-    blocks = [Called(of(40)), Called(of(80)), Called(of(20))]
-    splits = [Split(block, [Called(of(10))], TRAINED) for block in blocks[:2]]
+    blocks = [[Called(of(40))], [Called(of(60)), Called(of(20))], [Called(of(20))]]
+    splits = [split_of(block[0], [Called(of(10))]) for block in blocks[:2]]
     assert [fit_in_a_slice(splits, blocks, ranks) for ranks in (1, 4, 5)] == [True, True, False]
     assert [fit_in_a_slice(candidates, [], 1) for candidates in ([], splits)] == [True, False]
 

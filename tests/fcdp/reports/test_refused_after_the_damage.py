@@ -1,0 +1,138 @@
+"""What FSDP2 refuses halfway is refused before anything is sharded; a list is one unit of several.
+
+Smallest case: one parameter tied across two blocks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import topology_of
+from tests.ranks import on_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def tied(first: str, second: str) -> Callable[[], Net]:
+    """A model of which two modules have one weight, or are one where the names end alike."""
+
+    def make() -> Net:
+        model = Net()
+        model.get_submodule(second).weight = model.get_submodule(first).weight
+        return model
+
+    return make
+
+
+def shared() -> Net:
+    """A model with one module inside of two blocks."""
+    model = Net()
+    model.layers[3][0] = model.layers[1][0]  # type: ignore[index,operator]
+    return model
+
+
+def scalar() -> Net:
+    model = Net()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+BLOCKS, HEAD = tied("layers.0.0", "layers.2.0"), tied("layers.1.0", "head")
+CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
+    "two blocks": (
+        BLOCKS,
+        lambda model: None,
+        "layers.0.0.weight and layers.2.0.weight are one parameter, in two units; must be in one: "
+        "a list of modules, units=[[model.layers.0, model.layers.2], ...]",
+    ),
+    "a block and the head": (HEAD, lambda model: None, "[[model.layers.1, model.head], ...]"),
+    "one module in two": (shared, lambda model: None, "[[model.layers.1, model.layers.3], ...]"),
+    "two lists": (
+        BLOCKS,
+        lambda model: [[*model.layers[:2]], [*model.layers[2:]]],
+        "layers.0.0.weight and layers.2.0.weight are one parameter",
+    ),
+    "a scalar": (scalar, lambda model: None, "temperature: has no dimension to shard"),
+    "a container": (
+        Net,
+        lambda model: [model.layers],
+        "units: layers has no forward; pass its members",
+    ),
+    "a module twice": (
+        Net,
+        lambda model: [model.layers[0], [model.layers[1], model.layers[0]]],
+        "units[1][1]: is units[0] again",
+    ),
+    "no module": (Net, lambda model: [[model.layers[0], 3]], "units[0][1] = 3: must be a module"),
+}
+
+
+@on_ranks(2)
+def test_a_refusal_changes_nothing() -> None:
+    for make, units, words in CASES.values():
+        model = make()
+        with pytest.raises(ValueError, match="units|temperature") as raised:
+            fcdp.shard(model, topology_of(2, 1), units=units(model))
+        assert words in str(raised.value)
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        assert not fcdp.is_cached(model)
+
+
+LISTS: dict[str, tuple[Callable[[], Net], Callable[[Any], list[Any]]]] = {
+    "two blocks": (BLOCKS, lambda m: [[m.layers[0], m.layers[2]], m.layers[1], m.layers[3]]),
+    "a block and the head": (HEAD, lambda m: [m.layers[0], (m.layers[1], m.head), m.layers[3]]),
+    "one module in two": (shared, lambda m: [m.layers[0], [m.layers[1], m.layers[3]]]),
+    "nothing tied": (Net, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.layers[3]]]),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+@pytest.mark.parametrize("trained", ["", "bias", "2.0"])
+@on_ranks(2)
+def test_a_list_is_one_unit(case: str, trained: str) -> None:
+    topology, (make, units) = topology_of(2, 1), LISTS[case]
+    losses: dict[str, list[float]] = {}
+    for how in ("fsdp2", "shard", "undetected", "cache_parameters"):
+        model = make()
+        for name, param in model.named_parameters():
+            param.requires_grad_(trained in name)
+        listed = units(model)
+        if how in ("shard", "undetected"):
+            fcdp.shard(model, topology, units=listed, detect_writes=how == "shard")
+            assert len(engine_of(model).units) <= (len(listed) + 1) * (2 if trained else 1)
+        else:
+            for unit in [*listed, model]:
+                fully_shard([*unit] if isinstance(unit, tuple) else unit, mesh=topology.mesh)
+            if how == "cache_parameters":
+                fcdp.cache_parameters(model, topology)
+        optimizer = torch.optim.SGD(
+            [param for param in model.parameters() if param.requires_grad], lr=0.5
+        )
+        losses[how] = []
+        for step in range(3):
+            loss = model(torch.full((2, 4), 0.3 * (step + topology.rank))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[how].append(float(loss.detach()))
+    assert len(set(losses["fsdp2"])) == 3
+    assert all(each == losses["fsdp2"] for each in losses.values()), losses

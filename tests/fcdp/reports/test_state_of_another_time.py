@@ -1,0 +1,102 @@
+"""Set up under inference mode, or with an embedding that is replaced afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fcdp
+from tests.fcdp.training import captured, topology_of
+from tests.ranks import on_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def shard(model: Net) -> None:
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=topology_of(2, 1).mesh)
+
+
+def trained(model: Net, steps: int = 2) -> list[float]:
+    tokens = torch.arange(6).view(2, 3) + topology_of(2, 1).rank
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(steps):
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@on_ranks(2)
+def test_inference_mode_is_refused_before_anything_is_changed() -> None:
+    topology, refusal = topology_of(2, 1), pytest.raises(ValueError, match="inference_mode")
+    model = Net()
+    with torch.inference_mode(), refusal:
+        fcdp.shard(model, topology)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    fcdp.shard(model, topology)
+    sharded, under = Net(), Net()
+    shard(sharded)
+    with torch.inference_mode(), refusal:
+        fcdp.cache_parameters(sharded, topology)
+    fcdp.cache_parameters(sharded, topology)
+    with torch.inference_mode():
+        shard(under)
+        made = Net()
+    with refusal:
+        fcdp.cache_parameters(under, topology)
+    fcdp.shard(made, topology)  # of its tensors FSDP2 makes others
+    losses = trained(model)
+    assert losses == trained(sharded) == trained(made)
+
+
+@pytest.mark.parametrize("own_unit", [True, False])
+@pytest.mark.parametrize("only_embedding", [False, True])
+@on_ranks(2)
+def test_an_embedding_is_resized_after_sharding(own_unit: bool, only_embedding: bool) -> None:
+    """As FSDP2 has it: each rank trains its own, of which FCDP warns."""
+    topology, losses = topology_of(2, 1), {}
+    for how in ("fsdp2", "shard", "undetected", "cache_parameters"):
+        for before in (True, False):
+            model = Net()
+            for name, param in model.named_parameters():
+                param.requires_grad_("embedding" in name or not only_embedding)
+            units = [*model.layers, *[model.embedding] * own_unit]
+            if how in ("shard", "undetected"):
+                fcdp.shard(model, topology, units=units, detect_writes=how == "shard")
+            else:
+                for module in [*units, model]:
+                    fully_shard(module, mesh=topology.mesh)
+                if how == "cache_parameters":
+                    fcdp.cache_parameters(model, topology)
+            losses[how, before] = [] if before else trained(model)
+            weight: Any = model.embedding.weight
+            old = weight.full_tensor().detach()
+            model.embedding = nn.Embedding.from_pretrained(
+                torch.cat([old, torch.ones(2, 4)]), freeze=False
+            )
+            with captured() as (_, warned):
+                losses[how, before] += trained(model)
+            told = warned.getvalue().count("embedding.weight, were added to the model after")
+            assert told == (how != "fsdp2" and topology.rank == 0)
+            assert losses[how, before] == losses["fsdp2", before], how
