@@ -76,7 +76,7 @@ class Engine:
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
         detects = setup.safety.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, device, streams) if detects else None
+        guard = Guard(self.units, device, streams, detects=detects)
         self._strays = Strays(model, before)
         ids = {*map(id, not_resharded)}
         self._not_resharded = [unit for unit in self.units if id(unit.module) in ids]
@@ -310,7 +310,7 @@ class Engine:
                 )
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # FSDP2 looks at each parameter that was loaded: its unit is declared written then.
+        # FSDP2 looks at each parameter of what was loaded into: its unit is in doubt then.
         self.staleness.ask()
         for encoded in self._encoded:
             encoded.forget()

@@ -72,7 +72,7 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
     finally:
-        engine.staleness.invalidate()
+        engine.staleness.doubt()
     model.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     return commit.extra
