@@ -30,7 +30,7 @@ from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
-from fcdp.passes import Passes, drop_prefetched, reshard
+from fcdp.passes import Passes
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
@@ -288,8 +288,8 @@ class Engine:
         """A forward of the model begins."""
         self._count_pass()
         self._check_collectives_in_place()
-        drop_prefetched(self.units)
-        reshard(self._not_resharded)  # left by a forward that raised or had no backward
+        self._passes.drop_prefetched(self.units)
+        self._passes.let_go()  # of a forward that raised or had no backward
         self.staleness.begin()
         self.cache.begin_pass()
 
@@ -297,7 +297,7 @@ class Engine:
         """A forward of the model has ended, or raised."""
         self.topology.failures.forward_ends()
         if sys.exc_info()[0] is None:  # else FSDP2 is in the middle of something
-            drop_prefetched(self.units)
+            self._passes.drop_prefetched(self.units)
 
     def _check_collectives_in_place(self) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
@@ -333,7 +333,7 @@ class Engine:
         """
         self._strays.refuse(optimizer)
         self.staleness.begin_step(optimizer)
-        reshard(self._not_resharded)
+        self._passes.let_go()
         self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
         self.cache.staging.drain()

@@ -244,3 +244,22 @@ def around_reductions(
         yield
     finally:
         del group.post_backward
+
+
+def leave_open(module: FSDPModule) -> None:
+    """Note that nobody has said yet when the module is to be resharded after forward."""
+    state(module)._auto_reshard_after_forward = True
+
+
+def is_open(module: FSDPModule) -> bool:
+    """Whether nobody has said so since, by ``set_reshard_after_forward``."""
+    return bool(keeps_root(state(module)))
+
+
+#: What a group is gathered for, or reduced.
+_phase = _of(FSDPParamGroup, "_training_state")
+
+
+def by_hand(group: Any) -> bool:
+    """Whether a gather that is asked for now is ``unshard()``'s: no forward's, no backward's."""
+    return bool(_phase(group) == TrainingState.IDLE)

@@ -212,7 +212,10 @@ class Staleness:
         stamps = [unit.stamp() for unit, _ in watched]
         held = [contents(unit) if self._compares else None for unit, _ in watched]
         if self._compares:  # stamps grow where the same is written again
-            written = [each.written or now != each.contents for (_, each), now in zip(watched, held, strict=True)]
+            written = [
+                each.written or now != each.contents
+                for (_, each), now in zip(watched, held, strict=True)
+            ]
             differ = self._guard.poll()
         else:
             written = [

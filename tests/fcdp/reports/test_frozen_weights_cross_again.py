@@ -39,9 +39,7 @@ LORA = Settings(2, 1, adapter_rank=1)
 STEPS = 4
 
 
-def cache_what_fsdp2_shards(
-    model: TinyLM, topology: fcdp.Topology, settings: Settings
-) -> TinyLM:
+def cache_what_fsdp2_shards(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
     """Adapters have units of their own, as a user of ``fully_shard`` makes them."""
     for module in model.modules():
         if isinstance(module, Adapter):
@@ -55,7 +53,10 @@ class Trained(Run):
     """A training whose frozen weights half of the precision holds, too."""
 
     def __init__(self, settings: Settings, engine: str, directory: Path) -> None:
-        self.topology, self.directory = topology_of(settings.nodes, settings.ranks_per_node), directory
+        self.topology, self.directory = (
+            topology_of(settings.nodes, settings.ranks_per_node),
+            directory,
+        )
         model = make_model(settings)
         with torch.no_grad():
             for param in model.parameters():
