@@ -29,10 +29,10 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write the trainable parameters, and only these, as ``adapter_model.safetensors``.
 
     Of a ``PeftModel``, PEFT writes its active adapters, what is frozen of them included, and a
-    configuration, for ``PeftModel.from_pretrained``. Of any other model the file holds them by their names in the
-    model. One parameter at a time is gathered, to the host memory of rank 0. Files that are there
-    already are replaced, each at once, when all new ones are on disk. Collective: every rank calls
-    it.
+    configuration, for ``PeftModel.from_pretrained``. Of any other model the file holds the
+    trainable parameters by their names in the model. One parameter at a time is gathered, to the
+    host memory of rank 0. Files that are there already are replaced, each at once, when all new
+    ones are on disk. Collective: every rank calls it.
 
     Args:
         model: A cached model of which something is trainable.
@@ -178,10 +178,11 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
         if whole is None:
             whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
         params[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
-    copies: dict[nn.Module, nn.Module] = {}
+    copies: dict[nn.Module, Any] = {}
     for each in module.modules():
-        kind = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
-        copies[each] = plain = kind.__new__(kind)
+        kind: Any = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
+        plain: Any = kind.__new__(kind)
+        copies[each] = plain
         nn.Module.__init__(plain)
         theirs = {name: value for name, value in vars(each).items() if name not in vars(plain)}
         vars(plain).update(theirs, training=each.training)

@@ -33,12 +33,12 @@ class Guard:
     averaged weights, whatever goes through ``param.data``. A mismatch means that the other ranks'
     shards in the cache are older than the own one beside them.
 
-    Unless it ``detects``, it only remembers what was gathered, for comparisons that somebody asks
-    for. Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
+    Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
     all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`).
+    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers what was gathered, for
+    ``check``.
     """
 
     def __init__(

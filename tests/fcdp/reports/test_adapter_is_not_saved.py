@@ -69,7 +69,8 @@ TOKENS = torch.arange(1, 9).view(1, 8)
 
 def base_model() -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
+    make: Any = AutoModelForCausalLM.from_config
+    return make(
         LlamaConfig(
             hidden_size=16,
             intermediate_size=24,

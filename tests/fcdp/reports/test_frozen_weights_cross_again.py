@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -114,8 +114,8 @@ def assignment(run: Trained) -> None:
 def distributed_load_of_adapters(run: Trained) -> None:
     """PyTorch's way: into the tensors of a state dict, without a load by the model."""
     path = run.directory / "adapters"
-    dcp.save(copied(run.adapters), checkpoint_id=path)
-    dcp.load(run.adapters, checkpoint_id=path)
+    state_dict_saver.save(copied(run.adapters), checkpoint_id=path)
+    state_dict_loader.load(run.adapters, checkpoint_id=path)
 
 
 def distributed_load_by_the_model(run: Trained) -> None:
@@ -196,11 +196,12 @@ def load_into_a_state_dict_that_is_kept(run: Trained) -> None:
 
 
 def rounding_of_one_element(run: Trained) -> None:
+    weight = run.model.get_parameter("blocks.1.up.weight")
     with torch.no_grad():
-        element(run.model.blocks[1].up.weight).add_(2**-20)
+        element(weight).add_(2**-20)
     run.model.bfloat16().float()
     with torch.no_grad():
-        element(run.model.blocks[1].up.weight).add_(0.5)
+        element(weight).add_(0.5)
     run.model.to(torch.get_default_device())
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 import fcdp
@@ -14,7 +15,7 @@ from tests.ranks import Pools
 from tests.tiers import in_ci
 
 
-def units(model: Any) -> list[FSDPModule]:
+def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -31,6 +32,7 @@ class Generating(Run):
             fcdp.cache_parameters(self.model, self.topology, detect_writes=settings.detect_writes)
         else:
             super().__init__(settings, engine)
+        self.whole: Any = self.model
         self.inside = inside if engine != "fsdp2" else ""
         self.tokens = torch.arange(8).view(1, 8).to(torch.get_default_device())
 
@@ -45,7 +47,7 @@ class Generating(Run):
 
     def keep(self, how: str) -> None:
         """Gather everything, and keep it so."""
-        self.model.set_reshard_after_forward(False)
+        self.whole.set_reshard_after_forward(False)
         if how == "forward":
             self.forwards(1)
         for unit in units(self.model):
@@ -54,7 +56,7 @@ class Generating(Run):
     def let_go(self) -> None:
         for unit in units(self.model):
             unit.reshard()
-        self.model.set_reshard_after_forward(True)
+        self.whole.set_reshard_after_forward(True)
 
 
 def generated(settings: Settings, engine: str, how: str, inside: str = "") -> list[Any]:
@@ -175,7 +177,7 @@ def by_a_method(engine: str) -> list[torch.Tensor]:
     type(run.model).write = generate  # type: ignore[attr-defined]
     register_fsdp_forward_method(run.model, "write")
     with torch.no_grad():
-        return run.model.write(run.topology.rank)  # type: ignore[no-any-return,operator]
+        return run.whole.write(run.topology.rank)  # type: ignore[no-any-return,operator]
 
 
 def test_a_registered_method_generates(ranks: Pools) -> None:
@@ -192,7 +194,7 @@ def train_after(engine: str) -> list[float]:
     for _ in range(3):
         run.keep("forward")
         run.generate("forward")
-        run.model.set_reshard_after_forward(True)
+        run.whole.set_reshard_after_forward(True)
         losses.append(run.step())
     losses.append(float(loss_of(run.model, next(run.data))))
     return losses
