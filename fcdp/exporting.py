@@ -67,11 +67,8 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         plain = _plain_copy(peft_model, adapters, gathered)
         # PEFT changes them while it writes, and an error would leave them so.
         plain.peft_config = copy.deepcopy(plain.peft_config)
-        plain.save_pretrained(
-            os.fspath(folder),
-            selected_adapters=list(plain.active_adapters),
-            state_dict=gathered,
-        )
+        names = list(plain.active_adapters)
+        plain.save_pretrained(os.fspath(folder), selected_adapters=names, state_dict=gathered)
 
     _write(model, adapters, directory, write)
 
@@ -172,34 +169,25 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
     the original's own.
     """
     wholes = {id(state[name]): whole for name, whole in gathered.items()}
-    params: dict[nn.Parameter, nn.Parameter] = {}
+    params: dict[nn.Parameter | None, nn.Parameter] = {}
     for param in module.parameters():
         whole = wholes.get(id(param))
         if whole is None:
             whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
         params[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
-    copies: dict[nn.Module, Any] = {}
+    copies: dict[nn.Module | None, Any] = {}
     for each in module.modules():
         kind: Any = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
-        plain: Any = kind.__new__(kind)
-        copies[each] = plain
+        copies[each] = plain = kind.__new__(kind)
         nn.Module.__init__(plain)
-        theirs = {name: value for name, value in vars(each).items() if name not in vars(plain)}
-        vars(plain).update(theirs, training=each.training)
-        plain._non_persistent_buffers_set = each._non_persistent_buffers_set
+        set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"}
+        vars(plain).update({name: it for name, it in vars(each).items() if name not in set_anew})
         plain._buffers.update(each._buffers)
-        plain._parameters.update(
-            {
-                name: param if param is None else params[param]
-                for name, param in each._parameters.items()
-            }
-        )
-    for each, plain in copies.items():
-        plain._modules.update(
-            {
-                name: child if child is None else copies[child]
-                for name, child in each._modules.items()
-            }
+        # Names of what is not there have ``None``.
+        plain._parameters.update({name: params.get(it) for name, it in each._parameters.items()})
+    for each in module.modules():
+        copies[each]._modules.update(
+            {name: copies.get(child) for name, child in each._modules.items()}
         )
     return copies[module]
 

@@ -247,13 +247,8 @@ def around_reductions(
 
 
 def leave_open(module: FSDPModule) -> None:
-    """Note that nobody has said yet when the module is to be resharded after forward."""
+    """Have ``keeps_root`` say, until ``set_reshard_after_forward``, that nobody has set it yet."""
     state(module)._auto_reshard_after_forward = True
-
-
-def is_open(module: FSDPModule) -> bool:
-    """Whether nobody has said so since, by ``set_reshard_after_forward``."""
-    return bool(keeps_root(state(module)))
 
 
 #: What a group is gathered for, or reduced.

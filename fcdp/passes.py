@@ -104,7 +104,8 @@ class Passes:
         FSDP2: a forward that needs no gather there needs none here.
         """
         for unit in self.not_resharded:
-            if unit not in self._by_hand and fsdp2.is_open(unit.module):
+            ours = fsdp2.keeps_root(fsdp2.state(unit.module))
+            if ours and unit not in self._by_hand:
                 unit.module.reshard()
 
     def drop_prefetched(self, units: Iterable[Unit]) -> None:

@@ -178,19 +178,17 @@ class Staleness:
         Ranks cannot agree now: the write may be this one's alone. A unit in doubt may hold what it
         held; one that is stale anyway is gathered as it is now, on all ranks.
         """
-        if not watched.doubted or (watched.entry.fresh and self._changed(unit, watched)):
+        changed = not watched.doubted
+        if watched.doubted and watched.entry.fresh and self._compares:
+            changed = contents(unit) != watched.contents
+        elif watched.doubted and watched.entry.fresh:
+            changed = any(self._guard.check({unit})[0])
+        if changed:
             raise RuntimeError(
                 f"{unit.name}: parameters were written in place since the model's forward began; "
                 "write between steps, or call fcdp.invalidate(model) on every rank afterwards"
             )
         watched.stamp = unit.stamp()
-
-    def _changed(self, unit: Unit, watched: _Watched) -> bool:
-        """Whether one unit's shards are other than they were; the host waits for the device."""
-        if self._compares:
-            return contents(unit) != watched.contents
-        changed, _ = self._guard.check({unit})
-        return any(changed)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         # Optimizers update what has a gradient, whether it still requires one or not.
