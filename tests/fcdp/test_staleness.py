@@ -428,6 +428,42 @@ def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(rank_of: Made) ->
     assert rank.gather(begins=False) == ""
 
 
+@pytest.mark.parametrize("detect", [True, False])
+def test_what_is_replaced_in_mid_pass_is_an_error_if_a_hit_would_hold_something_else(
+    detect: bool, rank_of: Made
+) -> None:
+    rank = rank_of(detect=detect)
+    rank.gather()
+    unit, entry = rank.units[0], rank.entries[0]
+    entry.offered = entry.generation  # stored: the next gather is a hit
+    rank.staleness.replaced(unit)
+    assert rank.gather(begins=False) == ""
+    assert len(rank.asked) == 1, "nobody asks the other ranks"
+    unit.params[0].data.add_(1)
+    rank.staleness.replaced(unit)
+    with pytest.raises(RuntimeError, match=r"^a: parameters were written in place"):
+        rank.gather(begins=False)
+    entry.offered = 0  # all ranks gather it as it is now
+    assert rank.gather(begins=False) == ""
+    assert rank.gather() == "a"
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_what_is_doubted_is_compared_with_what_was_gathered(detect: bool, rank_of: Made) -> None:
+    rank = rank_of(detect=detect, device_type="cuda")
+    rank.gather()
+    with torch.no_grad():
+        rank.units[0].params[0].mul_(1)  # counted, and nothing has changed
+        rank.units[1].params[1].data[1] += 1  # not counted
+    rank.staleness.doubt()
+    assert rank.gather() == "b"
+    rank.staleness.doubt(rank.units[0])
+    assert rank.gather() == ""
+    with torch.no_grad():
+        rank.units[0].params[0].mul_(1)
+    assert rank.gather() == "a", "without doubt a count is enough, and nobody waits"
+
+
 @pytest.mark.parametrize(
     ("detect", "device_type", "seen"),
     [(True, "cpu", "b"), (False, "cpu", ""), (True, "cuda", ""), (False, "cuda", "")],
