@@ -67,7 +67,7 @@ class CachedAllGather(AllGather):
     cache: Cache
     slices: Slices
     staleness: Staleness
-    guard: Guard | None
+    guard: Guard
     streams: Streams
     ledger: Ledger
     codec: Codec | None
@@ -162,8 +162,7 @@ class CachedAllGather(AllGather):
         self.slices.drain()  # forward's last; backward needs none
         with profiled("cache_load", self._unit.name):
             held = self.cache.load(self.entry, phase, output, self._copy_in)
-        if self.guard is not None:
-            self.guard.compare(self._unit, own)
+        self.guard.compare(self._unit, own)
         self._encode(own)
         self.cache.expect(coming)
         yield self._intra_node(output, held, own, phase)
@@ -221,8 +220,7 @@ class CachedAllGather(AllGather):
         if ahead:
             self.cache.load_stale(self.entry, phase, received)
         with profiled("gather_inter", self._unit.name):
-            if self.guard is not None:
-                self.guard.remember(self._unit, own)
+            self.guard.remember(self._unit, own)
             outgoing = base.write(own)
             self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
             most = message.most_bytes(own)
@@ -259,8 +257,7 @@ class CachedAllGather(AllGather):
             self.streams.on(stream),
             received.access.writing(stream),
         ):
-            if self.guard is not None:
-                self.guard.remember(self._unit, own)
+            self.guard.remember(self._unit, own)
             outgoing = encoding.write(own, base.memory, node)
             self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
             arriving = outgoing.new_empty((self.topology.nodes, outgoing.numel()))
@@ -285,8 +282,7 @@ class CachedAllGather(AllGather):
             self.streams.on(stream),
             received.access.writing(stream),
         ):
-            if self.guard is not None:  # before a codec rounds the own shard
-                self.guard.remember(self._unit, own)
+            self.guard.remember(self._unit, own)  # before a codec rounds the own shard
             if self.world is not None:
                 self.ledger.add_both(phase, *ring_bytes(own.nbytes, self.topology))
                 with self.topology.failures.waiting():

@@ -30,7 +30,7 @@ from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
-from fcdp.passes import Passes, drop_prefetched, reshard
+from fcdp.passes import Passes
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
@@ -78,7 +78,7 @@ class Engine:
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
         detects = setup.safety.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, device, streams) if detects else None
+        guard = Guard(self.units, device, streams, detects=detects)
         self._strays = Strays(model, before, warns=topology.rank == 0)
         #: Passes so far, and in which of them gradients first crossed nodes since the last step.
         self._number, self._crossed_in = 0, 0
@@ -305,8 +305,8 @@ class Engine:
         """A forward of the model begins."""
         self._count_pass()
         self._check_collectives_in_place()
-        drop_prefetched(self.units)
-        reshard(self._not_resharded)  # left by a forward that raised or had no backward
+        self._passes.drop_prefetched(self.units)
+        self._passes.let_go()  # of a forward that raised or had no backward
         self.staleness.begin()
         self.cache.begin_pass()
 
@@ -314,7 +314,7 @@ class Engine:
         """A forward of the model has ended, or raised."""
         self.topology.failures.forward_ends()
         if sys.exc_info()[0] is None:  # else FSDP2 is in the middle of something
-            drop_prefetched(self.units)
+            self._passes.drop_prefetched(self.units)
 
     def _check_collectives_in_place(self) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
@@ -327,7 +327,7 @@ class Engine:
                 )
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # FSDP2 looks at each parameter that was loaded: its unit is declared written then.
+        # FSDP2 looks at each parameter of what was loaded into: its unit is in doubt then.
         self.staleness.ask()
         for encoded in self._encoded:
             encoded.forget()
@@ -351,7 +351,7 @@ class Engine:
         self._strays.refuse(optimizer)
         self._crossed_in = 0
         self.staleness.begin_step(optimizer)
-        reshard(self._not_resharded)
+        self._passes.let_go()
         self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
         self.cache.staging.drain()

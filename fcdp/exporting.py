@@ -1,5 +1,6 @@
 """Weights for other programs: safetensors files, written by rank 0."""
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fcdp.agreement import on_all_ranks
@@ -26,11 +28,11 @@ _Tensors = dict[str, torch.Tensor]
 def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write the trainable parameters, and only these, as ``adapter_model.safetensors``.
 
-    Of a ``PeftModel``, PEFT picks its active adapters' from them and writes a configuration, for
-    ``PeftModel.from_pretrained``. Of any other model the file holds them by their names in the
-    model. One parameter at a time is gathered, to the host memory of rank 0. Files that are there
-    already are replaced, each at once, when all new ones are on disk. Collective: every rank calls
-    it.
+    Of a ``PeftModel``, PEFT writes its active adapters, what is frozen of them included, and a
+    configuration, for ``PeftModel.from_pretrained``. Of any other model the file holds the
+    trainable parameters by their names in the model. One parameter at a time is gathered, to the
+    host memory of rank 0. Files that are there already are replaced, each at once, when all new
+    ones are on disk. Collective: every rank calls it.
 
     Args:
         model: A cached model of which something is trainable.
@@ -49,26 +51,26 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """
     library(_NEED)
     engine_of(model).staleness.conclude()
-    trainable = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    }
-    if not trainable:
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not any(value.requires_grad for value in tensors.values()):
         raise ValueError("model: no parameter has requires_grad; there are no adapters to save")
     peft_model = _as_peft_model(model)
+    frozen = tensors if peft_model is None else _without_adapters(tensors, peft_model)
+    ids = {id(value) for value in frozen.values() if not value.requires_grad}
+    adapters = {name: value for name, value in tensors.items() if id(value) not in ids}
 
     def write(folder: Path, gathered: _Tensors) -> None:
         if peft_model is None:
             _write_file(gathered, folder / "adapter_model.safetensors")
-        else:
-            peft_model.save_pretrained(
-                os.fspath(folder),
-                selected_adapters=list(peft_model.active_adapters),
-                state_dict=gathered,
-            )
+            return
+        plain = _plain_copy(peft_model, adapters, gathered)
+        # PEFT changes them while it writes, and an error would leave them so.
+        plain.peft_config = copy.deepcopy(plain.peft_config)
+        names = list(plain.active_adapters)
+        plain.save_pretrained(os.fspath(folder), selected_adapters=names, state_dict=gathered)
 
-    _write(model, trainable, directory, write)
+    _write(model, adapters, directory, write)
 
 
 def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -105,7 +107,7 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     def write(folder: Path, gathered: _Tensors) -> None:
         if hasattr(plain, "save_pretrained"):
-            plain.save_pretrained(folder, state_dict=gathered)
+            _plain_copy(plain, state, gathered).save_pretrained(folder, state_dict=gathered)
         else:
             _write_file(gathered, folder / "model.safetensors")
 
@@ -126,6 +128,8 @@ def _write(
     gathered = _gather(state, first)
 
     def build() -> None:
+        if isinstance(gathered, Exception):
+            raise gathered
         if first:
             with _put_in_place(Path(directory), instead_of) as folder:
                 write(folder, gathered)
@@ -133,11 +137,13 @@ def _write(
     on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
 
 
-def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
+def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
     """The whole tensors of ``state`` in host memory, tied ones still tied; {} unless ``keep``.
 
-    Every rank sees each tensor whole, one at a time.
+    Every rank sees each tensor whole, one at a time: where there is no room for it, too. The error
+    is returned then.
     """
+    problem: Exception | None = None
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     wholes: dict[int, torch.Tensor] = {}
     for value in tensors.values():
@@ -145,8 +151,45 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors:
             whole = value.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
-            wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
-    return {name: wholes[id(value)] for name, value in tensors.items()} if keep else {}
+            wholes[id(value)] = whole.new_empty(0)
+            if keep and problem is None:
+                try:
+                    wholes[id(value)] = whole.cpu()
+                except (MemoryError, RuntimeError) as error:
+                    problem = error
+                    wholes.clear()
+    return problem or ({name: wholes[id(value)] for name, value in tensors.items()} if keep else {})
+
+
+def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors) -> Any:
+    """A copy of a module and of those inside it, for a writer that one rank alone runs.
+
+    It has whole parameters, the classes from before FSDP2 and no hooks, so that nothing in it
+    communicates. A parameter that was not gathered has no memory (``meta``). Other attributes are
+    the original's own.
+    """
+    wholes = {id(state[name]): whole for name, whole in gathered.items()}
+    params: dict[nn.Parameter | None, nn.Parameter] = {}
+    for param in module.parameters():
+        whole = wholes.get(id(param))
+        if whole is None:
+            whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        params[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
+    copies: dict[nn.Module | None, Any] = {}
+    for each in module.modules():
+        kind: Any = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
+        copies[each] = plain = kind.__new__(kind)
+        nn.Module.__init__(plain)
+        set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"}
+        vars(plain).update({name: it for name, it in vars(each).items() if name not in set_anew})
+        plain._buffers.update(each._buffers)
+        # Names of what is not there have ``None``.
+        plain._parameters.update({name: params.get(it) for name, it in each._parameters.items()})
+    for each in module.modules():
+        copies[each]._modules.update(
+            {name: copies.get(child) for name, child in each._modules.items()}
+        )
+    return copies[module]
 
 
 @contextmanager
@@ -195,10 +238,15 @@ def _without_adapters(state: Mapping[str, Any], peft_model: Any) -> dict[str, An
     """The state of the base model by the names that it has before PEFT wraps its layers."""
     base = peft_model.get_base_model()
     root = next(name for name, module in peft_model.named_modules() if module is base)
-    added = (getattr(peft_model.base_model, "prefix", "modules_to_save"), "modules_to_save")
+    peft = sys.modules["peft"]
+    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+    wrappers = {name for name, module in base.named_modules() if isinstance(module, kinds)}
     plain: dict[str, Any] = {}
     for name, value in state.items():
+        if not name.startswith(f"{root}."):
+            continue
         parts = name.removeprefix(f"{root}.").split(".")
-        if name.startswith(f"{root}.") and not any(part.startswith(added) for part in parts):
-            plain[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = value
+        inside = [at for at in range(1, len(parts)) if ".".join(parts[:at]) in wrappers]
+        if {parts[at] for at in inside} <= {"base_layer", "original_module", "token_adapter"}:
+            plain[".".join(part for at, part in enumerate(parts) if at not in inside)] = value
     return plain

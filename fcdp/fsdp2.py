@@ -383,3 +383,17 @@ def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:
         then()
 
     _surround(own, "_lazy_init", once)
+
+
+def leave_open(module: FSDPModule) -> None:
+    """Have ``keeps_root`` say, until ``set_reshard_after_forward``, that nobody has set it yet."""
+    state(module)._auto_reshard_after_forward = True
+
+
+#: What a group is gathered for, or reduced.
+_phase = _of(FSDPParamGroup, "_training_state")
+
+
+def by_hand(group: Any) -> bool:
+    """Whether a gather that is asked for now is ``unshard()``'s: no forward's, no backward's."""
+    return bool(_phase(group) == TrainingState.IDLE)

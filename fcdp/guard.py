@@ -1,6 +1,6 @@
 """The guard: detects writes to parameters that autograd's version counters do not show."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,14 @@ class Guard:
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
     all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`).
+    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers frozen units, for ``check``:
+    others are written in each step.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
+    def __init__(
+        self, units: Sequence[Unit], device: torch.device, streams: Streams, *, detects: bool = True
+    ) -> None:
+        self.detects = detects
         self._streams = streams
         self._sum = checksum if streams.on_host else sum_of_words
         #: Sums of each own shard, as last gathered across nodes and at the hits since.
@@ -66,13 +70,18 @@ class Guard:
         """Checksum the ``shard`` (s) as gathered across nodes, in the current stream's order."""
         row = self._of[unit]
         self._look_at(row)
-        row.sums.copy_(self._sum(shard))
+        if self.detects or not unit.trainable:
+            row.sums.copy_(self._sum(shard))
+        else:
+            row.sums.fill_(_UNKNOWN)
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.
 
         A comparison at each hit would be two operations more for each.
         """
+        if not self.detects:
+            return
         row = self._of[unit]
         if row.used == HITS:
             self._look_at(row)
@@ -100,6 +109,8 @@ class Guard:
 
         Called once per pass, before its first gather, on the stream of the gathers.
         """
+        if not self.detects:
+            return [False] * len(self._of)
         if self._streams.on_host:
             self._look_at_all()
             return self._differ.tolist()
@@ -114,12 +125,16 @@ class Guard:
         self._ask()
         return differ
 
-    def check(self) -> tuple[list[bool], list[bool]]:
-        """List per unit whether the own shard is other than gathered, and as ``poll`` does.
+    def check(self, units: Set[Unit]) -> tuple[list[bool], list[bool]]:
+        """List per unit whether it is one of ``units`` and its own shard is other than gathered.
 
-        All of it is known when this returns: the host waits for the device, once.
+        And, as ``poll`` does, whether a mismatch has become known. All of it is known when this
+        returns: the host waits for the device, once.
         """
-        sums = [checksum(unit.shard(self._sums.device)) for unit in self._of]
+        sums = [
+            checksum(unit.shard(self._sums.device)) if unit in units else row.sums[0]
+            for unit, row in self._of.items()
+        ]
         self._look_at_all()
         written = torch.stack(sums) != self._sums[:, 0]
         known = torch.stack([written, self._differ]).tolist()

@@ -1,5 +1,6 @@
 """The beginnings of passes over a model, before which its parameters may be written."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Passes:
     """
 
     model: nn.Module
-    #: Units that stay gathered after forward where FSDP2 would reshard them.
+    #: Units that FCDP keeps gathered after forward, where FSDP2 would reshard them: for as long as
+    #: the user does not say otherwise.
     not_resharded: Sequence[Unit]
     #: Whether the pass under way computes no gradients.
     without_gradients: bool = False
@@ -42,6 +44,10 @@ class Passes:
         #: Units that it has gathered so far.
         self._gathered: list[Unit] = []
         self._grad_enabled = True
+        #: Units that the user has gathered by ``unshard()`` for the next forward.
+        self._by_hand: set[Unit] = set()
+        for unit in self.not_resharded:
+            fsdp2.leave_open(unit.module)
 
     def follow(
         self, units: Sequence[Unit], begin: Callable[[], None], end: Callable[[], None]
@@ -63,15 +69,17 @@ class Passes:
             if not in_backward():
                 self._in_forward = False
                 end()
-                self._let_go()
+                self._end()
 
         self.model.register_forward_pre_hook(before, prepend=True)
         self.model.register_forward_hook(after, always_call=True)
         for unit in units:
-            fsdp2.before_gathers(unit.group, self._note_mode)
+            fsdp2.before_gathers(unit.group, functools.partial(self._asked_for, unit))
 
-    def _note_mode(self) -> None:
+    def _asked_for(self, unit: Unit) -> None:
         self._grad_enabled = torch.is_grad_enabled()
+        if fsdp2.by_hand(unit.group):
+            self._by_hand.add(unit)
 
     def begins_with(self, unit: Unit) -> bool:
         """Whether the gather of ``unit`` begins a pass that is not the whole model's."""
@@ -88,31 +96,35 @@ class Passes:
             self._gathered.append(unit)
         return begins
 
-    def _let_go(self) -> None:
-        """Reshard what stays gathered for a backward, where none will come.
+    def let_go(self) -> None:
+        """Reshard what FCDP keeps gathered; a backward that still needs it gathers it again.
 
-        A later pass would use it as it is now, whatever an optimizer has written since.
+        A later pass would use it as it is now, whatever an optimizer has written since. What the
+        user keeps gathered, by ``set_reshard_after_forward`` or ``unshard()``, stays so, as in
+        FSDP2: a forward that needs no gather there needs none here.
         """
+        for unit in self.not_resharded:
+            ours = fsdp2.keeps_root(fsdp2.state(unit.module))
+            if ours and unit not in self._by_hand:
+                unit.module.reshard()
+
+    def drop_prefetched(self, units: Iterable[Unit]) -> None:
+        """Forget what a pass prefetched and then skipped: by the next it may be stale."""
+        for unit in units:
+            if unit not in self._by_hand and fsdp2.prefetched(unit.group) is not None:
+                unit.module.unshard()
+                unit.module.reshard()
+                self._by_hand.discard(unit)
+
+    def _end(self) -> None:
+        """A forward has ended; without gradients no backward will come."""
+        self._by_hand.clear()
         if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            reshard(self.not_resharded)
+            self.let_go()
 
     def _close(self) -> None:
         """Forget the outermost module, whose forward or forward method has ended."""
         self._outermost = None
         gathered, self._gathered = self._gathered, []
-        drop_prefetched(gathered)
-        self._let_go()
-
-
-def reshard(units: Iterable[Unit]) -> None:
-    """Let go of gathered parameters; a backward that still needs them gathers them again."""
-    for unit in units:
-        unit.module.reshard()
-
-
-def drop_prefetched(units: Iterable[Unit]) -> None:
-    """Forget what a pass prefetched and then skipped: by the next it may be stale."""
-    for unit in units:
-        if fsdp2.prefetched(unit.group) is not None:
-            unit.module.unshard()
-            unit.module.reshard()
+        self.drop_prefetched(gathered)
+        self._end()

@@ -28,6 +28,8 @@ class _Watched:
     contents: list[int] | None = None
     #: A write that no stamp shows.
     written: bool = True
+    #: Something that may have written, or not: what the shards hold decides, and no stamp.
+    doubted: bool = False
 
 
 class Staleness:
@@ -42,8 +44,11 @@ class Staleness:
 
     What a rank sees of writes, from the cheapest:
 
-    - hooks: optimizer steps, loads, and parameters whose tensors are replaced (``model.to``);
+    - hooks: optimizer steps;
     - stamps: in-place writes that autograd counts;
+    - doubts: loads, tensors that ``model.to`` and the like replace, and a ``state_dict`` that is
+      alive may have written. The units' shards are compared with what was last gathered across
+      nodes, by the guard's checksums, which the host waits for;
     - contents: checksums of this rank's shards, on the CPU before each pass. On an accelerator the
       host has to wait for them, and does so before a pass without gradients;
     - the guard: checksums of the own shard at each hit, known too late to be healed.
@@ -53,7 +58,7 @@ class Staleness:
         self,
         entries: Sequence[Entry],
         topology: Topology,
-        guard: Guard | None,
+        guard: Guard,
         begins_pass: Callable[[Unit], bool],
         without_gradients: Callable[[], bool],
         *,
@@ -78,7 +83,7 @@ class Staleness:
         self._lacks_base = lacks_base
         self._wishes = wishes
         self._agreed = agreed
-        self._compares = guard is not None and topology.mesh.device_type == "cpu"
+        self._compares = guard.detects and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
@@ -112,21 +117,24 @@ class Staleness:
             watched.written = True
         self.ask()
 
+    def doubt(self, *units: Unit) -> None:
+        """Have these units' shards compared, or all units': they may be written on this rank."""
+        for unit in units or self._watched:
+            self._watched[unit].doubted = True
+
     def replaced(self, unit: Unit) -> None:
-        """Declare a unit written on this rank: its parameters are other tensors now."""
-        self._watched[unit].written = True
+        """Doubt a unit whose parameters may be other tensors now, with stamps of their own."""
+        self.doubt(unit)
+        self._watched[unit].stamp = -1
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what units hold: somebody is given their memory and may write to it unseen.
+        """Doubt all units: somebody is given their memory and may write to it unseen.
 
         ``torch.distributed.checkpoint`` loads this way, into a ``state_dict``. For as long as any
-        of ``tensors`` is alive, contents are compared whenever the ranks agree: one pass over this
-        rank's shards, which the host waits for.
+        of ``tensors`` is alive, shards are compared whenever the ranks agree.
         """
-        if not self._compares:
-            self._handed_out += [weakref.ref(tensor) for tensor in tensors]
-            for unit, watched in self._watched.items():
-                watched.contents = watched.contents or contents(unit)
+        self._handed_out += [weakref.ref(tensor) for tensor in tensors]
+        self.doubt()
 
     def conclude(self) -> None:
         """Have the ranks agree now, on all that the guard has found so far. Collective.
@@ -134,7 +142,7 @@ class Staleness:
         For the end of a run: what it finds is otherwise known one or two passes later. Raises
         ``RuntimeError`` on all ranks if stale parameters were used.
         """
-        if self._guard is not None and self._topology.nodes > 1:
+        if self._guard.detects and self._topology.nodes > 1:
             self._guard.land()
             self._agree()
 
@@ -161,10 +169,25 @@ class Staleness:
         if self._asked:
             self._agree()
         elif unit.stamp() != self._watched[unit].stamp:
+            self._look_at(unit, self._watched[unit])
+
+    def _look_at(self, unit: Unit, watched: _Watched) -> None:
+        """Raise ``RuntimeError`` if the gather about to start would not see a write.
+
+        Ranks cannot agree now: the write may be this one's alone. A unit in doubt may hold what it
+        held; one that is stale anyway is gathered as it is now, on all ranks.
+        """
+        changed = not watched.doubted
+        if watched.doubted and watched.entry.fresh and self._compares:
+            changed = contents(unit) != watched.contents
+        elif watched.doubted and watched.entry.fresh:
+            changed = any(self._guard.check({unit})[0])
+        if changed:
             raise RuntimeError(
                 f"{unit.name}: parameters were written in place since the model's forward began; "
                 "write between steps, or call fcdp.invalidate(model) on every rank afterwards"
             )
+        watched.stamp = unit.stamp()
 
     def _stepped(self, optimizer: Optimizer) -> None:
         # Optimizers update what has a gradient, whether it still requires one or not.
@@ -184,19 +207,19 @@ class Staleness:
             self._stepped(optimizer)
         watched = [*self._watched.items()]
         stamps = [unit.stamp() for unit, _ in watched]
-        held = [
-            contents(unit) if self._compares or each.contents is not None else None
-            for unit, each in watched
-        ]
+        held = [contents(unit) if self._compares else None for unit, _ in watched]
+        # What loads the same values counts as a write by its stamp: such a unit is in doubt.
         written = [
-            each.written or stamp != each.stamp or now != each.contents
+            each.written or (stamp != each.stamp and not each.doubted) or now != each.contents
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
         ]
-        differ = [False] * len(written)
-        if self._guard is not None and not self._compares and self._without_gradients():
-            changed, differ = self._guard.check()
+        looked_at = {unit for unit, each in watched if each.doubted and not each.written}
+        if self._guard.detects and self._without_gradients():
+            looked_at = {*self._watched}
+        if looked_at and not self._compares:
+            changed, differ = self._guard.check(looked_at)
             written = [*map(operator.or_, written, changed)]
-        elif self._guard is not None:
+        else:
             differ = self._guard.poll()
         lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
         wishes = [] if self._wishes is None else self._wishes()
@@ -207,11 +230,10 @@ class Staleness:
         for (_, each), lacking in zip(watched, lacks, strict=False):
             each.entry.based = not lacking
         self._handed_out = [ref for ref in self._handed_out if ref() is not None]
-        compares = self._compares or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
             each.entry.generation += stale
-            each.stamp, each.written = stamp, False
-            each.contents = now if compares else None
+            each.stamp, each.contents = stamp, now
+            each.written, each.doubted = False, bool(self._handed_out)
         self._asked = False
         if any(differ):
             self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
@@ -222,7 +244,6 @@ class Staleness:
 
     def _refuse(self, units: Sequence[Unit]) -> None:
         """Raise on every rank: between two agreements a gather used stale parameters."""
-        assert self._guard is not None
         self._guard.forget()
         self.invalidate()
         names = ", ".join(unit.name for unit in units[:3])

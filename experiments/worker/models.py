@@ -149,12 +149,12 @@ def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         raise ValueError(f"{where}: {must}; it returned a {type(made).__name__}")
     model, blocks = made
     try:
-        blocks = [] if blocks is None else blocks_of(model, blocks)
+        units = [] if blocks is None else blocks_of(model, blocks)
     except ValueError as error:
         raise ValueError(f"{where}: {must}; {str(error).replace('units', 'blocks')}") from error
-    if not blocks:
+    if not units:
         raise ValueError(f"{where}: {must}; it returned none")
-    return model, blocks
+    return model, [module for unit in units for module in unit]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fcdp.engine import engine_of
 def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
     """Read what ``save`` wrote into ``model`` and ``optimizer``. Collective, between steps.
 
-    World size and topology may differ from those of the save. Everything cached counts as stale
+    World size and topology may differ from those of the save. Units that it changes are stale
     afterwards. Nothing but tensors and plain containers is ever unpickled.
 
     All files are compared with their checksums first. Each rank reads 1/W of the checkpoint for
@@ -72,7 +72,7 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
     finally:
-        engine.staleness.invalidate()
+        engine.staleness.doubt()
     model.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     return commit.extra

@@ -59,14 +59,19 @@ def load_of_a_layer(run: Run) -> None:
 
 
 def load_through_data(run: Run) -> None:
-    """Load by modules' own methods, as quantised ones do: the same values, and no trace."""
+    """Load by modules' own methods, as quantised ones do: another value of one, and no trace."""
+
+    def load(*_: object) -> None:
+        run.model.blocks[1].up.weight.data.to_local()[0, 0] += 1  # type: ignore[operator,union-attr]
+
     for module in run.model.modules():
         module._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
+    run.model.blocks[1].up._load_from_state_dict = load  # type: ignore[method-assign,union-attr]
     run.model.load_state_dict(run.model.state_dict())
 
 
 def assign(run: Run) -> None:
-    """Put new tensors in place of all parameters: no version counter grows."""
+    """Put new tensors of the same values in place of all parameters."""
     state = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
     run.model.load_state_dict(state, assign=True)
 
@@ -90,16 +95,16 @@ EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
     (None, write_on_rank_1, ["blocks.1"]),
     (None, local_write_on_rank_1, ["blocks.1"]),
     (None, write_into_a_state_dict_on_rank_1, ["blocks.1"]),
-    (None, lambda run: run.model.load_state_dict(run.model.state_dict()), None),
-    (None, load_of_a_layer, ["blocks.1"]),
-    (None, load_through_data, None),
-    (assign, assign, None),
+    (None, lambda run: run.model.load_state_dict(run.model.state_dict()), []),
+    (None, load_of_a_layer, []),
+    (None, load_through_data, ["blocks.1"]),
+    (assign, assign, []),
     (None, data_write, None),
 ]
 
 
 #: Writes that are seen without a look at the contents, or because somebody holds a state dict.
-SEEN = (data_write, write_into_a_state_dict_on_rank_1)
+SEEN = (data_write, write_into_a_state_dict_on_rank_1, load_through_data, load_of_a_layer, assign)
 
 
 @on_ranks(2)
@@ -223,6 +228,9 @@ def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: st
 class Watched(StandInUnit):
     """A unit of two parameters, each its own shard."""
 
+    def shard(self, device: torch.device) -> torch.Tensor:
+        return torch.cat([param.detach() for param in self.params])
+
     def stamp(self) -> int:
         return sum(param._version for param in self.params)
 
@@ -255,7 +263,7 @@ class Rank:
             Watched(name, 8, params=(parameter(), parameter())) for name in units
         ]
         self.entries = [Entry(unit) for unit in self.units]
-        self.guard: Any = Guard(self.units, CPU, STREAMS) if detect else None
+        self.guard: Any = Guard(self.units, CPU, STREAMS, detects=detect)
         topology: Any = SimpleNamespace(
             **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
         )
@@ -283,11 +291,14 @@ class Rank:
         before = [entry.generation for entry in self.entries]
         self._begins = begins
         self.staleness.settle(self.units[0])
-        return "".join(
-            unit.name
+        stale = [
+            unit
             for unit, entry, was in zip(self.units, self.entries, before, strict=True)
             if entry.generation > was
-        )
+        ]
+        for unit in stale:  # which cross nodes then
+            self.guard.remember(unit, unit.shard(CPU))
+        return "".join(unit.name for unit in stale)
 
     def update(self, *params: nn.Parameter) -> torch.optim.Optimizer:
         """Announce a step of an optimizer that leaves no other trace."""
@@ -415,6 +426,42 @@ def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(rank_of: Made) ->
     rank.staleness.invalidate()
     assert rank.gather(begins=False) == "ab"
     assert rank.gather(begins=False) == ""
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_what_is_replaced_in_mid_pass_is_an_error_if_a_hit_would_hold_something_else(
+    detect: bool, rank_of: Made
+) -> None:
+    rank = rank_of(detect=detect)
+    rank.gather()
+    unit, entry = rank.units[0], rank.entries[0]
+    entry.offered = entry.generation  # stored: the next gather is a hit
+    rank.staleness.replaced(unit)
+    assert rank.gather(begins=False) == ""
+    assert len(rank.asked) == 1, "nobody asks the other ranks"
+    unit.params[0].data.add_(1)
+    rank.staleness.replaced(unit)
+    with pytest.raises(RuntimeError, match=r"^a: parameters were written in place"):
+        rank.gather(begins=False)
+    entry.offered = 0  # all ranks gather it as it is now
+    assert rank.gather(begins=False) == ""
+    assert rank.gather() == "a"
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_what_is_doubted_is_compared_with_what_was_gathered(detect: bool, rank_of: Made) -> None:
+    rank = rank_of(detect=detect, device_type="cuda")
+    rank.gather()
+    with torch.no_grad():
+        rank.units[0].params[0].mul_(1)  # counted, and nothing has changed
+        rank.units[1].params[1].data[1] += 1  # not counted
+    rank.staleness.doubt()
+    assert rank.gather() == "b"
+    rank.staleness.doubt(rank.units[0])
+    assert rank.gather() == ""
+    with torch.no_grad():
+        rank.units[0].params[0].mul_(1)
+    assert rank.gather() == "a", "without doubt a count is enough, and nobody waits"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,294 @@
+"""After `model.to`, or a load of adapters, frozen weights cross nodes again that nobody changed."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fcdp
+from tests.fcdp.on_streams import OnStreams
+from tests.fcdp.training import (
+    ENGINES,
+    Adapter,
+    Run,
+    Settings,
+    TinyLM,
+    batches,
+    make_model,
+    make_optimizer,
+    params_of,
+    shard_with_fsdp2,
+    topology_of,
+)
+from tests.ranks import Pools
+from tests.tiers import in_ci
+
+#: Adapters are so small that `fcdp.shard` keeps them gathered.
+LORA = Settings(2, 1, adapter_rank=1)
+STEPS = 4
+
+
+def cache_what_fsdp2_shards(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+    """Adapters have units of their own, as a user of ``fully_shard`` makes them."""
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            fully_shard(module, mesh=topology.mesh)
+    shard_with_fsdp2(model, topology, settings)
+    fcdp.cache_parameters(model, topology, detect_writes=settings.detect_writes)
+    return model
+
+
+class Trained(Run):
+    """A training whose frozen weights half of the precision holds, too."""
+
+    def __init__(self, settings: Settings, engine: str, directory: Path) -> None:
+        self.topology, self.directory = (
+            topology_of(settings.nodes, settings.ranks_per_node),
+            directory,
+        )
+        model = make_model(settings)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())
+        set_up = cache_what_fsdp2_shards if engine == "cache_parameters" else ENGINES[engine]
+        self.model = set_up(model, self.topology, settings)
+        self.optimizer = make_optimizer(self.model)
+        self.data = batches(settings, self.topology.rank)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
+        return {name: value for name, value in self.state.items() if name in trained}
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def to_where_it_is(run: Trained) -> None:
+    run.model.to(torch.get_default_device())
+
+
+def to_its_dtype(run: Trained) -> None:
+    run.model.float()
+
+
+def through_half_the_precision(run: Trained) -> None:
+    """It rounds the adapters, which have been stepped and cross in any case."""
+    run.model.bfloat16().float()
+
+
+def move_of_a_block(run: Trained) -> None:
+    run.model.blocks[1].to(torch.get_default_device())
+
+
+def load_of_adapters(run: Trained) -> None:
+    run.model.load_state_dict(copied(run.adapters), strict=False)
+
+
+def load_of_everything(run: Trained) -> None:
+    run.model.load_state_dict(copied(run.state))
+
+
+def assignment(run: Trained) -> None:
+    state = copied(run.state)
+    frozen = {name: value for name, value in state.items() if name not in run.adapters}
+    run.model.load_state_dict(frozen, strict=False, assign=True)
+
+
+def distributed_load_of_adapters(run: Trained) -> None:
+    """PyTorch's way: into the tensors of a state dict, without a load by the model."""
+    path = run.directory / "adapters"
+    state_dict_saver.save(copied(run.adapters), checkpoint_id=path)
+    state_dict_loader.load(run.adapters, checkpoint_id=path)
+
+
+def distributed_load_by_the_model(run: Trained) -> None:
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    state = get_model_state_dict(run.model, options=options)
+    set_model_state_dict(run.model, state, options=options)
+
+
+def load_of_whole_adapters(run: Trained) -> None:
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
+    state = get_model_state_dict(run.model, options=options)
+    set_model_state_dict(run.model, state, options=options)
+
+
+def state_that_is_kept(run: Trained) -> None:
+    run.kept = run.state  # type: ignore[attr-defined]
+
+
+def own_checkpoint(run: Trained) -> None:
+    if fcdp.is_cached(run.model):
+        path = run.directory / "own"
+        fcdp.save(run.model, run.optimizer, path).result()
+        fcdp.load(run.model, run.optimizer, path)
+
+
+Event = Callable[[Trained], None]
+NOTHING_CHANGES: list[Event] = [
+    to_where_it_is,
+    to_its_dtype,
+    through_half_the_precision,
+    move_of_a_block,
+    load_of_adapters,
+    load_of_everything,
+    assignment,
+    distributed_load_of_adapters,
+    distributed_load_by_the_model,
+    load_of_whole_adapters,
+    state_that_is_kept,
+    own_checkpoint,
+]
+
+
+def element(tensor: Any) -> torch.Tensor:
+    """The first element of this rank's part, of rank 1's alone."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.view(-1)[: int(torch.distributed.get_rank() == 1)]
+
+
+def changed(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which one element of a frozen weight is another."""
+    state = copied(state)
+    element(state["blocks.1.up.weight"]).add_(1)
+    return state
+
+
+def load_of_another_element(run: Trained) -> None:
+    run.model.load_state_dict(changed(run.state))
+
+
+def load_of_one_weight(run: Trained) -> None:
+    state = changed(run.state)
+    run.model.load_state_dict({name: state[name] for name in state if "1.up" in name}, strict=False)
+
+
+def assignment_of_another_element(run: Trained) -> None:
+    state = changed(run.state)
+    name = "blocks.1.up.weight"
+    run.model.load_state_dict({name: state[name]}, strict=False, assign=True)
+
+
+def load_into_a_state_dict(run: Trained) -> None:
+    element(run.state["blocks.1.up.weight"].detach()).add_(1)
+
+
+def load_into_a_state_dict_that_is_kept(run: Trained) -> None:
+    run.kept = getattr(run, "kept", None) or run.state  # type: ignore[attr-defined]
+    element(run.kept["blocks.1.up.weight"].detach()).add_(1)  # type: ignore[attr-defined]
+
+
+def rounding_of_one_element(run: Trained) -> None:
+    weight = run.model.get_parameter("blocks.1.up.weight")
+    with torch.no_grad():
+        element(weight).add_(2**-20)
+    run.model.bfloat16().float()
+    with torch.no_grad():
+        element(weight).add_(0.5)
+    run.model.to(torch.get_default_device())
+
+
+ONE_ELEMENT_CHANGES: list[Event] = [
+    load_of_another_element,
+    load_of_one_weight,
+    assignment_of_another_element,
+    load_into_a_state_dict,
+    load_into_a_state_dict_that_is_kept,
+    rounding_of_one_element,
+]
+
+
+def trained(
+    settings: Settings, engine: str, event: Event | None, directory: Path
+) -> tuple[list[Any], list[int]]:
+    """Losses and parameters, and the bytes between nodes of steps and of an evaluation."""
+    run = Trained(settings, engine, directory)
+    losses, sent = [run.step()], []
+    for step in range(STEPS):
+        if event is not None:
+            event(run)
+        counts = fcdp.ledger(run.model) if engine != "fsdp2" else None
+        if counts is not None:
+            counts.reset()
+        if step < STEPS - 1:
+            losses.append(run.step())
+        else:
+            with torch.no_grad():
+                losses.append(float(run.loss()))
+        if counts is not None:
+            sent.append(counts.total("inter_node"))
+    return [*losses, params_of(run.model)], sent
+
+
+def same(settings: Settings, engine: str, event: Event, directory: Path) -> tuple[Any, Any]:
+    """Compare with FSDP2; return the bytes of each step, and of undisturbed ones."""
+    (*losses, params), _ = trained(settings, "fsdp2", event, directory)
+    (*ours, our_params), sent = trained(settings, engine, event, directory)
+    assert ours == losses, (ours, losses)
+    for name, param in params.items():
+        assert torch.equal(our_params[name], param), name
+    return sent, trained(settings, engine, None, directory)[1]
+
+
+def nothing_crosses(settings: Settings, engine: str, event: Event, directory: Path) -> None:
+    sent, undisturbed = same(settings, engine, event, directory)
+    assert sent == undisturbed
+
+
+def one_unit_crosses(settings: Settings, engine: str, event: Event, directory: Path) -> None:
+    sent, undisturbed = same(settings, engine, event, directory)
+    more = {mine - usual for mine, usual in zip(sent, undisturbed, strict=True)}
+    assert len(more) == 1
+    assert min(more) > 0, "the unit of that element, once"
+
+
+#: What a quick run has of an event, in turn; and of the first, on the accelerator.
+WAYS = [("fcdp", False, "cpu"), ("fcdp", True, "cpu"), ("cache_parameters", False, "cpu")]
+
+
+def rows(events: list[Event]) -> list[Any]:
+    """All products in CI, and each event once in a quick run."""
+    quick = {(event, *WAYS[index % len(WAYS)]) for index, event in enumerate(events)}
+    quick.add((events[0], "fcdp", True, "streams"))
+    products = itertools.product(
+        events, ("fcdp", "cache_parameters"), (True, False), ("cpu", "streams")
+    )
+    return [row if row in quick else in_ci(*row) for row in products]
+
+
+def on(place: str, ranks: Pools, apart: Pools) -> Pools:
+    return ranks if place == "cpu" else OnStreams(apart)
+
+
+@pytest.mark.parametrize(("event", "engine", "detects", "place"), rows(NOTHING_CHANGES))
+def test_steps_after_an_event_that_changes_nothing_send_as_much_as_others(
+    event: Event, engine: str, detects: bool, place: str, ranks: Pools, apart: Pools, tmp_path: Path
+) -> None:
+    settings = replace(LORA, detect_writes=detects)
+    on(place, ranks, apart).run(2, nothing_crosses, settings, engine, event, tmp_path)
+
+
+@pytest.mark.parametrize(("event", "engine", "detects", "place"), rows(ONE_ELEMENT_CHANGES))
+def test_one_element_that_one_rank_changes_is_seen_by_all(
+    event: Event, engine: str, detects: bool, place: str, ranks: Pools, apart: Pools, tmp_path: Path
+) -> None:
+    settings = replace(LORA, detect_writes=detects)
+    on(place, ranks, apart).run(2, one_unit_crosses, settings, engine, event, tmp_path)
