@@ -37,8 +37,8 @@ class Guard:
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
     all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers frozen units, for ``check``:
-    others are written in each step.
+    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers what was gathered, for
+    ``check``.
     """
 
     def __init__(
@@ -70,10 +70,7 @@ class Guard:
         """Checksum the ``shard`` (s) as gathered across nodes, in the current stream's order."""
         row = self._of[unit]
         self._look_at(row)
-        if self.detects or not unit.trainable:
-            row.sums.copy_(self._sum(shard))
-        else:
-            row.sums.fill_(_UNKNOWN)
+        row.sums.copy_(self._sum(shard))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.
