@@ -207,8 +207,8 @@ def cache_parameters(
             (see ``invalidate``) goes unnoticed: on the CPU before each pass, on an accelerator
             before each without gradients, which then gathers anew (the host waits once);
             everywhere at each hit, without waiting for the device, as a ``RuntimeError`` on all
-            ranks at most two passes later. ``False`` leaves a checksum of what crosses nodes, which
-            loads are compared with.
+            ranks at most two passes later. With ``False`` frozen units alone are checksummed, as
+            they cross nodes, for loads to be compared with.
         verify: Check that every entry is read as it was written and that all ranks count the same
             generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
             costs a pass over each entry and, on an accelerator, the overlap.

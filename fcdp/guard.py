@@ -12,6 +12,8 @@ from fcdp.unit import Unit
 
 #: Hits of one unit in a pass, after which it is compared earlier than at the next.
 HITS = 8
+#: In place of a sum that is not taken: no sum on the CPU is negative.
+_UNKNOWN = -1
 
 
 @dataclass(eq=False)
@@ -37,8 +39,8 @@ class Guard:
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
     all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers what was gathered, for
-    ``check``.
+    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers frozen units, for ``check``:
+    steps write the others, whose sums would cost time and memory in each.
     """
 
     def __init__(
@@ -70,7 +72,10 @@ class Guard:
         """Checksum the ``shard`` (s) as gathered across nodes, in the current stream's order."""
         row = self._of[unit]
         self._look_at(row)
-        row.sums.copy_(self._sum(shard))
+        if self.detects or not unit.trainable:
+            row.sums.copy_(self._sum(shard))
+        else:
+            row.sums.fill_(_UNKNOWN)
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.

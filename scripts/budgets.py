@@ -29,10 +29,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_800, aim=34_000),
+    "lines of source": Budget(most=45_820, aim=34_000),
     "lines of fcdp": Budget(most=12_200, aim=7_500),
     "lines of baselines": Budget(most=7_540, aim=6_500),
-    "lines of simulation": Budget(most=8_450, aim=6_500),
+    "lines of simulation": Budget(most=8_470, aim=6_500),
     "lines of experiments": Budget(most=11_190, aim=8_500),
     "lines of analysis": Budget(most=6_430, aim=5_000),
     "lines of scripts": Budget(most=3_110, aim=3_000),

@@ -209,6 +209,7 @@ def test_a_repr_is_one_readable_line() -> None:
         "host to device",
         "device to host",
         "hits 2 (40% of gathers), misses 3",
+        "gradients reduced in float32",
         "cache on the host 12 KiB",
     ]
     assert len({len(line) for line in lines[:4]}) == 1

@@ -83,6 +83,8 @@ def data_write(run: Run) -> None:
 
 
 Event = Callable[[Run], object]
+#: Without ``detect_writes`` nobody knows what trained units held: in doubt they are stale.
+IN_DOUBT = sorted(["blocks.1", *ADAPTERS])
 #: Events before the first of two forwards and between them, and the units that the second
 #: gathers anew on both ranks; ``None``: all of them.
 EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
@@ -94,11 +96,11 @@ EVENTS: list[tuple[Event | None, Event, list[str] | None]] = [
     (assign, lambda run: run.model.blocks[1].up.weight.mul_(2), ["blocks.1"]),
     (None, write_on_rank_1, ["blocks.1"]),
     (None, local_write_on_rank_1, ["blocks.1"]),
-    (None, write_into_a_state_dict_on_rank_1, ["blocks.1"]),
+    (None, write_into_a_state_dict_on_rank_1, IN_DOUBT),
     (None, lambda run: run.model.load_state_dict(run.model.state_dict()), []),
-    (None, load_of_a_layer, []),
-    (None, load_through_data, ["blocks.1"]),
-    (assign, assign, []),
+    (None, load_of_a_layer, ADAPTERS),
+    (None, load_through_data, IN_DOUBT),
+    (assign, assign, ADAPTERS),
     (None, data_write, None),
 ]
 
@@ -226,7 +228,9 @@ def test_a_write_under_unchanged_is_an_error(apart: Pools, how: str, problem: st
 
 
 class Watched(StandInUnit):
-    """A unit of two parameters, each its own shard."""
+    """A frozen unit of two parameters, each its own shard."""
+
+    trainable = False
 
     def shard(self, device: torch.device) -> torch.Tensor:
         return torch.cat([param.detach() for param in self.params])
