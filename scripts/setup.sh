@@ -164,6 +164,7 @@ pin_of() { sed -n "s/^$1==\\([^ ;]*\\).*/\\1/p" "$2"; } # pin_of PACKAGE FILE
 # ---------------------------------------------------------------- the environments
 
 set_up() {
+    [[ ! -L $VENV ]] || die "$VENV is a link, and what it leads to would be emptied: remove the link"
     if [[ -n $(ls -A "$VENV" 2>/dev/null) && ! -e $VENV/pyvenv.cfg ]]; then
         die "$VENV is there and is not a virtual environment: remove it, or name another with VENV="
     fi

@@ -278,6 +278,18 @@ def test_a_directory_that_is_no_virtual_environment_is_left_alone(machine: Machi
     assert precious.read_text() == "dear"
 
 
+def test_an_environment_behind_a_link_is_left_alone(machine: Machine) -> None:
+    """Another checkout's, as ``venv --clear`` would empty it."""
+    others = machine.root / "others"
+    (others / "bin").mkdir(parents=True)
+    (others / "pyvenv.cfg").touch()
+    (machine.root / ".venv").symlink_to(others)
+    setup = machine.setup()
+    assert setup.returncode == 1
+    assert ".venv is a link" in setup.stderr
+    assert (others / "pyvenv.cfg").exists()
+
+
 def test_check_changes_nothing(machine: Machine) -> None:
     before = sorted(os.listdir(machine.root))
     done = machine.setup("--check")
