@@ -250,7 +250,7 @@ def check_program(words: list[str]) -> None:
         case ["sky", "launch", *_]:
             assert (ROOT / words[-1]).is_file()
             commands = []
-        case ["pip", "install", "."]:
+        case ["pip", "install", "." | ".[differences]"]:
             commands = []
         case ["docker", "build", *_]:
             assert {"BASE", "TORCH"} >= {w.split("=")[0] for w in words if re.match("[A-Z]+=", w)}

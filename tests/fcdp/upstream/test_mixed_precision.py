@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
+from tests.fcdp.releases import since_2_12
 from tests.fcdp.upstream.models import MLP, mlps
 from tests.fcdp.upstream.running import PAIR, Run, cases, steps, train_on
 
@@ -77,6 +78,7 @@ class Mixed(nn.Module):
         return self.layers(x) * self.table.to(x.dtype).mean()
 
 
+@since_2_12
 @cases(shapes=ON_TWO)
 def test_an_integer_parameter_and_a_late_thaw(run: Run) -> None:
     """One layer is frozen in the first forward, and thaws afterwards."""

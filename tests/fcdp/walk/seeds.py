@@ -121,12 +121,15 @@ class Case:
         return "\n".join(lines)
 
 
+def kinds_here() -> set[str]:
+    """The kinds of event that this torch can go on after."""
+    return HANDLERS.keys() - (set() if hasattr(FSDPModule, "reset_iter_state") else _NEED_RESET)
+
+
 def draw(seed: int, kinds: Collection[str] = HANDLERS) -> Case:
     """The walk of a seed, of some kinds of event only if asked to."""
     random = Random(f"events {seed}")
-    usable = sorted(set(kinds) & HANDLERS.keys())
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        usable = [kind for kind in usable if kind not in _NEED_RESET]
+    usable = sorted(set(kinds) & kinds_here())
     weights = [_WEIGHTS.get(kind, 1) for kind in usable]
     events = tuple(
         Event(kind, random.randrange(10**6)) for kind in random.choices(usable, weights, k=EVENTS)
