@@ -85,7 +85,8 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 	exit $$status
 
 # One environment at a time: a CUDA build is some 5 GB.
-versions: clients ## the library's tests on each torch of RELEASES="2.11.0 2.15.0": results/versions
+versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0": results/versions
+	@$(MAKE) --no-print-directory clients || true
 	status=0; \
 	for release in $(RELEASES); do \
 		PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --torch $$release \

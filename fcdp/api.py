@@ -153,7 +153,9 @@ def shard(
         offload_policy=offload_policy,
         shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
     )
-    for block in [*blocks, [model]]:
+    place = {module: at for at, module in enumerate(model.modules())}
+    # What is inside of another block comes before it, as FSDP2 asks.
+    for block in sorted([*blocks, [model]], key=lambda block: place[block[0]], reverse=True):
         others = ignored.union(*(split.params for split in splits))
         to_shards([*block], reshard_after_forward=reshard_after_forward, ignored_params=others)
     for split in splits:

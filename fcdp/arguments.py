@@ -168,6 +168,8 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
     blocks: list[list[nn.Module]] = []
     for index, given in enumerate(units):
         blocks.append([*given] if isinstance(given, list | tuple) else [given])
+        if not blocks[-1]:
+            raise ValueError(f"units[{index}]: is an empty list; must have a module or more")
         for place, module in enumerate(blocks[-1]):
             where = f"units[{index}]" + f"[{place}]" * (module is not given)
             if not isinstance(module, nn.Module):
@@ -199,6 +201,10 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
                     continue
                 if not param.ndim:
                     raise ValueError(f"{name}: has no dimension to shard; make its shape (1,)")
+                if param.layout != torch.strided or not param.is_contiguous():
+                    raise ValueError(
+                        f"{name}: its memory is not contiguous; must be, as FSDP2 asks"
+                    )
                 its_place, its_name, its_unit = holders.setdefault(param, (at, name, unit))
                 if its_place != at:
                     raise ValueError(

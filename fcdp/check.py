@@ -8,12 +8,12 @@ same model whole; the two are compared. One line says what does not hold, and th
 """
 
 import contextlib
-import io
 import multiprocessing
 import os
 import socket
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 
 import fcdp
 from fcdp.engine import engine_of
+from fcdp.failure import RankFailed
 
+#: Seconds after which nodes that have not ended are killed.
+TIME_LIMIT_S = 150
 _WIDTH = 8
+_ALL = "FSDP2 does what FCDP expects"
 
 
 class _Expected(Exception):
@@ -107,6 +111,11 @@ def _an_error_inside_of_an_accumulation(pair: _Pair) -> None:
         with contextlib.suppress(_Expected), fcdp.accumulate(pair.sharded, last=last):
             pair.sharded(pair.batch(pair.topology.rank), fails=last).sum().backward()
     pair.step(True, True)
+    if reset := getattr(pair.sharded, "reset_iter_state", None):
+        with contextlib.suppress(_Expected):
+            pair.sharded(pair.batch(0), fails=True)
+        reset()
+        pair.step(True, True)
     pair.compare()
 
 
@@ -169,36 +178,55 @@ def problem(topology: fcdp.Topology) -> str | None:
     for check in CHECKS:
         try:
             check(_Pair(topology))
+        except RankFailed:  # no matter of FSDP2's
+            raise
         except Exception as error:
             what = check.__name__.strip("_").replace("_", " ")
             return f"{what}: " + " ".join(f"{type(error).__name__}: {error}".split())
     return None
 
 
-def _run(rank: int, store: str) -> None:
-    """Be one of two nodes: the first prints the line, and the exit status says it too."""
+def _run(rank: int, folder: str) -> None:
+    """Be one of two nodes; the first writes the line that the parent prints."""
+    os.dup2(os.open(os.path.join(folder, f"log {rank}"), os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{store}", timeout, 2, rank)
-    with contextlib.redirect_stderr(io.StringIO()):  # where units lie
-        line = problem(fcdp.Topology.build(2, 1, "cpu"))
+    store = os.path.join(folder, "store")
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), 2, rank)
+    line = problem(fcdp.Topology.build(2, 1, "cpu")) or _ALL
     if rank == 0:
-        print(f"torch {torch.__version__}: {line or 'FSDP2 does what FCDP expects'}", flush=True)
-    os._exit(line is not None)  # without waiting for a rank that has failed
+        with open(os.path.join(folder, "line"), "w", encoding="utf-8") as file:
+            file.write(line)
+    os._exit(line != _ALL)  # without waiting for a rank that has failed
+
+
+def _read(folder: str, name: str) -> str:
+    """The last line of a file, or nothing."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, name), encoding="utf-8") as file:
+        return file.read().rstrip().rpartition("\n")[2]
+    return ""
 
 
 def main() -> int:
-    """Run both nodes; return the exit status."""
+    """Run both nodes and print the line; return the exit status."""
     context = multiprocessing.get_context("fork")  # torch is imported once
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        nodes = [context.Process(target=_run, args=(rank, store)) for rank in range(2)]
+        nodes = [context.Process(target=_run, args=(rank, folder)) for rank in range(2)]
         for node in nodes:
             node.start()
+        until = time.monotonic() + TIME_LIMIT_S
         for node in nodes:
+            node.join(max(0.0, until - time.monotonic()))
+        codes = [node.exitcode for node in nodes]
+        for node in nodes:
+            node.kill()
             node.join()
-    return int(any(node.exitcode for node in nodes))
+        line = _read(folder, "line") or "; ".join(
+            f"could not run: node {rank} ended with {code} {_read(folder, f'log {rank}')}".rstrip()
+            for rank, code in enumerate(codes)
+        )
+    print(f"torch {torch.__version__}: {line}")
+    return int(line != _ALL)
 
 
 if __name__ == "__main__":

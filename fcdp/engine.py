@@ -240,9 +240,9 @@ class Engine:
         if self._hints and again and any(param.grad is not None for param in unit.params):
             self._hints = False
             logger.warning(
-                "gradients cross nodes a second time since the last optimizer step; run the "
-                "backward of each micro-batch under fcdp.accumulate(model, last=...), and they "
-                "cross once"
+                "gradients cross nodes a second time since the last optimizer step; if these are "
+                "micro-batches of one step, run each under fcdp.accumulate(model, last=...), and "
+                "they cross once"
             )
         self._crossed_in = self._crossed_in or self._number
 

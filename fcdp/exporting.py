@@ -178,10 +178,13 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
     copies: dict[nn.Module | None, Any] = {}
     for each in module.modules():
         kind: Any = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
-        copies[each] = plain = kind.__new__(kind)
+        copies[each] = plain = object.__new__(kind)
         nn.Module.__init__(plain)
         set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"}
         vars(plain).update({name: it for name, it in vars(each).items() if name not in set_anew})
+        for name in (slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ())):
+            if hasattr(each, name):
+                object.__setattr__(plain, name, getattr(each, name))
         plain._buffers.update(each._buffers)
         # Names of what is not there have ``None``.
         plain._parameters.update({name: params.get(it) for name, it in each._parameters.items()})

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from fcdp.counts import in_backward
+
 #: The oldest and the newest release of torch that the tests run on: results/versions.
 OLDEST, NEWEST = (2, 11), (2, 15)
 _TESTED = "torch {}.{} to {}.{}".format(*OLDEST, *NEWEST)
@@ -85,8 +87,10 @@ _groups = _of(
     "_fsdp_param_groups" if _has(FSDPState, "_fsdp_param_groups") else "_fsdp_param_group",
 )
 #: Since torch 2.13 a user may drop a failed pass, and choose how many reductions are under way.
-_RESETS = _has(FSDPState, "_reset_iter_state")
-_COUNTS_BUFFERS = _has(FSDPParamGroup, "reduce_scatter_max_input_buffers")
+if _RESETS := hasattr(FSDPModule, "reset_iter_state"):
+    _of(FSDPState, "_reset_iter_state")
+if _COUNTS_BUFFERS := hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
+    _of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
 #: Before torch 2.15 FSDP2 keeps the sum of gradients that it has not reduced apart from ``.grad``.
 _SUM_APART = not isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
 #: Since torch 2.15 ``reduce_dtype=None`` follows ``grad_dtype`` of the parameters, which is their
@@ -228,7 +232,10 @@ def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:
-    """The dtype that a group's gradients are reduced in; ``None`` where none is trained."""
+    """The dtype that a group's gradients are reduced in; ``None`` where none is trained.
+
+    It is the widest where parameters differ: a pass that gives the widest no gradient has another.
+    """
     dtypes = [
         param.mp_policy.reduce_dtype
         or (param.sharded_param.grad_dtype if _FOLLOWS_GRAD_DTYPE else None)
@@ -315,7 +322,9 @@ def around_reductions(
 
 
 _around_passes = _of(FSDPParamGroup, "pre_forward", "post_forward", "pre_backward")
-_of(FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "use_training_state")
+_of(
+    FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "use_training_state", "is_unsharded"
+)
 _of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
 
 
@@ -337,15 +346,22 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
         _join(group, other, own._modules_to_run_forward, others)
 
 
+def _is_gathered(group: Any) -> bool:
+    return group.is_unsharded or group._all_gather_result is not None
+
+
 def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
     """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
 
-    def follow(name: str, *args: Any) -> None:
+    def follow(name: str) -> None:
         # After backward it is resharded when its own gradients are reduced.
-        if other._training_state != TrainingState.POST_BACKWARD:
-            group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
-            with group.use_training_state(other._training_state):
-                getattr(group, name)(*args)
+        if other._training_state == TrainingState.POST_BACKWARD:
+            return
+        if name == "reshard" and any(map(_is_gathered, others)):
+            return  # it is read until the last of them is resharded
+        group.comm_ctx = other.comm_ctx  # of a module that has left the model, too
+        with group.use_training_state(other._training_state):
+            getattr(group, name)()
 
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
         _surround(other, name, after=functools.partial(follow, name))
@@ -353,7 +369,9 @@ def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> N
 
     def begin(module: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pre_forward(module, args, kwargs)
-        if running:  # the first has noted where backward ends
+        # The first has noted where backward ends. A forward that is repeated in backward would end
+        # it too early: where none has noted it, the pass ends it.
+        if running or in_backward():
             return args, kwargs
         running.update(others)
         return group.pre_forward(module, args, kwargs)

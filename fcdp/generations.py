@@ -21,7 +21,7 @@ from typing import Any
 from fcdp import direct_io, durable
 
 RECORD, STATE = "step.json", "state.bin"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Guard:
     def _look_at(self, row: _Row) -> None:
         """Compare a unit's sums before they are overwritten."""
         if row.used:
+            self._await_hits()
             row.differs.logical_or_((row.sums[1:] != row.sums[0]).any())
             row.used = 0
 
@@ -101,10 +102,15 @@ class Guard:
 
         The next gather across nodes, which overwrites them, waits until they have been read.
         """
+        self._await_hits()
         self._differ.logical_or_((self._sums[:, 1:] != self._sums[:, :1]).any(1))
         self._streams.inter_node.wait_stream(self._streams.current())
         for row in self._of.values():
             row.used = 0
+
+    def _await_hits(self) -> None:
+        """Order the current stream after hits of ``unshard(async_op=True)`` that nobody awaits."""
+        self._streams.current().wait_stream(self._streams.intra_node)
 
     def poll(self) -> list[bool]:
         """List per unit whether a mismatch has become known, and ask for the next copy.

@@ -44,8 +44,8 @@ class Strays:
         held = [param for each in before if (param := each()) is not None]
         # By identity: a set would compare the tensors' values.
         self._replaced = {id(param): weakref.ref(param) for param in held if id(param) not in here}
-        #: Names of parameters that are not sharded, of which nothing is to be said.
-        self._plain = {*_plain_of(model)}
+        #: Parameters that are not sharded, by their ids, of which nothing is to be said.
+        self._plain = {*map(id, _plain_of(model).values())}
         #: Optimizers that were looked at, and how many parameters they had then.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -72,8 +72,8 @@ class Strays:
     def _tell_of_added(self, params: list[Any], model: nn.Module) -> None:
         """Warn once of parameters that the model has been given since it was set up."""
         stepped = set(map(id, params))
-        plain = [name for name, param in _plain_of(model).items() if id(param) in stepped]
-        added = [name for name in plain if name not in self._plain]
+        asked = stepped - self._plain
+        added = [name for name, param in _plain_of(model).items() if id(param) in asked]
         if added and self._warns:
             self._warns = False
             logger.warning(

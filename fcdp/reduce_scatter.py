@@ -97,7 +97,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 raise RuntimeError(
                     f"{self._unit.name}: other parameters received gradients in this micro-batch "
                     "than in the ones before it; run such micro-batches without fcdp.accumulate, "
-                    "or call set_reduce_scatter_unused_params(True) on the module"
+                    "or call set_reduce_scatter_unused_params(True) on the module (torch 2.13)"
                 )
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32

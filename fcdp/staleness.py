@@ -133,8 +133,10 @@ class Staleness:
         ``torch.distributed.checkpoint`` loads this way, into a ``state_dict``. For as long as any
         of ``tensors`` is alive, shards are compared whenever the ranks agree.
         """
-        self._handed_out += [weakref.ref(tensor) for tensor in tensors]
-        self.doubt()
+        given = [weakref.ref(tensor) for tensor in tensors]
+        if given and self._topology.nodes > 1:  # else nothing is kept
+            self._handed_out += given
+            self.doubt()
 
     def conclude(self) -> None:
         """Have the ranks agree now, on all that the guard has found so far. Collective.

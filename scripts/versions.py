@@ -29,6 +29,7 @@ SUITES = {
     "accumulation": ("tests/fcdp/test_accumulate.py", "tests/fcdp/test_reduce_scatter.py"),
     "semantics": (
         "tests/fcdp/test_api.py",
+        "tests/fcdp/test_check.py",
         "tests/fcdp/test_fsdp2.py",
         "tests/fcdp/test_generations.py",
         "tests/fcdp/test_guard.py",

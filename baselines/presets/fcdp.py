@@ -139,8 +139,8 @@ class FCDP(FSDP2):
         return node_bytes(fcdp.ledger(self.model), self.job.topology)
 
     @property
-    def reduce_dtype(self) -> str:
-        return ", ".join(sorted(fcdp.ledger(self.model).reduce_dtypes))
+    def reduce_dtype(self) -> str | None:
+        return ", ".join(sorted(fcdp.ledger(self.model).reduce_dtypes)) or None
 
     @property
     def cache(self) -> CacheUse:

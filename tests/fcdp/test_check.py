@@ -1,7 +1,9 @@
 """``python -m fcdp.check`` says what a torch does otherwise than FCDP expects."""
 
+import os
 import subprocess
 import sys
+import time
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,29 @@ def test_the_torch_that_is_installed_does_what_is_expected() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.stdout == f"torch {torch.__version__}: FSDP2 does what FCDP expects\n"
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.ranks
+def test_a_check_that_cannot_run_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node is killed, and the other would wait; or there is no such interface."""
+    monkeypatch.setattr(check, "problem", lambda topology: os.kill(os.getpid(), 9))
+    assert check.main() == 1
+    assert capsys.readouterr().out.endswith(
+        ": could not run: node 0 ended with -9; could not run: node 1 ended with -9\n"
+    )
+    monkeypatch.setattr(check, "TIME_LIMIT_S", 2)
+    monkeypatch.setattr(check, "problem", lambda topology: time.sleep(60))
+    assert check.main() == 1
+    assert "node 0 ended with None" in capsys.readouterr().out
+    monkeypatch.setattr(check, "TIME_LIMIT_S", 60)
+    monkeypatch.undo()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
+    command = [sys.executable, "-m", "fcdp.check"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr, run.stdout.count("\n")) == (1, "", 1)
+    assert "nowhere9" in run.stdout
 
 
 class ReadOnly:

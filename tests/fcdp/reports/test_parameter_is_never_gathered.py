@@ -167,8 +167,8 @@ def trained(model: Net, event: str = "") -> list[float]:
         if event == "by hand":
             for layer in layers:
                 layer.unshard()
-            losses.append(float(sum(p.detach().square().sum() for p in model.layers.parameters())))
-            for layer in layers:
+            for layer in layers:  # what later ones read is still there
+                losses.append(float(sum(p.detach().square().sum() for p in layer.parameters())))
                 layer.reshard()
         for last in (False, True) if event == "accumulates" else (True,):
             accumulates = event == "accumulates" and cached
@@ -220,16 +220,23 @@ def test_what_its_reader_reads_is_gathered(kind: type[nn.Module], rank: int, eve
 
 
 @pytest.mark.parametrize(
-    ("reshard", "recomputes"),
-    [(None, False), (None, True), (True, None), in_ci(False, None), in_ci(True, False)],
+    ("reshard", "recomputes", "event"),
+    [
+        (None, False, ""),
+        (None, True, ""),
+        (None, True, "accumulates"),
+        (True, None, ""),
+        in_ci(False, None, ""),
+        in_ci(True, False, ""),
+    ],
 )
 @on_ranks(2)
 def test_what_its_reader_reads_is_there_in_backward(
-    reshard: bool | None, recomputes: bool | None
+    reshard: bool | None, recomputes: bool | None, event: str
 ) -> None:
     for kind, rank in ((Attention, SMALL), (Reader, SMALL), (Reader, LARGE), (Lists, LARGE)):
         losses = [
-            trained(set_up(how, kind, rank, recomputes, reshard_after_forward=reshard))
+            trained(set_up(how, kind, rank, recomputes, reshard_after_forward=reshard), event)
             for how in ("fsdp2", "shard")
         ]
         assert losses[0] == losses[1], (kind, rank)

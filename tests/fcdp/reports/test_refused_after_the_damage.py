@@ -56,6 +56,13 @@ def scalar() -> Net:
     return model
 
 
+def transposed() -> Net:
+    """A model with a parameter whose memory is another's, turned."""
+    model = Net()
+    model.layers[3][0].weight = nn.Parameter(torch.ones(8, 4).t())  # type: ignore[index]
+    return model
+
+
 BLOCKS, HEAD = tied("layers.0.0", "layers.2.0"), tied("layers.1.0", "head")
 CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
     "two blocks": (
@@ -82,6 +89,8 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
         lambda model: [model.layers[0], [model.layers[1], model.layers[0]]],
         "units[1][1]: is units[0] again",
     ),
+    "nothing": (Net, lambda model: [[model.layers[0]], []], "units[1]: is an empty list"),
+    "no rows in a row": (transposed, lambda model: None, "layers.3.0.weight: its memory is not"),
     "no module": (Net, lambda model: [[model.layers[0], 3]], "units[0][1] = 3: must be a module"),
 }
 
@@ -90,11 +99,20 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
 def test_a_refusal_changes_nothing() -> None:
     for make, units, words in CASES.values():
         model = make()
-        with pytest.raises(ValueError, match="units|temperature") as raised:
+        with pytest.raises(ValueError, match="units|temperature|contiguous") as raised:
             fcdp.shard(model, topology_of(2, 1), units=units(model))
         assert words in str(raised.value)
         assert not any(isinstance(param, DTensor) for param in model.parameters())
         assert not fcdp.is_cached(model)
+
+
+@on_ranks(2)
+def test_what_is_inside_of_another_unit_may_come_after_it() -> None:
+    model: Any = Net()
+    units = [model.layers[0], model.layers[0][0], *model.layers[1:]]
+    fcdp.shard(model, topology_of(2, 1), units=units)
+    model(torch.ones(1, 4)).sum().backward()
+    assert [unit.name for unit in engine_of(model).units][:2] == ["root", "layers.0.0"]
 
 
 LISTS: dict[str, tuple[Callable[[], Net], Callable[[Any], list[Any]]]] = {

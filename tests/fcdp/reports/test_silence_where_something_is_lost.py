@@ -37,6 +37,7 @@ def test_nothing_is_said_of_ignored_parameters_and_other_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ignored: Any = model[0].bias
     fcdp.shard(model, topology_of(2, 1), units=[model[0]], ignored_params=[ignored])
+    model[0] = nn.Sequential(model[0])  # its parameters have other names now
     other = nn.Linear(2, 2)
     with captured() as (_, warned):
         for of in (model, other):
