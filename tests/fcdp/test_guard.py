@@ -54,8 +54,9 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
     """A guard of two units, the second of which has a mismatch, and its stream of copies."""
     copies = Queue()
     streams: Any = SimpleNamespace(
-        copies_out=copies, inter_node=Queue(), current=lambda: None, on=STREAMS.on, on_host=False
+        copies_out=copies, inter_node=Queue(), intra_node=None, current=Queue, on=STREAMS.on
     )
+    streams.on_host = False
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
     guard = Guard(units, CPU, streams)
     guard._differ[1] = True
