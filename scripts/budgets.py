@@ -36,7 +36,7 @@ BUDGETS = {
     "lines of experiments": Budget(most=11_190, aim=8_500),
     "lines of analysis": Budget(most=6_430, aim=5_000),
     "lines of scripts": Budget(most=3_110, aim=3_000),
-    "lines of tests": Budget(most=45_450, aim=32_000),
+    "lines of tests": Budget(most=45_430, aim=32_000),
     "imports inside of functions": Budget(most=52, aim=60),
     "modules with one importer": Budget(most=37, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

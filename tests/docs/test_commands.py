@@ -150,22 +150,14 @@ def test_the_picture_of_a_step_is_what_its_pages_two_commands_draw(checkout: Pat
 
 
 def test_a_policy_of_ones_own_is_compared_in_a_matrix(tmp_path: Path) -> None:
-    """The policy of docs/extend.md, in a copy of the tree; simulated, without namespaces."""
-    for part in ("fcdp", "baselines", "simulation", "experiments", "analysis", "results/compute"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    policy = block("extend.md", "policy").replace("import fcdp\n", "").replace("fcdp.T", "T")
-    policy = policy.replace("from fcdp.cache.policy import Fixed, Placement\n", "")
-    written, named = (tmp_path / "fcdp/cache" / f"{name}.py" for name in ("policy", "named"))
-    written.write_text(f"{written.read_text()}\n\n{policy}")
-    (line,) = re.findall(r'`("frozen_only": .*?,)` into `_POLICIES`', EXTEND.read_text())
-    text, count = re.subn(r"(_POLICIES.* = \{\n)", rf"\1    {line}\n", named.read_text())
-    assert count == 1
-    named.write_text(text.replace("import (\n", "import (\n    FrozenOnly,\n", 1))
+    """The policy of docs/extend.md, in a module of its own; simulated, without namespaces."""
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my/policies.py").write_text(block("extend.md", "policy"))
     train, show = [c.text for c in COMMANDS["docs/extend.md"] if "runs/mine" in c.text]
-    added = train.replace("host]", "host, frozen_only]")
+    added = train.replace("host]", "host, my.policies:FrozenOnly]")
     assert added != train
     in_shell(f"{added} --cluster simulated", tmp_path)
-    assert "frozen_only" in in_shell(show, tmp_path)
+    assert "FrozenOnly" in in_shell(show, tmp_path)
 
 
 def run(text: str, folder: Path) -> str:

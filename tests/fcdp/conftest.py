@@ -28,6 +28,7 @@ NOT_THERE = {
         ),
         "threads share what is logged",
     ),
+    "test_an_adapter_is_saved_and_read_again": "PEFT reads what was saved onto the CPU",
     "test_inference_mode_is_refused_before_anything_is_changed": "its tensors wrap plain ones",
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
     "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fcdp
-from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import take_step, topology_of
 from tests.ranks import Pools, on_ranks
 from tests.tiers import in_ci
@@ -228,8 +227,3 @@ def test_a_writer_of_ones_own_may_use_the_model_as_if_it_were_whole(tmp_path: Pa
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
     if torch.distributed.get_rank() == 0:
         torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
-
-
-@pytest.mark.system
-def test_and_on_an_accelerator(apart: Pools, tmp_path: Path) -> None:
-    OnStreams(apart).run(2, is_saved, "prompt_tuning", "shard", tmp_path)
