@@ -16,6 +16,8 @@ from tests.ranks import Pools
 #: Files whose tests run on the accelerator, too: in CI the first of each file, with
 #: ``--exhaustive`` all.
 ALSO = ("reports.", "upstream.", "test_accumulate", "test_api", "test_peft", "test_staleness")
+#: But this one: PEFT reads what was saved onto the CPU.
+ON_CPUS = "reports.test_adapter_is_not_saved"
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
     **dict.fromkeys(
@@ -28,7 +30,6 @@ NOT_THERE = {
         ),
         "threads share what is logged",
     ),
-    "test_an_adapter_is_saved_and_read_again": "PEFT reads what was saved onto the CPU",
     "test_inference_mode_is_refused_before_anything_is_changed": "its tensors wrap plain ones",
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
     "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",
@@ -70,7 +71,7 @@ def artifacts(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     file = metafunc.module.__name__.removeprefix("tests.fcdp.")
-    if "ranks" in metafunc.fixturenames and file.startswith(ALSO):
+    if "ranks" in metafunc.fixturenames and file.startswith(ALSO) and file != ON_CPUS:
         why = NOT_THERE.get(metafunc.function.__name__)
         marks = [pytest.mark.system, *([pytest.mark.skip(why)] if why else [])]
         there = pytest.param("accelerator", id="accelerator", marks=marks)
