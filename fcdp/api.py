@@ -144,8 +144,7 @@ def shard(
     if keep:
         splits = bucket(splits, model)
     before = [*map(weakref.ref, model.parameters())]  # alive, they would take memory twice
-    apart = [split for split in splits if split.blocks != [[model]]]
-    not_resharded = [module for split in apart if keep for module in split.modules]
+    of_blocks = [split for split in splits if split.blocks != [[model]]]
     to_shards = functools.partial(
         fully_shard,
         mesh=topology.mesh,
@@ -154,13 +153,17 @@ def shard(
         shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
     )
     place = {module: at for at, module in enumerate(model.modules())}
-    # What is inside of another block comes before it, as FSDP2 asks.
+    # Blocks inside of another block come before it, as FSDP2 asks.
     for block in sorted([*blocks, [model]], key=lambda block: place[block[0]], reverse=True):
-        others = ignored.union(*(split.params for split in splits))
-        to_shards([*block], reshard_after_forward=reshard_after_forward, ignored_params=others)
+        to_shards(
+            [*block],
+            reshard_after_forward=reshard_after_forward,
+            # No variable: it would keep whole parameters alive beside their shards.
+            ignored_params=ignored.union(*(split.params for split in splits)),
+        )
     for split in splits:
         # FSDP2 keeps what the model itself holds: what is split off it, too.
-        stays = keep or (reshard_after_forward is None and split not in apart)
+        stays = keep or (reshard_after_forward is None and split.blocks == [[model]])
         reshard = False if stays else reshard_after_forward
         to_shards(split.modules, reshard_after_forward=reshard, ignored_params=split.others)
         split.params.clear()
@@ -172,7 +175,7 @@ def shard(
         topology,
         setup,
         before=before,
-        not_resharded=not_resharded,
+        not_resharded=[module for split in of_blocks if keep for module in split.modules],
     )
     return model
 

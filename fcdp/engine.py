@@ -85,8 +85,7 @@ class Engine:
         #: Whether rank 0 is to say that gradients cross nodes more than once per step.
         self._hints = topology.rank == 0
         ids = {*map(id, not_resharded)}
-        self._not_resharded = [unit for unit in self.units if id(unit.module) in ids]
-        self._passes = Passes(model, self._not_resharded)
+        self._passes = Passes(model, [unit for unit in self.units if id(unit.module) in ids])
         delta = codecs.differences
         self._sent: dict[Unit, Base] = {}
         self._sizes = None

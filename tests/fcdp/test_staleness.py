@@ -137,7 +137,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
     """Small adapters do. No backward lets go of them, and what is gathered is not looked at."""
     run = Run(Settings(2, 2, adapter_rank=1))
     model = run.model
-    assert engine_of(model)._not_resharded, "FCDP chose to keep them gathered"
+    assert engine_of(model)._passes.not_resharded, "FCDP chose to keep them gathered"
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     x = torch.ones(2, WIDTH)
@@ -151,7 +151,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
                 param.mul_(1.5)
         seen = model.blocks[0](x)
         fcdp.invalidate(model)
-        engine_of(model)._not_resharded[0].module.reshard()
+        engine_of(model)._passes.not_resharded[0].module.reshard()
         expected = model.blocks[0](x)
     assert not torch.equal(before, expected)
     assert torch.equal(seen, expected)
