@@ -322,9 +322,8 @@ def around_reductions(
 
 
 _around_passes = _of(FSDPParamGroup, "pre_forward", "post_forward", "pre_backward")
-_of(
-    FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "use_training_state", "is_unsharded"
-)
+_of(FSDPParamGroup, "lazy_init", "wait_for_unshard", "reshard", "is_unsharded")
+_of(FSDPParamGroup, "use_training_state", "_training_state", "comm_ctx")
 _of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_modules_to_run_forward")
 
 
@@ -408,10 +407,6 @@ def leave_open(module: FSDPModule) -> None:
     state(module)._auto_reshard_after_forward = True
 
 
-#: What a group is gathered for, or reduced.
-_phase = _of(FSDPParamGroup, "_training_state")
-
-
 def by_hand(group: Any) -> bool:
     """Whether a gather that is asked for now is ``unshard()``'s: no forward's, no backward's."""
-    return bool(_phase(group) == TrainingState.IDLE)
+    return bool(group._training_state == TrainingState.IDLE)
