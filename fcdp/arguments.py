@@ -125,7 +125,7 @@ def check_kinds(
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} = {_shown(value)}: must be a {what}")
-    # Of plain parameters FSDP2 makes others.
+    # FSDP2 makes others of plain parameters.
     shards = (param._local_tensor for param in model.parameters() if isinstance(param, DTensor))
     if torch.is_inference_mode_enabled() or any(shard.is_inference() for shard in shards):
         raise ValueError(

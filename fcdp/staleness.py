@@ -210,7 +210,7 @@ class Staleness:
         watched = [*self._watched.items()]
         stamps = [unit.stamp() for unit, _ in watched]
         held = [contents(unit) if self._compares else None for unit, _ in watched]
-        # What loads the same values counts as a write by its stamp: such a unit is in doubt.
+        # A load of the same values counts as a write by its stamp: such a unit is in doubt.
         written = [
             each.written or (stamp != each.stamp and not each.doubted) or now != each.contents
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)

@@ -52,7 +52,7 @@ SUITES = {
         "tests/clients/test_clients.py::test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding",
     ),
 }
-#: What the table says above its rows.
+#: Text of the table above its rows.
 HEAD = """\
 # The library on each release of torch
 
@@ -63,7 +63,7 @@ RELEASES="2.15.0"` renews the column of one release; `scripts/versions.py` names
 
 @dataclass
 class Suite:
-    """What one suite came to on one release: numbers of tests, and names of those that failed."""
+    """Outcome of one suite on one release: numbers of tests, and names of those that failed."""
 
     release: str
     torch: str
@@ -74,7 +74,7 @@ class Suite:
     failed: list[str] = field(default_factory=list)
     #: Tests by the reason that they were skipped for.
     skipped: dict[str, int] = field(default_factory=dict)
-    #: Of the tests, one after another; two processes share them.
+    #: Sum over the tests, which two processes share.
     seconds: float = 0.0
 
 

@@ -16,12 +16,12 @@ from tests.ranks import Pools, on_ranks
 STEPS = 4
 
 
-def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
-    import peft
+def small_llama(**options: Any) -> Any:
+    """A Llama of two blocks, alike on all ranks; ``options`` are its configuration's."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64,
             hidden_size=32,
@@ -29,8 +29,15 @@ def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
             num_hidden_layers=2,
             num_attention_heads=2,
             max_position_embeddings=64,
+            **options,
         )
     )
+
+
+def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
+    import peft
+
+    model = small_llama()
     blocks = list(model.model.layers)
     if kind in ("lora", "dora", "large_lora", "mixed_dtypes"):
         if kind == "mixed_dtypes":

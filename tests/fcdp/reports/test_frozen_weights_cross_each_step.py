@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.test_peft import loss_of, optimizer_of
+from tests.fcdp.test_peft import loss_of, optimizer_of, small_llama
 from tests.fcdp.training import take_step, topology_of
 from tests.ranks import on_ranks
 from tests.tiers import in_ci
@@ -53,20 +53,8 @@ IN_CI = [*METHODS][7:]
 
 def make_model(method: str) -> tuple[Any, list[Any]]:
     import peft
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            attention_bias=method == "biases",
-        )
-    )
+    model = small_llama(attention_bias=method == "biases")
     blocks = list(model.model.layers)
     config = METHODS[method](peft)
     config.task_type = "CAUSAL_LM"
