@@ -14,7 +14,7 @@ from baselines.pins import Pin
 from baselines.schedule import Schedule
 from baselines.settings import Settings
 
-Engine = Literal["ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
+Engine = Literal["ddp", "fsdp2", "fcdp", "deepspeed", "pipeline", "co2", "cyclic", "luwu", "fuyou"]
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation

@@ -37,6 +37,7 @@ from baselines.settings import (
     LocalSGDSettings,
     LuWuSettings,
     PaperSettings,
+    PipelineSettings,
     Settings,
     SlowMoSettings,
     StreamingSettings,
@@ -147,6 +148,10 @@ STRATEGIES: tuple[Strategy, ...] = (
              replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
              replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
+    # Whose schedule no closed form of shards describes: what it sends grows with the tokens.
+    Strategy("pipeline", "pipeline", "a stage per node, sharded inside by FSDP2", None,
+             Look("#1B9CFC", "p"), settings=PipelineSettings, built_by="pipeline.train",
+             title="Pipeline"),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),
              built_by="pytorch.ddp"),
     _preset("zero3", "ZeRO-3 over this engine: nothing is cached", replace(FCDP, policy="none"),

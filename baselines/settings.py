@@ -159,6 +159,41 @@ class FSDP2Settings(Settings):
     )
 
 
+#: Orders in which stages compute micro-batches, as ``baselines.pipeline.schedules`` has them.
+PipelineSchedule = Literal["gpipe", "1f1b", "ahead", "interleaved", "looped", "zb"]
+#: Those that take several stages on a node, ...
+_SEVERAL_STAGES = ("interleaved", "looped")
+#: ... and those that take one.
+_ONE_STAGE = ("gpipe", "1f1b", "ahead")
+
+
+class PipelineSettings(Settings):
+    """Settings of a pipeline across nodes."""
+
+    #: When a stage computes which micro-batch: all forwards first; 1F1B; 1F1B that computes more
+    #: forwards ahead, while messages are under way; with several stages a node, in turns or
+    #: breadth-first; zero bubble.
+    pipeline_schedule: Annotated[PipelineSchedule, _later("Pipeline schedule")] = "ahead"
+    #: Stages on each node, one of each round through the nodes.
+    stages_per_node: Annotated[
+        Annotated[int, Field(ge=1)], _later("Stages per node", "{} stages a node")
+    ] = 1
+    #: Whether the ranks of a node shard its stages, or replicate them.
+    within_stage: Annotated[
+        Literal["sharded", "replicated"], _later("Within a stage", "{} inside stages")
+    ] = "sharded"
+
+    @field_validator("stages_per_node")
+    @classmethod
+    def _suit_the_schedule(cls, value: int, info: ValidationInfo) -> int:
+        name = info.data.get("pipeline_schedule")
+        if value == 1 and name in _SEVERAL_STAGES:
+            raise ValueError(f"allowed for pipeline_schedule {name} are 2 and more")
+        if value > 1 and name in _ONE_STAGE:
+            raise ValueError(f"allowed for pipeline_schedule {name} is 1")
+        return value
+
+
 class DeepSpeedSettings(Settings):
     """Settings of DeepSpeed's strategies."""
 

@@ -110,9 +110,11 @@ class FSDP2(Trainable):
         self.optimizer = make_optimizer(trainable_parameters(model), job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), device=micro_batches[0].device)
-        for index, batch in enumerate(micro_batches):
-            total += self.backward(batch, last=index == len(micro_batches) - 1)
+        first, *others = (
+            self.backward(batch, last=index == len(micro_batches) - 1)
+            for index, batch in enumerate(micro_batches)
+        )
+        total = sum(others, first)
         with self._timed("optimizer"):
             self.update()
             self.optimizer.zero_grad()

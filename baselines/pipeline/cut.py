@@ -1,0 +1,214 @@
+"""Where a model can be cut into stages of consecutive blocks, whatever its family."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from baselines.cyclic.routes import partition
+from baselines.strategy import Job, numel
+
+#: Tokens of the forward that looks at a model; its loss predicts all but the first.
+_TOKENS = 9
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Where a block has the one tensor that blocks hand on."""
+
+    #: Its place among the leaves of the block's arguments, and among those of what it returns.
+    argument: int
+    returned: int
+    #: All leaves of what the block returns, without tensors, and their structure.
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+
+    def taken(self, returned: Any) -> torch.Tensor:
+        """The tensor among what the block has returned."""
+        tensor = tree_flatten(returned)[0][self.returned]
+        assert isinstance(tensor, torch.Tensor), "as when the model was looked at"
+        return tensor
+
+    def given(self, tensor: torch.Tensor) -> Any:
+        """What the block would return with this tensor, and no other one."""
+        return tree_unflatten(_put(self.leaves, self.returned, tensor), self.structure)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a forward of a model does with its blocks, and with the parameters outside of them."""
+
+    seams: tuple[Seam, ...]
+    #: Parameters outside of blocks that the first block's input depends on, ...
+    before: tuple[nn.Parameter, ...]
+    #: ... that the loss depends on otherwise, as those of the head, and that nothing depends on.
+    after: tuple[nn.Parameter, ...]
+    unused: tuple[nn.Parameter, ...]
+    #: Names of trained ones that are among both of the first, such as a tied embedding.
+    tied: tuple[str, ...]
+    #: Elements of one token's activations between blocks.
+    width: int
+
+    def cut(self, blocks: Sequence[nn.Module], stages: int) -> list[range]:
+        """Cut blocks into stages of about equal cost: of their matrices and of the head's.
+
+        An embedding costs nothing: it is looked up. Raises ``ValueError`` for more stages than
+        blocks.
+        """
+        if stages > len(blocks):
+            raise ValueError(
+                f"strategy = pipeline: {stages} stages need as many blocks, and the model has "
+                f"{len(blocks)}; allowed are at most {len(blocks)} nodes × stages_per_node"
+            )
+        costs = [float(_multiplied(block.parameters())) for block in blocks]
+        costs[-1] += _multiplied(self.after)
+        return partition(costs, stages)
+
+    def outside_of(self, stage: int, stages: int) -> list[nn.Parameter]:
+        """The parameters outside of blocks that a stage needs."""
+        first = [*self.before, *self.unused] if stage == 0 else []
+        last = self.after if stage == stages - 1 else ()
+        return [*first, *(param for param in last if not _is_in(param, first))]
+
+
+def look(model: nn.Module, job: Job) -> Anatomy:
+    """Look at one forward of the whole model, on a few tokens; nothing is trained.
+
+    A model can be cut where blocks are called one after the other, and hand on one tensor,
+    unchanged, and nothing else that depends on parameters. Raises ``ValueError`` for any other,
+    saying what is in the way.
+    """
+    looked = _Look(model, job)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_trained(looked.outside))
+        narrow = job.dtype == torch.bfloat16
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=narrow))
+        stack.enter_context(looked.hooked())
+        loss = job.loss(model, torch.zeros(1, _TOKENS, dtype=torch.int64))
+        return looked.read(loss)
+
+
+class _Look:
+    """A forward whose graph is interrupted at each block."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self._blocks = job.blocks
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        inside = [param for block in job.blocks for param in block.parameters()]
+        ids = set(map(id, inside))
+        if len(ids) < len(inside):
+            raise _cannot("blocks share parameters")
+        self.outside = [param for param in model.parameters() if id(param) not in ids]
+        self._seams: list[Seam] = []
+        self._argument = 0
+        #: By block: what it took, and what was handed on in the place of what it returned.
+        self._took: list[torch.Tensor] = []
+        self._handed_on: list[torch.Tensor] = []
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):
+
+                def begin(_: Any, args: Any, kwargs: Any, index: int = index) -> None:
+                    self._begin(index, tree_flatten((args, kwargs))[0])
+
+                def end(_: Any, __: Any, returned: Any, index: int = index) -> Any:
+                    return self._end(index, returned)
+
+                stack.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(end).remove)
+            yield
+
+    def _begin(self, index: int, leaves: Sequence[Any]) -> None:
+        if index != len(self._handed_on):
+            raise _cannot(f"block {index} is called before those in front of it, or again")
+        self._argument = _the_one(leaves, f"block {index} takes")
+        took = leaves[self._argument]
+        if index and took is not self._handed_on[-1]:
+            raise _cannot(f"block {index} does not take what block {index - 1} returns")
+        self._took.append(took)
+
+    def _end(self, index: int, returned: Any) -> Any:
+        leaves, structure = tree_flatten(returned)
+        at = _the_one(leaves, f"block {index} returns")
+        plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self._seams.append(Seam(self._argument, at, plain, structure))
+        self._handed_on.append(leaves[at].detach().requires_grad_())
+        return tree_unflatten(_put(leaves, at, self._handed_on[-1]), structure)
+
+    def read(self, loss: torch.Tensor) -> Anatomy:
+        """Read off the graph what depends on what, once the forward has ended."""
+        if len(self._handed_on) != len(self._blocks):
+            raise _cannot(f"{len(self._handed_on)} of its {len(self._blocks)} blocks are called")
+        *earlier, last = self._handed_on
+        after = _reached(loss, [*earlier, last, *self.outside])
+        if not _is_in(last, after) or any(_is_in(each, after) for each in earlier):
+            raise _cannot("its loss depends on other blocks than the last one directly")
+        before = _reached(self._took[0], self.outside)
+        used, both = [*before, *after], [each for each in before if _is_in(each, after)]
+        return Anatomy(
+            seams=tuple(self._seams),
+            before=tuple(p for p in self.outside if _is_in(p, before)),
+            after=tuple(p for p in self.outside if _is_in(p, after)),
+            unused=tuple(p for p in self.outside if not _is_in(p, used)),
+            tied=tuple(name for name in self._trained if _is_in(self._trained[name], both)),
+            width=self._took[0].numel() // (_TOKENS - 1),
+        )
+
+
+@contextmanager
+def _trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Have frozen parameters take part in the graph."""
+    frozen = [p for p in params if not p.requires_grad and p.is_floating_point()]
+    try:
+        for param in frozen:
+            param.requires_grad_(True)
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
+def _reached(end: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``starts`` that ``end`` depends on."""
+    tracked = [each for each in starts if each.requires_grad]
+    ones = torch.ones_like(end)
+    gradients = torch.autograd.grad(end, tracked, ones, retain_graph=True, allow_unused=True)
+    return [each for each, grad in zip(tracked, gradients, strict=True) if grad is not None]
+
+
+def _the_one(leaves: Sequence[Any], who: str) -> int:
+    """The place of the one tensor that depends on parameters."""
+    places = [
+        at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if len(places) != 1:
+        raise _cannot(f"{who} {len(places)} tensors that depend on parameters, not 1")
+    return places[0]
+
+
+def _put(leaves: Sequence[Any], at: int, tensor: torch.Tensor) -> list[Any]:
+    return [*leaves[:at], tensor, *leaves[at + 1 :]]
+
+
+def _is_in(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _multiplied(params: Iterable[nn.Parameter]) -> int:
+    """Elements of matrices, with which each token is multiplied."""
+    return numel(param for param in params if param.dim() > 1)
+
+
+def _cannot(why: str) -> ValueError:
+    return ValueError(
+        f"strategy = pipeline: the model cannot be cut between its blocks: {why}; allowed are "
+        "models whose blocks hand on one tensor"
+    )

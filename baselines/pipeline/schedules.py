@@ -1,0 +1,75 @@
+"""The order in which a stage computes micro-batches: PyTorch's schedules, and one more."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+
+from baselines.settings import PipelineSchedule
+
+
+class SendsAhead(_PipelineScheduleRuntime):
+    """1F1B with one more forward in flight for each stage that follows.
+
+    PyTorch's own 1F1B waits for each message, and on a slow link computes nothing meanwhile. Here
+    a stage has another micro-batch to compute while one is on its way, there and back.
+    """
+
+    def __init__(self, stages: list[Any], micro_batches: int, **more: Any) -> None:
+        super().__init__(stages, micro_batches, **more)
+        ranks = range(self.pp_group_size)
+        self.pipeline_order = {rank: self._order(rank, micro_batches) for rank in ranks}
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+    def _order(self, rank: int, micro_batches: int) -> list[_Action | None]:
+        ahead = min(micro_batches, 2 * (self.pp_group_size - 1 - rank) + 1)
+        forwards = [_Action(rank, _ComputationType.FORWARD, at) for at in range(micro_batches)]
+        backwards = [
+            _Action(rank, _ComputationType.FULL_BACKWARD, at) for at in range(micro_batches)
+        ]
+        order: list[_Action | None] = [*forwards[:ahead]]
+        for at, backward in enumerate(backwards):
+            order += [backward, *forwards[ahead + at : ahead + at + 1]]
+        return order
+
+
+_SCHEDULES: dict[PipelineSchedule, tuple[type[_PipelineSchedule], bool]] = {
+    # Whether it is given one stage, or a list.
+    "gpipe": (ScheduleGPipe, False),
+    "1f1b": (Schedule1F1B, False),
+    "ahead": (SendsAhead, True),
+    "interleaved": (ScheduleInterleaved1F1B, True),
+    "looped": (ScheduleLoopedBFS, True),
+    "zb": (ScheduleInterleavedZeroBubble, True),
+}
+
+
+def make(name: PipelineSchedule, stages: Sequence[PipelineStage], micro_batches: int) -> Any:
+    """The schedule of this name, over this rank's stages, whose last returns its mean loss."""
+    kind, several = _SCHEDULES[name]
+    loss: Callable[[torch.Tensor, Any], torch.Tensor] = lambda returned, _: returned  # noqa: E731
+    return kind([*stages] if several else stages[0], micro_batches, loss_fn=loss)
+
+
+def bubble(name: PipelineSchedule, nodes: int, stages_per_node: int, micro_batches: int) -> float:
+    """The share of a step in which a node waits, were messages free and stages of equal cost.
+
+    A backward counts two forwards; zero bubble fills what waits with gradients of weights, and
+    leaves a third of it.
+    """
+    waits = (nodes - 1) / (3 if name == "zb" else 1)
+    return waits / (stages_per_node * micro_batches + waits)

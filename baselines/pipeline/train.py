@@ -1,0 +1,270 @@
+"""A pipeline across nodes: node i is stage i, whose ranks shard it, or hold it whole.
+
+Ranks of one place in their nodes are a pipeline. It trains on the micro-batches that these ranks
+have under every other strategy, whole: n·k of a step for n nodes and k micro-batches of a rank.
+Over the slow link go activations and their gradients, gradients of tied embeddings between the
+first stage and the last, and the tokens, since masks are made where they are used.
+
+Messages of a pipeline share one process group, in whose order gloo matches them; collectives on it
+come before and after the schedule alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from baselines.part import views
+from baselines.pipeline import schedules
+from baselines.pipeline.cut import Anatomy, look
+from baselines.pipeline.stage import Stage, skeleton
+from baselines.settings import PipelineSettings
+from baselines.strategy import Job, Trainable, make_optimizer
+
+
+def build(model: nn.Module, job: Job) -> Pipeline:
+    """Cut the model into one stage per node, or several, and shard each over the node's ranks.
+
+    Raises ``ValueError`` for a model that cannot be cut, or not so often.
+    """
+    topology, per_node = job.topology, settings_of(job).stages_per_node
+    if topology.nodes == 1 and per_node > 1:
+        raise ValueError(f"stages_per_node = {per_node}: allowed on one node is 1")
+    anatomy = look(model, job)
+    runs = anatomy.cut(job.blocks, topology.nodes * per_node)
+    indices = range(topology.node, len(runs), topology.nodes)
+    # The model itself is cut last, since it is whole no longer then.
+    copies = [skeleton(model, job.blocks) for _ in indices[1:]]
+    stages = [
+        Stage(*each, job, anatomy, runs, index)
+        for each, index in zip([*copies, (model, job.blocks)], indices, strict=True)
+    ]
+    mesh = _mesh(job)
+    for stage in stages:
+        _shard(stage, mesh, job.dtype)
+    return Pipeline(model, job, anatomy, stages)
+
+
+def settings_of(job: Job) -> PipelineSettings:
+    """The job's settings, as ``baselines.strategy.load`` has checked them."""
+    assert isinstance(job.settings, PipelineSettings), f"{job.settings!r}: must be a pipeline's"
+    return job.settings
+
+
+def _mesh(job: Job) -> DeviceMesh:
+    """The ranks of this node, which shard a stage or replicate it."""
+    topology = job.topology
+    shards = topology.ranks_per_node if settings_of(job).within_stage == "sharded" else 1
+    sizes = topology.nodes, topology.ranks_per_node // shards, shards
+    names = "stage", "replicate", "shard"
+    mesh = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
+    return mesh["replicate", "shard"] if shards == 1 else mesh["shard"]
+
+
+def _shard(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a stage, gathered and reduced once a step, as PyTorch's schedules have it.
+
+    Meanwhile the gradients of micro-batches add up on every rank, in float32 or more.
+    """
+    narrow = dtype if dtype.itemsize < 4 else None
+    policy = MixedPrecisionPolicy(narrow, reduce_dtype=torch.float32 if narrow else dtype)
+    for module in [*stage.blocks, stage]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    stage.join()
+
+
+class Pipeline(Trainable):
+    """The stages of one rank, and the schedule by which they compute."""
+
+    def __init__(
+        self, model: nn.Module, job: Job, anatomy: Anatomy, stages: Sequence[Stage]
+    ) -> None:
+        super().__init__(model, job, closed_form_bytes=0.0)
+        topology, settings = job.topology, settings_of(job)
+        self.stages = stages
+        self._group = topology.inter
+        self._micro_batches = topology.nodes * job.accumulation
+        count = topology.nodes * settings.stages_per_node
+        self._schedule = schedules.make(
+            settings.pipeline_schedule,
+            [
+                PipelineStage(
+                    each, each.index, count, torch.device(topology.mesh.device_type), group=self._group
+                )
+                for each in stages
+            ],
+            self._micro_batches,
+        )
+        self._tied = _Tied(job, anatomy.tied, stages)
+        self._width = anatomy.width
+        params = [p for each in stages for p in each.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(params, job)
+        self._sent: dict[str, float] = {}
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        batches = self._of_all_stages(micro_batches)
+        losses: list[torch.Tensor] = []
+        with self._timed("pipeline"):
+            arrives = [batches] if self.stages[0].is_first else []
+            self._schedule.step(
+                *arrives, target=batches, losses=losses, return_outputs=False, batch=batches
+            )
+            self._tied.add_up()
+        with self._timed("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._count(batches)
+        return self._from_last_stage(torch.stack(losses).mean().detach() if losses else None)
+
+    def _of_all_stages(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The micro-batches of all ranks of this pipeline, one after another, in their order."""
+        own = torch.cat([*micro_batches])
+        # Four bytes hold any token.
+        sent = own.int() if own.dtype == torch.int64 else own
+        parts = [torch.empty_like(sent) for _ in range(self.job.topology.nodes)]
+        dist.all_gather(parts, sent, group=self._group)
+        return torch.cat(parts).to(own.dtype)
+
+    def _from_last_stage(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The pipeline's mean loss, which its last stage alone has."""
+        device = self.job.topology.mesh.device_type
+        # Of one type everywhere: the others do not know the loss's.
+        loss = torch.zeros((), device=device) if loss is None else loss
+        loss = loss.double()
+        dist.broadcast(loss, group=self._group, group_src=self.job.topology.nodes - 1)
+        return loss
+
+    def _count(self, batches: torch.Tensor) -> None:
+        """Count what this rank has sent in the step, and what the busiest node must send."""
+        nodes, dtype = self.job.topology.nodes, self.job.dtype
+        # The loss predicts the tokens after the first.
+        positions = len(batches) * (batches.shape[1] - 1)
+        crossing = float(positions * self._width * dtype.itemsize) * (nodes > 1)
+        tokens = (nodes - 1) * batches.numel() / nodes * 4
+        tied = float(self._tied.nbytes)
+        forwards = sum(not each.is_last for each in self.stages)
+        backwards = sum(not each.is_first for each in self.stages)
+        for phase, sent in {
+            "forward": forwards * crossing + tokens,
+            "backward": backwards * crossing,
+            "reduce": tied,
+        }.items():
+            self._sent[phase] = self._sent.get(phase, 0.0) + sent
+        ends = (2 * settings_of(self.job).stages_per_node - 1) * crossing + tied
+        inner = 2 * settings_of(self.job).stages_per_node * crossing * (nodes > 2)
+        self.closed_form_bytes = self.job.topology.ranks_per_node * (tokens + max(ends, inner))
+
+    def take_ledger(self) -> dict[str, dict[str, float]]:
+        ranks = self.job.topology.ranks_per_node
+        sent = {phase: ranks * count for phase, count in self._sent.items()}
+        self._sent.clear()
+        return {"inter_node": sent}
+
+    def take_metrics(self) -> Mapping[str, Any]:
+        settings, nodes = settings_of(self.job), self.job.topology.nodes
+        count = self._micro_batches
+        waits = schedules.bubble(
+            settings.pipeline_schedule, nodes, settings.stages_per_node, count
+        )
+        return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        """Each rank's examples go through the stages in turn."""
+        batches: list[Any] = [None] * self.job.topology.nodes
+        dist.all_gather_object(batches, batch.cpu(), group=self._group)
+        for stage in self.stages:
+            stage.eval()
+            stage.function = self.job.measure or self.job.loss
+        measured = [self._measured(each.to(batch.device)) for each in batches]
+        for stage in self.stages:
+            stage.train()
+            stage.function = self.job.loss
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return measured[self.job.topology.node]
+
+    def _measured(self, batch: torch.Tensor) -> torch.Tensor:
+        """What the last stage measures on a batch that all ranks of the pipeline have."""
+        node, nodes = self.job.topology.node, self.job.topology.nodes
+        result: list[Any] = [None]
+
+        def arrive(like: torch.Tensor) -> torch.Tensor:
+            arrived = torch.empty_like(like, dtype=self.job.dtype)
+            dist.recv(arrived, group=self._group, group_src=(node - 1) % nodes)
+            return arrived
+
+        for stage in self.stages:
+            out = stage(arrive, batch)
+            if stage.is_last:
+                result = [out.cpu()]
+            else:
+                dist.send(out.contiguous(), group=self._group, group_dst=(node + 1) % nodes)
+        dist.broadcast_object_list(result, group=self._group, group_src=nodes - 1)
+        measured: torch.Tensor = result[0]
+        return measured.to(batch.device)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by the names that they have in the model, on rank 0; elsewhere nothing.
+
+        All ranks call it together.
+        """
+        own = {
+            name: param.full_tensor() if isinstance(param, DTensor) else param
+            for stage in self.stages
+            for name, param in stage.model.named_parameters()
+        }
+        first = self.job.topology.rank == 0
+        nodes: list[Any] | None = [None] * self.job.topology.nodes if first else None
+        if self.job.topology.local_rank == 0:
+            cpu = {name: tensor.detach().cpu() for name, tensor in own.items()}
+            dist.gather_object(cpu, nodes, group=self._group, group_dst=0)
+        return {name: tensor for node in nodes or () for name, tensor in node.items()}
+
+
+class _Tied:
+    """Trained parameters that the first stage and the last one hold: tied embeddings.
+
+    Each has a part of their gradient; both step by the sum, and so stay equal.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str], stages: Sequence[Stage]) -> None:
+        topology = job.topology
+        ends = [stage for stage in stages if stage.is_first != stage.is_last]
+        self._params = [stage.model.get_parameter(name) for stage in ends for name in names]
+        #: Bytes that each of the two ranks sends a step.
+        self.nbytes = sum(_local(param).nbytes for param in self._params)
+        self._group: dist.ProcessGroup | None = None
+        for local_rank in range(topology.ranks_per_node if names else 0):
+            last = (topology.nodes - 1) * topology.ranks_per_node + local_rank
+            # All ranks make it, also those that are not in it.
+            group = dist.new_group([local_rank, last])
+            if topology.local_rank == local_rank:
+                self._group = group
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add up the two parts of all gradients, in one message."""
+        if not self._params:
+            return
+        for param in self._params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        parts = [_local(param.grad) for param in self._params if param.grad is not None]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=self._group)
+        torch._foreach_copy_(parts, views(flat, parts))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or of its gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
