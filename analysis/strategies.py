@@ -41,7 +41,7 @@ class _Family(NamedTuple):
 
 _FAMILIES = {
     "DeepSpeed": _Family(("deepspeed",), (0, (5, 1.5)), (5, 65)),
-    "PyTorch": _Family(("fsdp2", "ddp"), (0, (1.5, 1)), (215, 265)),
+    "PyTorch": _Family(("fsdp2", "ddp", "pipeline"), (0, (1.5, 1)), (215, 265)),
     "This engine": _Family(("fcdp",), (0, ()), (275, 335)),
     "Local steps": _Family(("co2",), (0, (3, 1, 1, 1)), (66, 79)),
     "Cyclic": _Family(("cyclic",), (0, (1, 2)), (338, 360)),

@@ -187,7 +187,9 @@ def _reached(end: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[torch.Te
 def _the_one(leaves: Sequence[Any], who: str) -> int:
     """The place of the one tensor that depends on parameters."""
     places = [
-        at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        at
+        for at, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     if len(places) != 1:
         raise _cannot(f"{who} {len(places)} tensors that depend on parameters, not 1")

@@ -92,14 +92,12 @@ class Pipeline(Trainable):
         self.stages = stages
         self._group = topology.inter
         self._micro_batches = topology.nodes * job.accumulation
-        count = topology.nodes * settings.stages_per_node
+        count, device = topology.nodes * settings.stages_per_node, topology.mesh.device_type
         self._schedule = schedules.make(
             settings.pipeline_schedule,
             [
-                PipelineStage(
-                    each, each.index, count, torch.device(topology.mesh.device_type), group=self._group
-                )
-                for each in stages
+                PipelineStage(stage, stage.index, count, torch.device(device), group=self._group)
+                for stage in stages
             ],
             self._micro_batches,
         )
@@ -171,9 +169,7 @@ class Pipeline(Trainable):
     def take_metrics(self) -> Mapping[str, Any]:
         settings, nodes = settings_of(self.job), self.job.topology.nodes
         count = self._micro_batches
-        waits = schedules.bubble(
-            settings.pipeline_schedule, nodes, settings.stages_per_node, count
-        )
+        waits = schedules.bubble(settings.pipeline_schedule, nodes, settings.stages_per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
 
     @torch.no_grad()

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from baselines.settings import PipelineSettings, Settings
 from tests.baselines.pipeline.training import Result, Run, trained
