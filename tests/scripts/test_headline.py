@@ -4,6 +4,7 @@ import re
 from itertools import pairwise
 
 from analysis.compare import rivals
+from experiments.matrix import reader
 from experiments.records.record import Record
 from scripts import headline, readme
 from tests.analysis.compare.test_rivals import ran
@@ -64,6 +65,12 @@ def test_a_part_is_beside_the_step_without_it() -> None:
     seconds = [cells[0].split(", ")[0] for cells in table.values()][1:]
     assert [float(before) / float(after) for before, after in pairwise(seconds)] > [1.9] * 5
     assert ["2.0×" in cells[0] for cells in table.values()] == [False, False, *[True] * 5]
+
+
+def test_the_matrix_runs_each_part() -> None:
+    running = [entry.cell for entry in reader.read("parts").cells if entry.skip_reason is None]
+    assert {cell.subject for cell in running} == {*headline._PARTS}
+    assert {cell.subject for cell in running} == {record.cell.subject for record in PARTS}
 
 
 def test_table_and_sentence_are_of_one_record() -> None:
