@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from analysis.compare import rivals
 from experiments.matrix import reader
+from experiments.records.comparison import once
 from experiments.records.record import Record
 from scripts import headline, readme
 from tests.analysis.compare.test_rivals import ran
@@ -71,6 +72,17 @@ def test_the_matrix_runs_each_part() -> None:
     running = [entry.cell for entry in reader.read("parts").cells if entry.skip_reason is None]
     assert {cell.subject for cell in running} == {*headline._PARTS}
     assert {cell.subject for cell in running} == {record.cell.subject for record in PARTS}
+
+
+def test_headline_runs_each_cell_in_fifteen_rounds_and_both_orders() -> None:
+    running = [entry.cell for entry in reader.read("headline").cells if entry.skip_reason is None]
+    order = [once(cell).id for cell in running]
+    half = len(order) // 2
+    assert order[half:] == order[:half][::-1]
+    assert {cell.steps * 2 >= 15 for cell in running} == {True}
+    subjects = {cell.subject for cell in running}
+    exact = {"pipeline", "fsdp2-hsdp-offload", "fsdp2-hierarchical", "zero3", "fsdp2-hsdp"}
+    assert exact | {"deepspeed-zero3", "fsdp2", "zeropp", *list(headline._PARTS)[-2:]} == subjects
 
 
 def test_table_and_sentence_are_of_one_record() -> None:
