@@ -8,6 +8,7 @@ import fcdp
 from analysis import text
 from fcdp.arena import aligned
 from fcdp.cache.named import parse
+from simulation import models
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
 
@@ -178,6 +179,15 @@ def traffic(
     return micro_batches * share * (2 * gathered + trained), share * 2 * trained
 
 
+def equal_tokens(parameters: float, width: int, nodes: int) -> float:
+    """Tokens of all ranks per step for which a node of a pipeline sends what one of FCDP does.
+
+    In full fine-tuning, in one dtype: activations to the neighbours of a stage, two where it is an
+    inner one, beside one gather and one reduction.
+    """
+    return 2 * (nodes - 1) / nodes * parameters / (min(2, nodes - 1) * width)
+
+
 POLICIES = [
     "none",
     "device",
@@ -219,6 +229,17 @@ def of_traffic() -> str:
     ]
     numbers = ("Micro-batches", "ZeRO-3 GB", "FCDP GB", "FCDP / ZeRO-3")
     return text.table((*words, *numbers), rows, words)
+
+
+def of_pipelines() -> str:
+    """Tokens per step at which a pipeline sends as much as FCDP, as Markdown."""
+    nodes = (2, 4, 8)
+    rows = []
+    for name in ("mistral-7b", "gpt-30b", "llama-3-70b"):
+        model = models.shape(name, SEQUENCE_LENGTH)
+        tokens = (equal_tokens(model.parameters, model.width, each) for each in nodes)
+        rows.append((name, *(f"{count / 1e6:.1f} M" for count in tokens)))
+    return text.table(("Model", *(f"{each} nodes" for each in nodes)), rows)
 
 
 def of_others() -> str:

@@ -26,6 +26,7 @@ from pydantic import BaseModel
 
 from analysis import quality, text
 from analysis.claims import papers
+from analysis.compare import rivals
 from analysis.compare.audit import audit
 from analysis.load import runs
 from analysis.report import simulator
@@ -41,14 +42,9 @@ from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpe
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
-from scripts import coding_speed, host_cost, tables
+from scripts import coding_speed, headline, host_cost, tables
 
 ROOT = Path(__file__).resolve().parent.parent
-_PLAN = (
-    "plan --model gpt-30b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps --peft lora:8 "
-    "--price-per-gpu-hour 0.5 "
-    "--strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-hpz,deepspeed-zero3,fcdp"
-)
 #: Plans in which FCDP is worth its host memory and in which it is not, by the README's titles.
 _CASES = {
     "70B, LoRA 16, 8,192 tokens; 4 nodes × 8 L40S, 10 Gbit/s": (
@@ -71,7 +67,8 @@ _FRONT = {
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "result": lambda: tables.result(_records("headline")),
+        "rivals": lambda: rivals.in_words(_records("headline")),
+        "result": lambda: headline.result(_records("headline")),
         "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
         "planned": lambda: _planned(),
     },
@@ -82,8 +79,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
-    "docs/planning.md": {"plan": lambda: _answered(f"experiments {_PLAN}")},
-    "docs/measurements.md": {"slow-link": lambda: tables.retention(_records("slow-link"))},
+    "docs/memory.md": {"pipelines": memory.of_pipelines},
+    "docs/measurements.md": {"parts": lambda: _once_measured("parts", headline.parts)},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
         "cells": lambda: of_cells(),
@@ -98,6 +95,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "reference": lambda: tables.condensed(_records("reference")),
         "unshaped": lambda: tables.condensed(_records("unshaped")),
         "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
+        "slow-link": lambda: tables.retention(_records("slow-link")),
         "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
         "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
         "audit": lambda: tables.audited(audit(_records("parity"))),
@@ -159,6 +157,13 @@ def rewritten(page: str, content: str) -> str:
 def _records(matrix: str) -> list[Record]:
     """A committed run's records, repetitions pooled."""
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
+
+
+def _once_measured(matrix: str, table: Callable[[list[Record]], str]) -> str:
+    """The table of a run; of one that is not committed yet, the command that makes it."""
+    if (ROOT / "results" / matrix).exists():
+        return table(_records(matrix))
+    return f"Not measured yet: `python -m experiments run {matrix}`."
 
 
 def committed(name: str) -> dict[str, Any]:

@@ -4,12 +4,12 @@ import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from statistics import mean, median, stdev
 from typing import Any
 from xml.etree.ElementTree import ElementTree
 
-from analysis import text
+from analysis import strategies, text
 from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
@@ -19,34 +19,7 @@ from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
 
-_THREE = ("deepspeed-zero3", "fsdp2", "fcdp")
 _WORDS = ("Model", "Tuning", "Link")
-_HEAD = (
-    *(*_WORDS, "Micro-batches"),
-    *("ZeRO-3, DeepSpeed s/step", "ZeRO-3, FSDP2 s/step", "FCDP s/step"),
-    *("speed-up", "over FSDP2"),
-    *("DeepSpeed MB/step", "FSDP2 MB/step", "FCDP MB/step", "FCDP minimum"),
-)
-
-
-def result(records: Sequence[Record]) -> str:
-    """The README's rows, of one model on one link: by what is trained and micro-batches."""
-    shown = ("deepspeed-zero3", "fsdp2", "fsdp2-hsdp", "zeropp", "fcdp")
-    rows, speeds = [], list[Comparison]()
-    for by in _by_strategy(records):
-        cell = by["fcdp"].cell
-        *zero3, hsdp = (Comparison(by["fcdp"], by[name]) for name in shown[:3])
-        speeds += [min(zero3, key=lambda speed: speed.ratio or math.inf), hsdp]
-        columns = (
-            f"{cell.tuning}, k\u00a0=\u00a0{cell.accumulation}",
-            *(_step(by[name]) for name in shown),
-            *map(text.compared, speeds[-2:]),
-            f"{text.megabytes(_least(by['fsdp2']))} MB",
-        )
-        rows.append(columns)
-    labels = ["DeepSpeed ZeRO-3", "FSDP2", "HSDP", "`zeropp`", "FCDP"]
-    head = ("Trained", *labels, "FCDP over the faster ZeRO-3", "over HSDP", "ZeRO-3 at least")
-    return text.table(head, rows) + noted(speeds)
 
 
 def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
@@ -54,12 +27,6 @@ def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
     rows, columns = (dict.fromkeys(place[at] for place in cells) for at in (0, 1))
     lines = ((row, *(cells.get((row, name), text.ABSENT) for name in columns)) for row in rows)
     return text.table((corner, *columns), lines)
-
-
-def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
-    """The records of each comparison, by strategy."""
-    ran = [record for record in records if record.state != "skipped"]
-    return [{record.cell.strategy: record for record in group} for group in groups(ran)]
 
 
 def by_phase(records: Sequence[Record]) -> str:
@@ -72,7 +39,7 @@ def by_phase(records: Sequence[Record]) -> str:
             (
                 record.cell.subject,
                 *(_of_phase(record, name) for name in ("generation", "scoring", "update")),
-                _step(record),
+                step(record),
                 text.ABSENT if record is first else text.compared(Comparison(record, first)),
                 text.megabytes(_measured(record, "iteration_device_bytes")),
             )
@@ -95,7 +62,7 @@ def by_rollout(records: Sequence[Record]) -> str:
         (
             record.cell.objective.name,
             f"{record.cell.learning_rate:g}",
-            _step(record),
+            step(record),
             *(text.metric(metric, _measured(record, name)) for name, metric in metrics.items()),
         )
         for record in records
@@ -105,10 +72,31 @@ def by_rollout(records: Sequence[Record]) -> str:
 
 
 def condensed(records: Sequence[Record]) -> str:
-    """One row per comparison, as Markdown."""
-    rows = _by_strategy(records)
-    speeds = [Comparison(row["fcdp"], row.get(name)) for row in rows for name in _THREE[:2]]
-    return text.table(_HEAD, map(_row, rows), _WORDS) + noted(speeds)
+    """One row per comparison, as Markdown: steps and bytes of each subject, speed-ups of FCDP's."""
+    compared = groups([record for record in records if record.state != "skipped"])
+    by = [{record.cell.subject: record for record in group} for group in compared]
+    names = strategies.ordered(name for group in by for name in group)
+    over = names[: names.index("fcdp")]
+    speeds = [[Comparison(group["fcdp"], group.get(name)) for name in over] for group in by]
+    rows = [
+        (
+            *map(str, _setting(group["fcdp"].cell)),
+            *(text.number(_seconds(group.get(name))) for name in names),
+            *map(text.compared, beside),
+            *(text.megabytes(_sent(group.get(name))) for name in names),
+            text.megabytes(_least(group["fcdp"])),
+        )
+        for group, beside in zip(by, speeds, strict=True)
+    ]
+    titles = {name: strategies.label(name) for name in names}
+    head = (
+        *(*_WORDS, "Micro-batches"),
+        *(f"{titles[name]} s/step" for name in names),
+        *(f"over {titles[name]}" for name in over),
+        *(f"{titles[name]} MB/step" for name in names),
+        "FCDP minimum",
+    )
+    return text.table(head, rows, _WORDS) + noted(chain.from_iterable(speeds))
 
 
 def retention(records: Sequence[Record]) -> str:
@@ -258,18 +246,6 @@ def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     return cell.model.name, cell.tuning, of, cell.accumulation
 
 
-def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
-    *others, _ = three = [by_strategy.get(name) for name in _THREE]
-    fcdp = by_strategy["fcdp"]
-    return (
-        *map(str, _setting(fcdp.cell)),
-        *(text.number(_seconds(record)) for record in three),
-        *(text.compared(Comparison(fcdp, other)) for other in others),
-        *(text.megabytes(_sent(record)) for record in three),
-        text.megabytes(_least(fcdp)),
-    )
-
-
 def noted(speeds: Iterable[Comparison]) -> str:
     """A warning about few rounds, as a paragraph below a table; nothing where there are enough."""
     warning = few(speeds)
@@ -280,7 +256,7 @@ def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
 
 
-def _step(record: Record) -> str:
+def step(record: Record) -> str:
     return f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB"
 
 
@@ -415,16 +391,11 @@ def on_a_gpu(speed: ElementTree) -> str:
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
-    """Exact codecs in both directions beside plain FCDP and HSDP, and plain FCDP beside ZeRO-3."""
-    large, small = _by_model(records)
+    """Exact codecs in both directions beside plain FCDP and HSDP."""
+    large, *_ = _by_model(records)
     coded, plain = _of(large, "fcdp gather delta reduce exact"), _of(large, "fcdp")
-    over_plain, over_hsdp, over_zero3 = (
-        text.compared(Comparison(of, over))
-        for of, over in (
-            (coded, plain),
-            (coded, _of(large, "fsdp2-hsdp")),
-            (_of(small, "fcdp"), _of(small, "deepspeed-zero3")),
-        )
+    over_plain, over_hsdp = (
+        text.compared(Comparison(coded, over)) for over in (plain, _of(large, "fsdp2-hsdp"))
     )
     sent = [text.megabytes(_sent(record)) for record in (coded, plain)]
     link = format_link(coded.cell.inter_bandwidth_bits_per_s)
@@ -432,8 +403,7 @@ def in_a_sentence(records: Sequence[Record]) -> str:
         f"Fine-tuned in full and in bf16 at {link} with k = {coded.cell.accumulation}, a model "
         f"trains {over_plain} as fast as with FCDP alone\nand {over_hsdp} as with HSDP where "
         f"gathers and reductions are [coded exactly](docs/differences.md), in\n{sent[0]} MB per "
-        f"step instead of {sent[1]}, once Adam's first {coded.cell.warmup_steps} steps are over. A "
-        f"smaller one trains {over_zero3} as fast with\nFCDP alone as with DeepSpeed's ZeRO-3 "
+        f"step instead of {sent[1]}, once Adam's first {coded.cell.warmup_steps} steps are over "
         "([records](results/delta-slow-link/records.jsonl))."
     )
 

@@ -11,6 +11,7 @@ from analysis import text
 from analysis.claims import papers
 from analysis.claims.papers import LABELS, Claims
 from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
+from analysis.compare import rivals
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import svg
@@ -125,6 +126,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     ran: Counter[str] = Counter(
         r.evidence for run in timed for r in run.records if r.state != "skipped"
     )
+    of_headline = [r for run in timed if run.matrix == "headline" for r in run.records]
     ordered, pairs = simulator.orders(claims, timed), simulator.predicted(claims, timed)
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
@@ -156,6 +158,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
+        "rivals": rivals.in_words(of_headline),
         "pairs": pairs,
         "validation": simulator.agreements(pairs) if len(pairs) else [],
         "orders": simulator.choices(ordered) if ordered else [],

@@ -181,14 +181,19 @@ class _Expansion:
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._settings[setting] for setting in order)):
             assignment = dict(zip(order, values, strict=True))
-            reasons = (reason for reason, when in self._skips if _matches(when, assignment))
-            cell = self._cell(assignment)
+            left_out = [reason for reason, when in self._skips if _matches(when, assignment)]
+            try:
+                cell = self._cell(assignment)
+            except ValueError:
+                if left_out:  # a combination that no cell can have needs no record either
+                    continue
+                raise
             if self._simulated:
                 cannot = _why_not_simulated(cell)
             else:
                 entry = registry.find(cell.strategy)
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
-            skipped = next(reasons, None) or cannot
+            skipped = next(iter(left_out), None) or cannot
             # A setting that its strategy does not have gives the same cell again.
             if cell.id not in cells or cells[cell.id].skip_reason:
                 cells[cell.id] = MatrixCell(cell, skipped)

@@ -1,6 +1,7 @@
 """The equations of docs/memory.md beside the bytes that small models allocate and send."""
 
 import os
+import re
 import tempfile
 from dataclasses import replace
 from itertools import product
@@ -13,9 +14,11 @@ import fcdp
 from docs import memory
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import PartialsPlace
+from simulation import models
 from tests.fcdp.training import Run, Settings, train
 from tests.ranks import Pools
 
+README = (Path(memory.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 FOLDER = Path(tempfile.gettempdir())
 POLICIES: dict[str, fcdp.CachePolicy] = {
     "none": fcdp.NoCache(),
@@ -158,3 +161,16 @@ def test_bytes_between_nodes(ranks: Pools, adapter_rank: int, accumulation: int)
     assert of_the_second_step(settings) == here
     if accumulation == 1:  # without a cache gradients still cross only once
         assert of_the_second_step(replace(settings, policy=fcdp.NoCache())) == zero3
+
+
+def test_a_pipeline_sends_as_much_at_the_tokens_of_the_readme() -> None:
+    """Bytes of both at T*, and README's figures on four nodes."""
+    for name, words in (("mistral-7b", "7B"), ("gpt-30b", "30B"), ("llama-3-70b", "70B")):
+        model = models.shape(name, 512)
+        tokens = memory.equal_tokens(model.parameters, model.width, nodes=4)
+        assert re.search(f"{tokens / 1e6:.1f} M for {words}\\b", README)
+        _, fcdp = memory.traffic(2 * model.parameters, 2 * model.parameters, nodes=4)
+        inner_stage = 2 * (2 * model.width * tokens)  # two neighbours, two bytes per element
+        assert inner_stage == pytest.approx(fcdp)
+    one_neighbour = memory.equal_tokens(1e9, 1000, nodes=2)
+    assert one_neighbour == pytest.approx(1e9 / 1000)

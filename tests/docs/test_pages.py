@@ -18,6 +18,12 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Speed-ups, bytes of a step, speeds; not dimensions, such as 2 × 2.
 MEASURED = re.compile(r"(\d[\d.,]*)(?:×(?! ?\d)| (?:tokens/s|MB (?:per|a) step|s/step))")
+#: Superlatives of speed. "The fastest other" and the like name what FCDP is compared with.
+SUPERLATIVE = re.compile(
+    r"\b(fastest|quickest|unbeaten)\b(?! (other|exact|rival))|\b(outperforms|beats|wins)\b|"
+    r"\bfaster than (all|any|every|each|everything|the others)\b|\bnothing is faster",
+    re.IGNORECASE,
+)
 BLOCK = re.compile(r"<!-- (\S+?)(?:: [^>]*)? -->.*?(?:<!-- end of \1 -->|\Z|(?=\n#))", re.DOTALL)
 
 
@@ -104,6 +110,22 @@ def test_no_measured_number_stands_in_prose_alone() -> None:
         assert {*MEASURED.findall(prose(page))} <= known, name
     page = "It is 3.5× as fast.\n<!-- a: written by b -->\n7×\n<!-- end of a -->\n2 × 2\n"
     assert (MEASURED.findall(prose(page)), MEASURED.findall(blocks(page))) == (["3.5"], ["7"])
+
+
+def boasts(page: str) -> list[str]:
+    """Sentences that a person wrote and that call FCDP the fastest."""
+    sentences = re.split(r"(?<=[.:;!?])\s+|\n\n|\n[-|]", prose(page))
+    ours = re.compile(r"\bFCDP\b|\bthis (library|engine)\b|^\**It\b", re.IGNORECASE)
+    return [each for each in sentences if ours.search(each) and SUPERLATIVE.search(each)]
+
+
+def test_who_is_fastest_is_said_by_records_alone() -> None:
+    """scripts/readme.py writes it; tests/scripts/test_headline.py compares it with the table."""
+    report = (ROOT / "REPRODUCTION.md").read_text(encoding="utf-8")
+    pages = {**PAGES, "the README": README, "the report": report}
+    assert {name: found for name, page in pages.items() if (found := boasts(page))} == {}
+    assert len(boasts("FCDP is the fastest. FCDP\nbeats HSDP. It is faster than any other.")) == 3
+    assert boasts("FCDP's speed over the fastest other. HSDP is the fastest.") == []
 
 
 def test_the_reference_has_all_commands() -> None:

@@ -1,4 +1,4 @@
-"""docs/use.md: its matrix runs, its functions train, its figures are those of the records."""
+"""docs/use.md: its matrix runs, its functions train."""
 
 from pathlib import Path
 from typing import Any
@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from analysis import text
-from analysis.load.table import load
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.matrix import reader
 from experiments.records.record import Record
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
-from simulation.quantities import format_link
-from tests.docs import ROOT, block, table
+from tests.docs import block
 from tests.experiments.stand_in import Observer
 
 
@@ -61,37 +58,3 @@ def test_the_functions_of_the_page_train() -> None:
     sequences = torch.arange(18).view(2, 9)
     scope["loss"](model, sequences).backward()
     assert all(param.grad is not None for param in model.parameters())
-
-
-def recorded(row: dict[str, str], strategy: str) -> Record:
-    """The record of one row's setting, by one strategy."""
-    setting = [row[name] for name in ("Model", "Tuning", "Link", "Micro-batches")]
-    (record,) = (
-        record
-        for record in load(ROOT / "results" / row["Records"] / "records.jsonl")
-        if record.state == "ok"
-        and record.cell.strategy == strategy
-        and [
-            record.cell.model.name,
-            record.cell.tuning,
-            format_link(record.cell.inter_bandwidth_bits_per_s),
-            str(record.cell.accumulation),
-        ]
-        == setting
-    )
-    return record
-
-
-@pytest.mark.parametrize("row", table("use.md", "figures"), ids=lambda row: "-".join(row.values()))
-def test_figures_are_those_of_the_records(row: dict[str, str]) -> None:
-    fsdp2, ours = (recorded(row, strategy) for strategy in ("fsdp2", "fcdp"))
-    theirs_s, ours_s = fsdp2.step_seconds_median, ours.step_seconds_median
-    least = fsdp2.measurement.inter_node_bytes_closed_form
-    assert row == {
-        **{name: row[name] for name in ("Records", "Model", "Tuning", "Link", "Micro-batches")},
-        "FSDP2 s/step": text.number(theirs_s),
-        "FCDP s/step": text.number(ours_s),
-        "over FSDP2": text.times(theirs_s / ours_s),
-        "ZeRO-3 minimum MB/step": text.number(least / 1e6),
-        "FCDP MB/step": text.number(ours.measurement.inter_node_bytes_per_step / 1e6),
-    }

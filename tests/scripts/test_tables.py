@@ -29,7 +29,7 @@ def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
 
 
 def test_a_page_without_a_place_for_its_table_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"README\.md: found 0 places for result, expected 1"):
+    with pytest.raises(ValueError, match=r"README\.md: found 0 places for rivals, expected 1"):
         readme.rewritten("README.md", "# FCDP\n")
 
 

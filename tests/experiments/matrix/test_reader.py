@@ -126,6 +126,19 @@ def test_a_cell_that_one_combination_runs_is_not_skipped_for_another(tmp_path: P
     assert skipped == {"fcdp"}
 
 
+def test_a_combination_that_no_cell_can_have_is_left_out_where_a_rule_skips_it(
+    tmp_path: Path,
+) -> None:
+    """Flat exchanges carry whole values alone."""
+    axis = ("axes:\n", "axes:\n  exchanges: [flat, hierarchical]\n  gather_codec: [none, delta]\n")
+    rule = "skip:\n  - when: {exchanges: flat, gather_codec: delta}\n    reason: whole values\n"
+    with pytest.raises(ValueError, match="allowed with another gather_codec than none"):
+        read(tmp_path, axis)
+    expanded = read(tmp_path, axis, ("skip:\n", rule))
+    fcdp = [p.cell.choices for p in expanded.cells if p.cell.strategy == "fcdp"]
+    assert set(fcdp) == {("flat exchanges",), (), ("gather delta",)}
+
+
 def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
     default, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from experiments import terminal
 from experiments.matrix import reader
+from experiments.matrix.files import parse
 from experiments.records.record import Record, read
 from experiments.runner.directory import Step
 from experiments.terminal.progress import Progress, clock, seconds_left
@@ -99,8 +100,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) ->
     sent = itertools.cycle([1.2e8, 1.160855e12])
     records = [record(entry.cell, inter_node_bytes_per_step=next(sent)) for entry in matrix.cells]
     lines = rendered(summary(records), width)
-    # A line a record, a heading and an empty line for each three strategies, two lines of header.
-    assert len(lines) == 2 + len(records) + 2 * len(records) // 3
+    # A line a record, a heading and an empty line for each seven strategies, two lines of header.
+    assert len(lines) == 2 + len(records) + 2 * len(records) // 7
     assert not any("…" in line or len(line) > width for line in lines)
     assert any("1,160,855" in line.split() for line in lines)
     assert ("minimum" in lines[0], "loss" in lines[0]) == (width > 80, width > 60)
@@ -114,8 +115,12 @@ def test_variants_lose_columns_too() -> None:
     assert any(line.endswith("Mbit/s Mbit/s") for line in wide)
 
 
+#: In place of two models: none of these cells is skipped.
+ONE_MODEL = parse(["model=gpt2-4x128"])
+
+
 def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
-    matrix = reader.read("quickstart")
+    matrix = reader.read("quickstart", changes=ONE_MODEL)
     records = [record(entry.cell) for entry in matrix.cells]
     with Progress(matrix, matrix.cells, records[:finished], console) as progress:
         for entry in matrix.cells[finished:]:
@@ -130,7 +135,7 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
     assert lines[0] == "quickstart · 24 cells · emulated cluster, 2 nodes × 2 ranks"
     assert "2 cells are finished already" in lines
     assert lines[-22] == (
-        " 3/24 ok      fcdp             full    gpt2-4x128   100 Mbit/s    1,024   0.500    6.30"
+        " 3/24 ok      zero3            full    gpt2-4x128  100 Mbit/s    1,024   0.500    6.30"
         "   12s"
     )
     assert [line.split("/")[0].strip() for line in lines[-22:]] == [str(i) for i in range(3, 25)]
@@ -139,7 +144,7 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
     """This is so where all of a matrix's links are limited, and the cluster limits none."""
-    matrix = reader.read("quickstart")
+    matrix = reader.read("quickstart", changes=ONE_MODEL)
     cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
     with Progress(matrix, cells, [], console) as progress:
@@ -152,7 +157,7 @@ def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
-    matrix = reader.read("quickstart")
+    matrix = reader.read("quickstart", changes=ONE_MODEL)
     first = matrix.cells[0].cell
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
     with Progress(matrix, matrix.cells, [], console) as progress:

@@ -1,0 +1,102 @@
+"""Tables of FCDP beside its rivals, as Markdown: README's, and what each part of FCDP gives."""
+
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
+
+from analysis import strategies, text
+from analysis.compare import rivals
+from experiments.records.comparison import Comparison, groups
+from experiments.records.record import Record
+from scripts.tables import noted, step
+
+#: A comparison's cells that ran, by what is compared.
+_Group = Mapping[str, Record]
+#: Subjects that FCDP's speed is divided by, of each row the fastest that ran.
+_OVER = {
+    "over `fsdp2-hsdp`": ("fsdp2-hsdp",),
+    "over `zero3`": ("zero3",),
+    "over ZeRO-3 as shipped, the faster": ("deepspeed-zero3", "fsdp2"),
+}
+#: FCDP's parts, each added to those above it, by the subject that has them all.
+_PARTS = {
+    "fcdp none flat exchanges": "ZeRO-3, one ring over all ranks",
+    "fcdp none undeferred exchanges": "+ exchanges inside of nodes and across apart",
+    "fcdp-sched undeferred exchanges": "+ one gather per step",
+    "fcdp-sched": "+ one reduction per step",
+    "fcdp": "+ frozen parameters gathered once",
+    "fcdp gather delta reduce exact": "+ differences",
+}
+
+
+def result(records: Sequence[Record]) -> str:
+    """Steps of each subject, the fastest exact one first, then FCDP's speed over its rivals."""
+    compared = _groups(records)
+    present = {name for group in compared for name in group}
+    names = sorted(present, key=lambda name: _place(name, compared))
+    rows = [(_named(name), *(_step(group, name) for group in compared)) for name in names]
+    pairs = [Comparison(group["fcdp"], rivals.best(group.values())) for group in compared]
+    rows.append(("FCDP over the best exact rival", *map(_over_which, pairs)))
+    for title, over in _OVER.items():
+        beside = [Comparison(group["fcdp"], _fastest(group, over)) for group in compared]
+        if any(pair.over for pair in beside):
+            rows.append((title, *map(text.compared, beside)))
+            pairs += beside
+    rows.append(("ZeRO-3 sends at least", *map(_least, compared)))
+    return text.table(("Strategy", *map(_column, compared)), rows) + noted(pairs)
+
+
+def parts(records: Sequence[Record]) -> str:
+    """A step with each of FCDP's parts added, and its speed over the step without that part."""
+    compared, rows, pairs = _groups(records), [], list[Comparison]()
+    for before, (subject, title) in zip(("", *_PARTS), _PARTS.items(), strict=False):
+        beside = [Comparison(group[subject], group.get(before)) for group in compared]
+        rows.append((title, *map(_with_speed, beside)))
+        pairs += beside
+    return text.table(("Part", *map(_column, compared)), rows) + noted(pairs)
+
+
+def _groups(records: Sequence[Record]) -> list[_Group]:
+    ran = [record for record in records if record.measurement]
+    return [{record.cell.subject: record for record in group} for group in groups(ran)]
+
+
+def _column(group: _Group) -> str:
+    return rivals.condition(group["fcdp"].cell)
+
+
+def _place(name: str, compared: Sequence[_Group]) -> tuple[bool, float]:
+    """Exact subjects first; of these by seconds over FCDP's, where both ran."""
+    both = [Comparison(group["fcdp"], group[name]) for group in compared if name in group]
+    over = [pair.ratio for pair in both if pair.ratio]
+    return not rivals.is_exact(both[0].over), geometric_mean(over)
+
+
+def _fastest(group: _Group, names: Sequence[str]) -> Record | None:
+    there = (group[name] for name in names if name in group)
+    return max(there, key=lambda record: record.tokens_per_s or 0.0, default=None)
+
+
+def _named(subject: str) -> str:
+    """A subject's label; as code where that is the strategy's name."""
+    label = strategies.label(subject)
+    return f"`{label}`" if label == subject else label
+
+
+def _step(group: _Group, name: str) -> str:
+    return step(group[name]) if name in group else text.ABSENT
+
+
+def _over_which(pair: Comparison) -> str:
+    return f"{text.compared(pair)}, {_named(pair.over.cell.subject)}" if pair.over else text.ABSENT
+
+
+def _with_speed(pair: Comparison) -> str:
+    """Seconds, MB and speed without their units, which a caption says."""
+    sent = pair.of.measurement and pair.of.measurement.inter_node_bytes_per_step
+    shown = [text.number(pair.of.step_seconds_median), text.megabytes(sent)]
+    return ", ".join([*shown, text.compared(pair)] if pair.over else shown)
+
+
+def _least(group: _Group) -> str:
+    zero3 = group["fsdp2"].measurement if "fsdp2" in group else None
+    return f"{text.megabytes(zero3.inter_node_bytes_closed_form)} MB" if zero3 else text.ABSENT
