@@ -15,7 +15,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
-    _PipelineSchedule,
     _PipelineScheduleRuntime,
 )
 
@@ -30,7 +29,7 @@ class SendsAhead(_PipelineScheduleRuntime):
     """
 
     def __init__(self, stages: list[Any], micro_batches: int, **more: Any) -> None:
-        super().__init__(stages, micro_batches, **more)
+        super().__init__(stages, micro_batches, **more)  # type: ignore[no-untyped-call]
         ranks = range(self.pp_group_size)
         self.pipeline_order = {rank: self._order(rank, micro_batches) for rank in ranks}
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -47,8 +46,8 @@ class SendsAhead(_PipelineScheduleRuntime):
         return order
 
 
-_SCHEDULES: dict[PipelineSchedule, tuple[type[_PipelineSchedule], bool]] = {
-    # Whether it is given one stage, or a list.
+#: By name, with whether it is given one stage or a list.
+_SCHEDULES: dict[PipelineSchedule, tuple[Callable[..., Any], bool]] = {
     "gpipe": (ScheduleGPipe, False),
     "1f1b": (Schedule1F1B, False),
     "ahead": (SendsAhead, True),

@@ -109,7 +109,7 @@ class Stage(nn.Module):
     def _arrive(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         at, arrived = self._seams[0].argument, self._arrived
-        leaves[at] = arrived if isinstance(arrived, torch.Tensor) else arrived(leaves[at])
+        leaves[at] = arrived(leaves[at]) if callable(arrived) else arrived
         return tree_unflatten(leaves, structure)
 
     def _leave(self, _: nn.Module, __: Any, returned: Any) -> None:
