@@ -147,6 +147,10 @@ STRATEGIES: tuple[Strategy, ...] = (
              replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
              replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
+    # Its gathers run ahead by FSDP2's own hooks.
+    _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2, in pairs across nodes and then inside them",
+             replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
+             Look("#2C7FB8", "P"), settings=FSDP2Settings, built_by="presets.hierarchical"),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),
              built_by="pytorch.ddp"),
     _preset("zero3", "ZeRO-3 over this engine: nothing is cached", replace(FCDP, policy="none"),
