@@ -50,6 +50,7 @@ def has_cuda() -> bool:
 
 _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
 _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
+_GLOO = "replaces gloo's collectives; over NCCL fsdp2 has NCCL's own, and zero3 hierarchical ones"
 _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
@@ -148,9 +149,10 @@ STRATEGIES: tuple[Strategy, ...] = (
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
              replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
     # Its gathers run ahead by FSDP2's own hooks.
-    _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2, in pairs across nodes and then inside them",
+    _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2 over hierarchical exchanges, which overlap",
              replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
-             Look("#2C7FB8", "P"), settings=FSDP2Settings, built_by="presets.hierarchical"),
+             Look("#2E4BA0", "X"), settings=FSDP2Settings, built_by="presets.hierarchical",
+             cpu_only=_GLOO),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),
              built_by="pytorch.ddp"),
     _preset("zero3", "ZeRO-3 over this engine: nothing is cached", replace(FCDP, policy="none"),
