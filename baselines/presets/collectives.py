@@ -32,14 +32,17 @@ class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         On the CPU the first exchange is under way then, and FSDP2 waits for the returned work where
         it needs the parameters; on an accelerator all is queued.
         """
-        parts = self._parts(output_tensor, input_tensor)
+        parts = self._parts(output_tensor, input_tensor, group)
         if output_tensor.is_cpu:
             return Gathering(parts, self._topology.failures, self._forget)
-        exchange.wait_all([work for works in parts for work in works])
+        for works in parts:
+            exchange.wait_all(works)
         return None
 
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Iterator[Sequence[Pending]]:
-        yield exchange.all_gather([output], self._topology.intra)
+    def _parts(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> Iterator[Sequence[Pending]]:
+        yield exchange.all_gather([output], group, [shard])
 
     def _forget(self) -> None:
         for group in fsdp2.param_groups(self._module):
@@ -57,7 +60,9 @@ class HierarchicalGather(NodeGather):
         super().__init__(topology, module)
         self._ledger = ledger
 
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Iterator[Sequence[Pending]]:
+    def _parts(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> Iterator[Sequence[Pending]]:
         topology = self._topology
         nodes, ranks = topology.nodes, topology.ranks_per_node
         received = output.view(nodes, ranks, -1)[:, topology.local_rank]
