@@ -66,6 +66,8 @@ class Strategy:
     title: str | None = None
     #: Operations of its engine that need CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
+    #: Why it is for CPUs over gloo alone; ``None`` if an accelerator will do too.
+    cpu_only: str | None = None
     #: Builders of operators that its engine compiles at their first use, beside those of all.
     operators: tuple[str, ...] = ()
     #: Processes beside the ranks, which the cluster starts and ends with them.
@@ -118,7 +120,7 @@ class Strategy:
         if self.engine != "deepspeed":
             if deepspeed != "current":
                 return f"{self.name} does not use DeepSpeed, so it has one pin only"
-            return None
+            return f"{self.name} {self.cpu_only}" if self.cpu_only and cuda else None
         version = pins.version(deepspeed)
         if version is None:
             return f"DeepSpeed ({deepspeed}) is not installed: {pins.COMMANDS[deepspeed]}"

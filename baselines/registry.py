@@ -51,6 +51,7 @@ def has_cuda() -> bool:
 
 _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
 _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
+_GLOO = "replaces gloo's collectives; over NCCL fsdp2 has NCCL's own, and zero3 hierarchical ones"
 _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
@@ -148,6 +149,11 @@ STRATEGIES: tuple[Strategy, ...] = (
              replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
              replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
+    # Its gathers run ahead by FSDP2's own hooks.
+    _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2 over hierarchical exchanges, which overlap",
+             replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
+             Look("#2E4BA0", "X"), settings=FSDP2Settings, built_by="presets.hierarchical",
+             cpu_only=_GLOO),
     # Whose schedule no closed form of shards describes: what it sends grows with the tokens.
     Strategy("pipeline", "pipeline", "a stage per node, sharded inside by FSDP2", None,
              Look("#1B9CFC", "p"), settings=PipelineSettings, built_by="pipeline.train",

@@ -70,8 +70,8 @@ class Schedule:
     caches_own_shard: bool = True
     #: Whether slices of a unit lie on the device on their way across nodes and from the cache.
     stages: bool = False
-    #: Whether ranks exchange in pairs, and ask each other what is stale. If not, gloo's rings carry
-    #: it, whose reduce-scatter is an all-reduce.
+    #: Whether ranks exchange in pairs, and, with a cache, ask each other what is stale. If not,
+    #: gloo's rings carry it, whose reduce-scatter is an all-reduce.
     pairwise: bool = False
     #: Whether a gather inside the node runs ahead on a host of one thread.
     gathers_ahead_on_host: bool = True

@@ -187,6 +187,8 @@ def load(name: str) -> Builder:
     @functools.wraps(build, updated=())
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, description)
+        if description.cpu_only and (device := job.topology.mesh.device_type) != "cpu":
+            raise ValueError(f"device = {device}: must be cpu, as {name} {description.cpu_only}")
         settings = job.settings
         if description.settings in _LIBRARYS:  # all of FCDP's: given, fixed, or defaults
             values = settings.model_dump()

@@ -70,7 +70,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.pairwise:
         kept = schedule.keeps_in(workload.policy) or ""
         asked = 2 * len(units.units) if "disk" in kept or ":" in kept else 0  # or one's own class
-        agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
+        agreements = workload.accumulation * (1 + asked) if schedule.cache else 0
         per_exchange = pairwise if schedule.hierarchical else ring
         return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0

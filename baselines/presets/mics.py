@@ -5,12 +5,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from baselines.presets.collectives import NodeGather
 from baselines.pytorch.fsdp2 import FSDP2
 from baselines.pytorch.fsdp2 import build as sharded
 from baselines.strategy import Job
-from fcdp import Topology, exchange, fsdp2
-from fcdp.all_gather import Gathering
-from fcdp.fsdp2 import AllGather, ReduceScatter
+from fcdp import exchange, fsdp2
+from fcdp.fsdp2 import ReduceScatter
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
@@ -18,34 +18,11 @@ def build(model: nn.Module, job: Job) -> FSDP2:
     trainable = sharded(model, job)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NodeGather(job.topology, module))
+            module.set_custom_all_gather(NodeGather(job.topology, module))
             module.set_custom_reduce_scatter(_NodeReduce())
             if job.topology.mesh.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
     return trainable
-
-
-class _NodeGather(fsdp2.DefaultAllocMixin, AllGather):
-    """The intra-node all-gather of one FSDP module."""
-
-    def __init__(self, topology: Topology, module: FSDPModule) -> None:
-        self._failures = topology.failures
-        self._module = module
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        works = exchange.all_gather([output_tensor], group, [input_tensor])
-        # On the CPU FSDP2 waits for it where it needs the parameters.
-        return Gathering(iter([works]), self._failures, self._forget) if works else None
-
-    def _forget(self) -> None:
-        for group in fsdp2.param_groups(self._module):
-            fsdp2.forget_gather(group)
 
 
 class _NodeReduce(fsdp2.DefaultAllocMixin, ReduceScatter):

@@ -1,7 +1,7 @@
 """Whether strategies learn the same: each cell's losses next to those of a reference.
 
 Losses depend on the batches, the model and the order in which gradients are added up. Where our
-engine adds in one order, they are the same bit for bit; elsewhere within a tolerance.
+reductions add in one order, they are the same bit for bit; elsewhere within a tolerance.
 """
 
 import math
@@ -116,16 +116,16 @@ def _compare(record: Record, reference: str, theirs: Record | None, equal: Recor
 
 
 def _adds_in_one_order(cell: Cell) -> bool:
-    """Whether our engine adds up this cell's gradients in the order of ``zero3``, unquantised.
+    """Whether this cell's gradients are added up in the order of ``zero3``, unquantised.
 
-    Strategies that gather and reduce by the library do: a cache changes no sum. ``mics``, flat
+    Strategies that reduce by the library do: a cache changes no sum. ``mics``, flat
     exchanges and replicated parameters have reductions of their own. With at most two nodes of two
     ranks no sum inside or across nodes has more than two terms, which have one order only; but
     replicated gradients are summed over micro-batches first.
     """
-    if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
+    schedule, several = registry.find(cell.strategy).schedule, cell.accumulation > 1
+    if schedule is None or not schedule.pairwise or quantised(cell):
         return False
-    schedule, several = registry.schedule_of(cell.strategy), cell.accumulation > 1
     if isinstance(cell.settings, CacheSettings):
         schedule = schedule.exchanging(cell.settings.exchanges)
     # Otherwise summed over nodes before micro-batches.

@@ -35,17 +35,17 @@ GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 
 
 def planned() -> tuple[str, ...]:
-    """Names of the strategies of a plan that names none: all simulated ones, with two exceptions.
+    """Names of the strategies of a plan that names none: all simulated ones, with few exceptions.
 
     Cyclic Data Parallelism sends no fewer bytes per step, needs more memory than micro-batches one
     at a time, and trains with old parameters: a matrix compares it. The FCDP paper's own system is
-    ours with exchanges that send more.
+    ours with exchanges that send more. What is for CPUs alone is FSDP2 on a GPU.
     """
     schedules = {name: schedule_of(name) for name in simulated()}
     return tuple(
         name
         for name, of in schedules.items()
-        if of.cycle is None and (of.hierarchical or not of.pairwise)
+        if of.cycle is None and (of.hierarchical or not of.pairwise) and find(name).cpu_only is None
     )
 
 

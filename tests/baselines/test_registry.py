@@ -27,6 +27,9 @@ def test_what_needs_cuda_or_has_one_pin_says_so() -> None:
     assert entry.why_not(cuda=True) is None
     assert "operator quantizer" in str(entry.why_not(cuda=False))
     assert registry.find("fcdp").why_not(cuda=False) is None
+    entry = registry.find("fsdp2-hierarchical")
+    assert entry.why_not(cuda=False) is None
+    assert "over NCCL fsdp2 has NCCL's own" in str(entry.why_not(cuda=True))
     reason = registry.find("fsdp2").why_not(cuda=True, deepspeed="paper")
     assert reason == "fsdp2 does not use DeepSpeed, so it has one pin only"
 

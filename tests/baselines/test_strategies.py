@@ -17,7 +17,7 @@ EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
     **dict.fromkeys(("fcdp", "zero3", "hpz", "mics", "offload", "replicated"), EXACT),
     **dict.fromkeys(("fcdp-paper", "fcdp-sched", "ddp"), EXACT),
-    **dict.fromkeys(("fsdp2-hsdp", "fsdp2-reshard", "fsdp2-offload"), EXACT),
+    **dict.fromkeys(("fsdp2-hsdp", "fsdp2-reshard", "fsdp2-offload", "fsdp2-hierarchical"), EXACT),
     **dict.fromkeys(("qwz", "qgz", "zeropp"), ROUNDED),
 }
 

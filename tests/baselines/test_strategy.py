@@ -3,6 +3,7 @@
 import inspect
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def test_what_builds_a_strategy_refuses_what_it_does_not_leave(
     model = Model()
     with pytest.raises(ValueError, match=reason):
         strategy.load(name)(model, job_of(model, settings=chosen))
+
+
+def test_what_takes_the_place_of_gloos_collectives_is_refused_on_an_accelerator() -> None:
+    model = Model()
+    here = job(alone(mesh=SimpleNamespace(device_type="cuda")), model.blocks)
+    with pytest.raises(ValueError, match="device = cuda: must be cpu, as fsdp2-h.* replaces"):
+        strategy.load("fsdp2-hierarchical")(model, here)
 
 
 @pytest.mark.ranks

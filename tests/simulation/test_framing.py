@@ -24,6 +24,8 @@ SENT_TWICE = "delta-slow-link"
         ("hpz", "full", 1, 2 * (1 + 1 + 3 + 3)),
         # Blocks once more in backward, and all of it for each micro-batch; deferred reductions.
         ("zero3", "full", 4, 2 * (1 + 4 + 4 * 5 + 3)),
+        # Nobody asks what is stale, and each micro-batch is reduced.
+        ("fsdp2-hierarchical", "full", 4, 2 * (1 + 4 * 5 + 4 * 3)),
         # Adapters are one unit; frozen blocks are cached for ever.
         ("fcdp", "lora", 8, 2 * (1 + 8 + 1 + 1)),
         # A ring of four instead of partners, but for what ranks agree on; no reduction waits.

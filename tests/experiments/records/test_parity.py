@@ -96,6 +96,8 @@ def test_the_steps_that_both_have_trained_are_compared_with_the_longest_referenc
         ({"strategy": "offload", "accumulation": 4}, False),
         ({"strategy": "mics", "accumulation": 4}, False),
         ({"strategy": "replicated"}, False),
+        ({"strategy": "fsdp2-hierarchical"}, False),
+        ({"strategy": "fsdp2-hierarchical", "accumulation": 4}, True),
         # Micro-batches are summed first.
         ({"strategy": "replicated", "accumulation": 4}, True),
         # Other algorithms, whose sums have more than two terms.

@@ -72,9 +72,11 @@ def test_what_cannot_be_names_field_and_value(settings: dict[str, Any], message:
         request(**settings)
 
 
-def test_cycles_and_the_papers_own_are_simulated_and_not_planned() -> None:
+def test_cycles_the_papers_own_and_what_is_for_cpus_are_simulated_and_not_planned() -> None:
     assert set(simulated()) - set(planned()) == {
-        name for name in simulated() if name.startswith(("cyclic", "fcdp-paper"))
+        name
+        for name in simulated()
+        if name.startswith(("cyclic", "fcdp-paper", "fsdp2-hierarchical"))
     }
     assert request(strategies=("fcdp-paper",)).strategies == ("fcdp-paper",)  # asked for
     assert Request(model="gpt-30b", hardware=paper_cluster()).strategies == planned()

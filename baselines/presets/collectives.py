@@ -1,0 +1,82 @@
+"""FSDP2's own gathers over this repository's exchanges: inside the node, or over all nodes."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from fcdp import Topology, exchange, fsdp2
+from fcdp.all_gather import Gathering
+from fcdp.counts import Ledger, in_backward
+from fcdp.exchange import Pending
+from fcdp.fsdp2 import AllGather
+
+
+class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
+    """The all-gather of one FSDP module that is sharded inside the node."""
+
+    def __init__(self, topology: Topology, module: FSDPModule) -> None:
+        self._topology = topology
+        self._module = module
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` (s), which FSDP2 has copied to its place in the output.
+
+        On the CPU the first exchange is under way then, and FSDP2 waits for the returned work where
+        it needs the parameters; on an accelerator all is queued.
+        """
+        parts = self._parts(output_tensor, input_tensor, group)
+        if output_tensor.is_cpu:
+            return Gathering(parts, self._topology.failures, self._forget)
+        for works in parts:
+            exchange.wait_all(works)
+        return None
+
+    def _parts(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> Iterator[Sequence[Pending]]:
+        yield exchange.all_gather([output], group, [shard])
+
+    def _forget(self) -> None:
+        for group in fsdp2.param_groups(self._module):
+            fsdp2.forget_gather(group)
+
+
+class HierarchicalGather(NodeGather):
+    """The all-gather of one FSDP module that is sharded over all ranks, which run on CPUs.
+
+    Ranks exchange their shards with their partners on other nodes, and then, inside the node, what
+    they have received: each byte of another node arrives once.
+    """
+
+    def __init__(self, topology: Topology, module: FSDPModule, ledger: Ledger) -> None:
+        super().__init__(topology, module)
+        self._ledger = ledger
+
+    def _parts(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> Iterator[Sequence[Pending]]:
+        topology = self._topology
+        nodes, ranks = topology.nodes, topology.ranks_per_node
+        received = output.view(nodes, ranks, -1)[:, topology.local_rank]
+        peers = [node for node in range(nodes) if node != topology.node]
+        self._ledger.add_both(
+            "backward" if in_backward() else "forward",
+            len(peers) * shard.nbytes,
+            nodes * (ranks - 1) * shard.nbytes,
+        )
+        with topology.failures.waiting():
+            works = exchange.swap(
+                [(peer, received[peer]) for peer in peers],
+                [(peer, shard) for peer in peers],
+                topology.inter,
+            )
+        yield works
+        yield exchange.all_gather(output.chunk(nodes), topology.intra)
