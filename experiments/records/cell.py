@@ -347,6 +347,9 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
         yield "tuning", f"{cell.tuning} is not allowed: models of images train in full"
     if images and cell.loss != "cross entropy":
         yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
+    if images and registry.find(cell.strategy).engine == "pipeline":
+        why = "blocks of text's models hand on one shape, those of images' do not"
+        yield "strategy", f"{cell.strategy} is not allowed on images: {why}"
     yield from _of_objective(cell)
     if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
         why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"

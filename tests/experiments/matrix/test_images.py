@@ -89,6 +89,9 @@ MISTAKES = [
      "16: workload.tuning: lora is not allowed: models of images train in full"),
     ("layers: 18", "layers: 34",
      "6: models[1].layers: 34 is not allowed: input should be 18 or 50"),
+    ("- deepspeed-zero3", "- pipeline",
+     "9: axes.strategy[0]: pipeline is not allowed on images: blocks of text's models hand on one "
+     "shape, those of images' do not"),
     (TUNING, f"{TUNING}\n  optimizer: {{kind: sgdm}}",
      "17: workload.optimizer.kind: unknown optimizer 'sgdm'; did you mean 'sgd'? allowed: adamw, "
      "sgd"),
