@@ -9,6 +9,7 @@ ranks start in, and its ``words``, a script and arguments. Once all ranks have e
 highest of their exit codes; what they print themselves goes where its errors go.
 """
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ def environment(rank: int, nodes: int, per_node: int, port: int = 29500) -> dict
 
 def _rank(variables: dict[str, str], folder: str, words: list[str]) -> None:
     os.dup2(2, 1)  # the first is for exit codes
+    faulthandler.enable()  # an allocator that finds its memory corrupt says not where
     os.environ.update(variables)
     os.chdir(folder)
     sys.argv = words
