@@ -177,7 +177,7 @@ class PipelineSettings(Settings):
     #: Stages on each node, one of each round through the nodes.
     stages_per_node: Annotated[
         Annotated[int, Field(ge=1)], _later("Stages per node", "{} stages a node")
-    ] = 1
+    ] = Field(default=1, validate_default=True)
     #: Whether the ranks of a node shard its stages, or replicate them.
     within_stage: Annotated[
         Literal["sharded", "replicated"], _later("Within a stage", "{} inside stages")

@@ -6,31 +6,43 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from pydantic import ValidationError
 
+from baselines.pipeline import schedules
 from baselines.settings import PipelineSettings, Settings
 from tests.baselines.pipeline.training import Result, Run, trained
 from tests.ranks import Pools
+from tests.tiers import in_ci
 
+TWO = {"stages_per_node": 2}
+GPT2, LLAMA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
+HALF = Run(2, 2, 8, "gpt2", "half")
+THREE, LORA = (
+    Run(3, 1, 1, "gpt2", "full", layers=6),
+    Run(3, 1, 3, "gpt2", "lora", layers=6),
+)
+FOUR, LAST_HALF = (
+    Run(4, 1, 2, "llama", "full", layers=8),
+    Run(4, 1, 2, "gpt2", "half", layers=8),
+)
 CASES = [
-    (Run(2, 2, 1, "gpt2", "full"), {"pipeline_schedule": "ahead"}),
-    (Run(2, 2, 1, "gpt2", "full"), {"pipeline_schedule": "interleaved", "stages_per_node": 2}),
-    (Run(2, 2, 1, "gpt2", "full"), {"within_stage": "replicated"}),
-    (Run(2, 2, 4, "llama", "lora"), {"pipeline_schedule": "ahead"}),
-    (Run(2, 2, 4, "llama", "lora"), {"pipeline_schedule": "1f1b"}),
-    (Run(2, 2, 4, "llama", "lora"), {"pipeline_schedule": "zb", "stages_per_node": 2}),
-    (Run(2, 2, 8, "gpt2", "half"), {"pipeline_schedule": "gpipe"}),
-    (Run(2, 2, 8, "gpt2", "half"), {"pipeline_schedule": "looped", "stages_per_node": 2}),
-    (Run(3, 1, 1, "gpt2", "full", layers=6), {"pipeline_schedule": "1f1b"}),
-    (Run(3, 1, 1, "gpt2", "full", layers=6), {"pipeline_schedule": "ahead"}),
-    (Run(3, 1, 3, "gpt2", "lora", layers=6), {"pipeline_schedule": "gpipe"}),
-    (
-        Run(3, 1, 3, "gpt2", "lora", layers=6),
-        {"pipeline_schedule": "interleaved", "stages_per_node": 2},
-    ),
-    (Run(4, 1, 2, "llama", "full", layers=8), {"pipeline_schedule": "ahead"}),
-    (Run(4, 1, 2, "llama", "full", layers=8), {"pipeline_schedule": "zb", "stages_per_node": 2}),
-    (Run(4, 1, 2, "gpt2", "half", layers=8), {"pipeline_schedule": "looped", "stages_per_node": 2}),
-    (Run(4, 1, 2, "gpt2", "half", layers=8), {"pipeline_schedule": "gpipe"}),
+    (GPT2, {"pipeline_schedule": "ahead"}),
+    in_ci(GPT2, {"pipeline_schedule": "interleaved", **TWO}),
+    in_ci(GPT2, {"within_stage": "replicated"}),
+    in_ci(LLAMA, {"pipeline_schedule": "ahead"}),
+    in_ci(LLAMA, {"pipeline_schedule": "1f1b"}),
+    in_ci(LLAMA, {"pipeline_schedule": "zb", **TWO}),
+    in_ci(HALF, {"pipeline_schedule": "gpipe"}),
+    in_ci(HALF, {"pipeline_schedule": "looped", **TWO}),
+    in_ci(THREE, {"pipeline_schedule": "1f1b"}),
+    (THREE, {"pipeline_schedule": "ahead"}),
+    in_ci(LORA, {"pipeline_schedule": "gpipe"}),
+    (LORA, {"pipeline_schedule": "interleaved", **TWO}),
+    in_ci(FOUR, {"pipeline_schedule": "ahead"}),
+    in_ci(FOUR, {"pipeline_schedule": "zb", **TWO}),
+    in_ci(LAST_HALF, {"pipeline_schedule": "looped", **TWO}),
+    in_ci(LAST_HALF, {"pipeline_schedule": "gpipe"}),
 ]
 
 
@@ -59,3 +71,31 @@ def test_twenty_steps_are_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any
         for start in range(0, run.world_size, run.ranks_per_node)
     ]
     assert max(per_node) == pytest.approx(run.ranks_per_node * ours[0].closed_form)
+
+
+def test_bfloat16_trains_as_near_as_its_rounding(ranks: Pools) -> None:
+    run = Run(2, 2, 2, "llama", "lora", steps=5, dtype=torch.bfloat16, params=torch.float32)
+    theirs = ranks.run(4, trained, run, "fsdp2", Settings())
+    ours = ranks.run(4, trained, run, "pipeline", PipelineSettings())
+    np.testing.assert_allclose(mean_losses(ours), mean_losses(theirs), rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ({"pipeline_schedule": "interleaved"}, "allowed for pipeline_schedule interleaved are 2"),
+        ({"pipeline_schedule": "1f1b", **TWO}, "allowed for pipeline_schedule 1f1b is 1"),
+    ],
+)
+def test_stages_that_do_not_suit_the_schedule_are_refused(chosen: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        PipelineSettings(**chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "share"),
+    [("gpipe", 2, 1 / 3), ("ahead", 8, 1 / 9), ("zb", 2, 1 / 7)],
+)
+def test_bubbles_shrink_with_micro_batches(name: Any, micro_batches: int, share: float) -> None:
+    assert schedules.bubble(name, 2, 1, micro_batches) == pytest.approx(share)
+    assert schedules.bubble(name, 1, 1, micro_batches) == 0

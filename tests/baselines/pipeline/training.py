@@ -29,6 +29,8 @@ class Run:
     layers: int = 4
     steps: int = 20
     dtype: torch.dtype = torch.float64
+    #: Type of parameters, where that is wider.
+    params: torch.dtype | None = None
 
     @property
     def world_size(self) -> int:
@@ -40,7 +42,7 @@ class Run:
         model, blocks = training.built(self.family, tuning, layers=self.layers, width=16)
         if self.tuning == "half":  # the embedding and the first half of the blocks
             freeze([model.get_input_embeddings(), *blocks[: self.layers // 2]])
-        model.to(self.dtype)
+        model.to(self.params or self.dtype)
         topology = topology_of(self.nodes, self.ranks_per_node)
         own = {"dtype": self.dtype, "accumulation": self.accumulation, "loss": loss}
         own |= {"settings": settings}
@@ -49,9 +51,10 @@ class Run:
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Next-token cross entropy, in the type of the logits."""
+    """Next-token cross entropy, in float32 or wider."""
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(wide.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def freeze(modules: Iterable[nn.Module]) -> None:
