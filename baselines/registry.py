@@ -56,6 +56,11 @@ _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
+def _offloaded(schedule: Schedule) -> Schedule:
+    """The schedule whose shards wait in host memory, where the optimizer steps too."""
+    return replace(schedule, parameters="host", optimizer="host")
+
+
 def _of(engine: Engine, **usual: Any) -> Callable[..., Strategy]:
     """A constructor of one engine's strategies, whose usual fields each may override."""
     return lambda name, what, *more, **own: Strategy(name, engine, what, *more, **(usual | own))
@@ -145,10 +150,12 @@ STRATEGIES: tuple[Strategy, ...] = (
              settings=FSDP2Settings),
     _pytorch("fsdp2-hsdp", "hybrid sharding: inside the node, replicated across",
              within_node(FSDP2), Look("#56B4E9", "D"), settings=FSDP2Settings),
+    _pytorch("fsdp2-hsdp-offload", "hybrid sharding, with parameters and optimizer on the CPU",
+             _offloaded(within_node(FSDP2)), Look("#3A6EA5", "X"), settings=FSDP2Settings),
     _pytorch("fsdp2-reshard", "resharded over the node after forward, as hpZ does",
              replace(FSDP2, cache="device", cached_for="micro-batch"), Look("#003F6B", "s")),
     _pytorch("fsdp2-offload", "parameters and optimizer on the CPU",
-             replace(FSDP2, parameters="host", optimizer="host"), Look("#7B9FC4", "v")),
+             _offloaded(FSDP2), Look("#7B9FC4", "v")),
     # Its gathers run ahead by FSDP2's own hooks.
     _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2 over hierarchical exchanges, which overlap",
              replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
@@ -176,7 +183,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("mics", "fcdp", "MiCS over this engine: sharded inside the node", within_node(FCDP),
              built_by="presets.mics"),
     _preset("offload", "ZeRO-Offload over this engine: parts and optimizer on the CPU",
-            replace(FCDP, policy="none", parameters="host", optimizer="host")),
+            _offloaded(replace(FCDP, policy="none"))),
     # One all-reduce when backward has ended.
     Strategy("replicated", "fcdp", "data parallel over this engine: one all-reduce a step",
              replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
@@ -185,6 +192,8 @@ STRATEGIES: tuple[Strategy, ...] = (
             FCDP.exchanging("flat"), Look("#4B0082", "X"), settings=PaperSettings),
     _preset("fcdp-sched", "FCDP without FCDP-Comm: frozen parameters cross each step",
             replace(FCDP, cached_for="step"), Look("#7B4173", "^"), settings=CacheSettings),
+    _preset("fcdp-offload", "FCDP, with parts and optimizer on the CPU beside the cache",
+            _offloaded(FCDP), Look("#2E1A47", ">"), settings=CacheSettings),
     _preset("fcdp", "cached in host memory, or as the cell's policy says", FCDP,
             Look("#009E73", "o"), settings=CacheSettings, title="FCDP"),
     *SIBLINGS,

@@ -248,9 +248,10 @@ def _moments(
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
     without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
-    if schedule.shards == "world" and without_sync:
-        # Partial gradients; committed records have them under this name.
-        left["gradient sums"] = FP32 * workload.trained / ranks
+    if without_sync and (schedule.shards == "world" or schedule.optimizer != "device"):
+        # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
+        size = FP32 if schedule.shards == "world" else workload.reduced_bytes
+        left["gradient sums"] = size * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     moments = (

@@ -200,7 +200,7 @@ class Exchanges:
         element = FP32 if self.schedule.shards_fp32 else self.workload.element_bytes
         frozen = 0 if self.workload.lora is None else max(0, unit.parameters - unit.trained)
         less = frozen * max(0.0, element - self.workload.frozen_bytes)
-        return (element * unit.parameters - less) / self.hardware.world_size
+        return (element * unit.parameters - less) / self.schedule.sharers(*self.hardware.shape)
 
     def gathered_bytes(self, unit: Unit) -> float:
         """Bytes of the whole unit as it is gathered."""

@@ -38,11 +38,16 @@ def _short(commit: str) -> str:
 
 
 def _clusters(cells: pd.DataFrame) -> str:
-    kinds = cells[["nodes", "ranks_per_node", "evidence"]].drop_duplicates()
+    kinds = cells[["nodes", "ranks_per_node", "cores_per_node", "evidence"]].drop_duplicates()
     return ", ".join(
-        f"{kind['nodes']} nodes × {kind['ranks_per_node']} ranks, {kind['evidence']}"
-        for _, kind in kinds.iterrows()
+        f"{nodes} nodes × {ranks} ranks{_own_cores(own)}, {evidence}"
+        for nodes, ranks, own, evidence in kinds.itertuples(index=False)
     )
+
+
+def _own_cores(count: int) -> str:
+    """Cores of each node's own; nothing where nodes shared them."""
+    return "" if pd.isna(count) else f", {count} core{'s' if count > 1 else ''} per node"
 
 
 def _models(cells: pd.DataFrame) -> str:

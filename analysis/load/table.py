@@ -46,6 +46,7 @@ COLUMNS = {
     **{name: _measured_kind(annotation) for name, annotation in _MEASURED.items()},
     **{f"step_seconds_{name}": "float64" for name in ("median", "q1", "q3", "iqr")},
     "tokens_per_step": "Int64",
+    "cores_per_node": "Int64",
     **dict.fromkeys(("tokens_per_s", "ledger_inter_node_bytes_per_step", "loss_final"), "float64"),
     # Open-ended mappings stay JSON text, so that the columns do not depend on the machine.
     **dict.fromkeys(("commit", "versions", "hardware", "network", "started_at"), "string"),
@@ -103,6 +104,7 @@ def values(record: Record) -> dict[str, Any]:
         "strategy": cell.subject,
         **{name: getattr(cell.model, name, None) for name in _SHAPE},
         "tokens_per_step": cell.tokens_per_step,
+        "cores_per_node": record.cores_per_node,
     }
     plain = ("state", "error", "evidence", "commit", "started_at", "seconds")
     outcome = {name: getattr(record, name) for name in plain}

@@ -1,9 +1,9 @@
 """ZeRO-3 as PyTorch ships it: FSDP2 over all ranks; each gather and reduction crosses nodes.
 
 Three schedules differ: shards inside the node (MiCS, hybrid sharding), where gradients alone cross,
-once per step; parameters on the host (ZeRO-Offload), whose optimizer steps there too, and which on
-a CPU is FSDP2 itself; and a cache on the device (hpZ), where per micro-batch forward gathers across
-nodes and backward inside.
+once per step; a cache on the device (hpZ), where per micro-batch forward gathers across nodes and
+backward inside; and, of all ranks' shards or a node's, parameters on the host (ZeRO-Offload), whose
+optimizer steps there too: on a CPU that is the same without.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def build(model: nn.Module, job: Job) -> FSDP2:
         sizes = topology.nodes, topology.ranks_per_node
         names = "replicate", "shard"
         by_node = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
-        shard_each(model, job, by_node)
+        shard_each(model, job, by_node, offload_policy=offload_policy(job))
         return FSDP2(model, job, closed_form)
     if job.schedule.cache is None:
         closed_form = zero3_bytes(model, job)

@@ -89,6 +89,8 @@ def _begin(log: Path, end_others: Callable[[], None]) -> None:
 
 def _settle(machine: Machine) -> None:
     """Move this process to its machine, and take on its environment and modules."""
+    if machine.cores:  # before ranks and threads start, which inherit it
+        os.sched_setaffinity(0, machine.cores)
     os.environ.clear()
     os.environ.update(machine.environment)
     # Temporary files of the machine's processes lie apart from others, and end with the launch.

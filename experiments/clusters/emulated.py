@@ -22,6 +22,7 @@ from experiments.clusters import causes, lifetimes, namespaces, preload, privile
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
 from experiments.clusters.launch import AGENT, Machine, Node, Started
+from experiments.records import provenance
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
 from experiments.records.environment import named, passed_on
@@ -47,15 +48,18 @@ _LOOPBACK_INDEX = 1
 class EmulatedCluster(Cluster):
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
 
-    With several ``spec.groups``, links between groups have a limit of their own.
+    With several ``spec.groups``, links between groups have a limit of their own. Where
+    ``spec.cores`` says so each node has cores of its own: else a rank that waits gives its core to
+    another node's, and waiting costs nothing.
 
     ``preload`` names the modules that the launch's function needs: they are imported once, and the
     ranks of every run are forked from the process that has imported them. They must not run
     tensor operations or use a GPU while they are imported.
 
     A context manager. ``__enter__`` removes what a killed parent left, imports and builds the
-    network; it raises ``ClusterError`` if privileges, kernel features or modules are missing. The
-    calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
+    network; it raises ``ClusterError`` if privileges, kernel features, modules or cores are
+    missing. The calling script needs the ``if __name__ == "__main__"`` guard of
+    ``multiprocessing``.
     """
 
     can = ABILITIES["emulated"]
@@ -63,11 +67,13 @@ class EmulatedCluster(Cluster):
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         super().__init__(spec)
         self._groups = spec.groups
+        self._own_cores = spec.cores == "own"
         self._port = spec.port
         self._preload = (AGENT, *preload)
 
     def __enter__(self) -> EmulatedCluster:
         privileges.require()
+        self._cores = _dealt(provenance.cores(), self.nodes) if self._own_cores else None
         namespaces.remove_stale()
         self._context: ForkServerContext = preload.start(self._preload)
         self._network = Network(self.nodes, self._groups).__enter__()
@@ -91,7 +97,8 @@ class EmulatedCluster(Cluster):
         Raises ``ClusterError`` if the port is taken. Whatever is raised, no process is left.
 
         A process of ``extra`` runs on a machine of its own, whose link is limited like a node's;
-        its log is named after it. It and the ranks find the address of each such process in
+        its log is named after it. It has all cores: nodes often leave none, and a switch without
+        one would slow what it connects. It and the ranks find the address of each such process in
         ``FCDP_<NAME>``, and a secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._network, self._context
@@ -123,6 +130,7 @@ class EmulatedCluster(Cluster):
                 node = Node(
                     namespace=place,
                     scratch=str(folder / f"node{number}"),
+                    cores=self._cores[number] if self._cores else frozenset(),
                     node=number,
                     nodes=self.nodes,
                     ranks_per_node=self.ranks_per_node,
@@ -160,6 +168,17 @@ class EmulatedCluster(Cluster):
             },
             **({"FCDP_RUN_SECRET": secrets.token_hex()} if launch.extra else {}),
         }
+
+
+def _dealt(cores: Sequence[int], nodes: int) -> list[frozenset[int]]:
+    """Each node's own cores, equally many. Raises ``ClusterError`` if there are too few."""
+    each = len(cores) // nodes
+    if not each:
+        raise ClusterError(
+            f"cores = 'own': {nodes} nodes need a core each, and there are {len(cores)}; allowed "
+            "here is shared"
+        )
+    return [frozenset(cores[node * each :][:each]) for node in range(nodes)]
 
 
 def _watch(

@@ -29,6 +29,8 @@ class Machine:
     environment: dict[str, str] = field(repr=False)
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()
+    #: The cores that its processes run on; none: those of the process that starts them.
+    cores: frozenset[int] = frozenset()
     #: A directory, not there yet, for temporary files of its processes.
     scratch: str = ""
 

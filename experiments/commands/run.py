@@ -1,7 +1,7 @@
 """``python -m experiments run``: a matrix, or a suite of them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,10 +133,25 @@ def run(
 def _read(
     name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: rent.Instance | None = None
 ) -> Matrix:
-    """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
-    read = partial(reader.read, name, changes=changes)
+    """The matrix, on the kind of cluster that is asked for, or on instances to be rented.
+
+    Emulated nodes have cores of their own if there are enough and the file does not say.
+    """
+    read = partial(reader.read, name, changes=changes, simulated=cluster == "simulated")
+    matrix = _on_kind(read, cluster, rented)
+    spec = matrix.cluster
+    if spec.can.make_nodes and "cores" not in spec.model_fields_set:
+        assert isinstance(spec, ClusterSpec), "others have no nodes to make"
+        if len(provenance.cores()) >= spec.nodes:
+            return read(spec.model_copy(update={"cores": "own"}))
+    return matrix
+
+
+def _on_kind(
+    read: Callable[..., Matrix], cluster: Kind | None, rented: rent.Instance | None
+) -> Matrix:
     if rented is None and cluster != "emulated":
-        return read(kinds.override(cluster), simulated=cluster == "simulated")
+        return read(kinds.override(cluster))
     spec = read().cluster
     if rented is not None:
         return read(ClusterSpec(kind="rented", nodes=spec.nodes, ranks_per_node=rented.gpus))

@@ -71,9 +71,12 @@ class ClusterSpec(_Nodes):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
     kind: Annotated[Literal["emulated", "rented"], _run("Cluster")] = "emulated"
-    #: Number of groups of consecutive nodes, all of one size; links between groups have a limit and
-    #: counters of their own. Emulated clusters only.
+    #: Groups of equally many consecutive nodes; links between them have a limit and counters of
+    #: their own. Emulated clusters only.
     groups: Annotated[_Count, _later("Groups of nodes", place="run")] = 1
+    #: Whether nodes share cores; where a file does not say, ``run`` gives each its own if there are
+    #: enough. Emulated clusters only.
+    cores: Annotated[Literal["shared", "own"], _later("Cores", place="run")] = "shared"
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
     )
@@ -89,6 +92,14 @@ class ClusterSpec(_Nodes):
         nodes = info.data.get("nodes")
         if nodes and (problem := divided(value, nodes)):
             raise ValueError(problem)
+        return value
+
+    @field_validator("cores")
+    @classmethod
+    def _are_of_one_machine(cls, value: str, info: ValidationInfo) -> str:
+        kind = info.data.get("kind", "emulated")
+        if value != "shared" and not ABILITIES[kind].make_nodes:
+            raise ValueError(f"allowed is shared on clusters of kind {kind}, whose nodes are apart")
         return value
 
 

@@ -21,6 +21,7 @@ from experiments.records.environment import without_secrets
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "pyzmq")
 _NVIDIA = Path("/proc/driver/nvidia")
+_CPU_TIME = Path("/sys/fs/cgroup/cpu.max")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.
 _LONGEST_ERROR = 12_000
 
@@ -42,7 +43,7 @@ def gather() -> Provenance:
             versions[package] = metadata.version(package)
     hardware = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores()),
         "memory_bytes": memory_bytes(),
         "kernel": platform.release(),
         **_gpus(),
@@ -103,6 +104,16 @@ def _cpu_model() -> str:
     # Arm's kernel gives no model name.
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.machine()
+
+
+def cores() -> list[int]:
+    """Cores that this process may use: of a container, no more than it has the time of."""
+    allowed = sorted(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_TIME.read_text(encoding="utf-8").split()
+    except OSError:
+        return allowed
+    return allowed[: max(1, int(quota) // int(period))] if quota.isdigit() else allowed
 
 
 def memory_bytes() -> int:

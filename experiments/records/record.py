@@ -246,6 +246,12 @@ class Record(Strict):
     seconds: float
 
     @property
+    def cores_per_node(self) -> int | None:
+        """Cores that each node had of its own; ``None`` where nodes shared them, or none ran."""
+        own = getattr(self.cell.cluster, "cores", None) == "own"
+        return self.machine.cores // self.cell.cluster.nodes if own and self.machine else None
+
+    @property
     def step_seconds_median(self) -> float | None:
         """Median of the measured steps in seconds; see :attr:`Measurement.round_seconds`."""
         return None if self.measurement is None else median(self.measurement.round_seconds)

@@ -282,4 +282,4 @@ def look() -> Machine:
 def machine(load: float, seconds: float | None = None) -> Machine:
     """The machine's state over the next ``seconds``, or since this thread's last call."""
     taken = psutil.cpu_times_percent(seconds).steal
-    return Machine(load=load, cores=len(os.sched_getaffinity(0)), steal_share=taken / 100)
+    return Machine(load=load, cores=len(provenance.cores()), steal_share=taken / 100)

@@ -68,10 +68,11 @@ class Progress:
     def __enter__(self) -> Progress:
         cluster = self._matrix.cluster
         kind = "simulated" if self._matrix.simulated else cluster.kind
+        own_cores = kind == "emulated" and getattr(cluster, "cores", None) == "own"
         heading = Text.assemble(
             (self._matrix.name, "bold"),
             f" · {self._total} cells · {kind} cluster, {cluster.nodes} nodes × "
-            f"{cluster.ranks_per_node} ranks",
+            f"{cluster.ranks_per_node} ranks{', cores of their own' * own_cores}",
         )
         self._console.print(heading)
         self._console.print(Text(self._matrix.description, style="dim"))

@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from baselines.settings import CacheSettings
 from experiments.records.comparison import REFERENCES, Comparison, reference, spread
 from experiments.records.record import Record
 
@@ -122,11 +123,12 @@ class Variant(Comparison):
 
     @property
     def name(self) -> str:
-        """Its choices for its strategy; the strategy where those are the defaults alone."""
+        """FCDP's policy and other choices; of another strategy its name and choices."""
         cell = self.of.cell
-        policy = getattr(cell.settings, "policy", None)
-        others = (choice for choice in cell.choices if choice != policy)
-        return " ".join((cell.variant if policy is None else policy, *others))
+        if cell.strategy != "fcdp" or not isinstance(cell.settings, CacheSettings):
+            return cell.subject
+        policy = cell.settings.policy
+        return " ".join((policy, *(choice for choice in cell.choices if choice != policy)))
 
     @property
     def mfu(self) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from baselines.schedule import Place
 from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware
@@ -111,9 +112,9 @@ class Step:
         self._stored: dict[Unit, int] = {}
         #: Tasks that the previous gather waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
-        #: Whether this micro-batch is the step's first; units that are gathered, and by
-        #: which task; tasks that its gathers wait for.
-        self._first = True
+        #: Whether this micro-batch is the step's first, and its last; units that are gathered, and
+        #: by which task; tasks that its gathers wait for.
+        self._first = self._last = True
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
@@ -146,7 +147,7 @@ class Step:
 
     def _micro_batch(self, index: int) -> None:
         units, last = self._units, index == self._workload.accumulation - 1
-        self._first = index == 0
+        self._first, self._last = index == 0, last
         self._wait_for_all = tuple(self._computed[-1:])
         self._gathered = {}
         for segment in units.segments:
@@ -193,26 +194,23 @@ class Step:
         after = begin = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
         tier, name = self._tiers.get(unit), f"{phase} gather {unit.name}"
         anew = tier is None or self._is_stale(unit, phase)
-        place = self._schedule.parameters if tier is None or anew else tier
-        if anew:
-            size, exchanges = self._exchanges.shard_bytes(unit), self._exchanges.gather(unit)
-        else:
-            size, exchanges = self._exchanges.slice_bytes(unit), [self._exchanges.spread(unit)]
-            if not self._schedule.blocking:  # it is fetched ahead
-                stored = [self._stored[unit]] if unit in self._stored else []
-                begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
+        exchanges = self._exchanges.gather(unit) if anew else [self._exchanges.spread(unit)]
+        if not anew and not self._schedule.blocking:  # it is fetched ahead
+            stored = [self._stored[unit]] if unit in self._stored else []
+            begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
         self._latest_gather = start = after
-        if place != "device":
+        for place, size in self._sources(unit, anew).items():
+            ready = begin
             if place == "disk":
-                begin = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
+                ready = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
             stream = "copy in"
             if self._schedule.blocking:
                 stream = COMPUTE
             elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
                 stream = self._gather_stream(0) if anew else COMPUTE
             title, link = f"{name} copy in", "host_to_device"
-            copied = self.tasks.copy(title, link, stream, size, phase, begin)
-            start = (copied,) if anew else (*after, copied)
+            copied = self.tasks.copy(title, link, stream, size, phase, ready)
+            start = (copied,) if anew else (*start, copied)
         at = None
         for number, traffic in enumerate(exchanges):
             stream = self._gather_stream(number)
@@ -222,6 +220,16 @@ class Step:
             if anew and number == 0 and unit in self._tiers:
                 self._store(unit, phase, at)
         return at
+
+    def _sources(self, unit: Unit, anew: bool) -> dict[Place, float]:
+        """Bytes that a gather copies to a rank's device, by where they are."""
+        own = self._schedule.parameters
+        sources: dict[Place, float] = {}
+        if not anew:
+            sources[self._tiers[unit]] = self._exchanges.slice_bytes(unit)
+        if anew or not self._schedule.caches_own_shard:
+            sources[own] = sources.get(own, 0.0) + self._exchanges.shard_bytes(unit)
+        return {place: size for place, size in sources.items() if place != "device"}
 
     def _is_stale(self, unit: Unit, phase: str) -> bool:
         if self._schedule.cached_for == "micro-batch":
@@ -258,8 +266,9 @@ class Step:
             title = f"reduce {name}"
             at = self.tasks.exchange(title, stream, traffic, "reduce", after, reduced_bytes=touched)
             after, touched = (at,), 0.0
-        if self._schedule.optimizer != "device":
-            size = FP32 * trained / self._hardware.world_size
+        arrive = self._last or not self._schedule.accumulates_without_sync
+        if self._schedule.optimizer != "device" and arrive:
+            size = FP32 * trained / self._schedule.sharers(*self._hardware.shape)
             stream = COMPUTE if self._gloo else "copy out"
             title = f"gradients {name}"
             after = (self.tasks.copy(title, "device_to_host", stream, size, "reduce", after),)

@@ -16,8 +16,9 @@ from tests.ranks import Pools
 EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
     **dict.fromkeys(("fcdp", "zero3", "hpz", "mics", "offload", "replicated"), EXACT),
-    **dict.fromkeys(("fcdp-paper", "fcdp-sched", "ddp"), EXACT),
-    **dict.fromkeys(("fsdp2-hsdp", "fsdp2-reshard", "fsdp2-offload", "fsdp2-hierarchical"), EXACT),
+    **dict.fromkeys(("fcdp-paper", "fcdp-sched", "fcdp-offload", "ddp"), EXACT),
+    **dict.fromkeys(("fsdp2-hsdp", "fsdp2-hsdp-offload", "fsdp2-reshard", "fsdp2-offload"), EXACT),
+    "fsdp2-hierarchical": EXACT,
     **dict.fromkeys(("qwz", "qgz", "zeropp"), ROUNDED),
 }
 
@@ -59,6 +60,16 @@ def test_losses_are_fsdp2s(
         assert mine == pytest.approx(expected, rel=TOLERANCES[strategy], abs=0)
         if TOLERANCES[strategy] == ROUNDED:
             assert mine != expected, "nothing was quantised"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_devices"), [("fsdp2-hsdp-offload", "fsdp2-hsdp"), ("fcdp-offload", "fcdp")]
+)
+def test_offloaded_shards_train_bit_for_bit_the_same(
+    ranks: Pools, strategy: str, on_devices: str
+) -> None:
+    actual, expected = (ranks.run(4, losses, name, "lora", 2) for name in (strategy, on_devices))
+    assert actual == expected
 
 
 def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:

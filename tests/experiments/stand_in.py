@@ -144,7 +144,7 @@ def matrix_file(
     extra: str = "",
     steps: int = 2,
     *,
-    cluster: str = "nodes: 2, ranks_per_node: 1",
+    cluster: str = "nodes: 2, ranks_per_node: 1, cores: shared",
     strategies: str = "deepspeed-zero3, fsdp2, fcdp",
     links: str = "100 Mbit/s, 10 Mbit/s",
     timeout_s: float = 20,

@@ -11,6 +11,7 @@ from typer.testing import Result
 
 from baselines import registry
 from experiments import terminal
+from experiments.records import provenance
 from experiments.records.record import read as read_records
 from experiments.runner.directory import RunDirectory
 from tests import programs
@@ -72,6 +73,27 @@ def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> Non
     stand_in(*options(tmp_path, *words, cluster=rented))
     records = read_records(tmp_path / "run" / "records.jsonl")
     assert [(r.cell.cluster.kind, r.state) for r in records] == [("emulated", "ok")] * 2
+
+
+@pytest.mark.parametrize(
+    ("cluster", "cores", "expected"),
+    [
+        ("nodes: 2", 1, "shared"),
+        ("nodes: 2", 2, "own"),
+        ("nodes: 2, cores: shared", 2, "shared"),
+        ("kind: rented, nodes: 2", 2, "own"),
+    ],
+)
+def test_emulated_nodes_have_cores_of_their_own_where_there_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, cores: int, expected: str
+) -> None:
+    monkeypatch.setattr(provenance, "cores", lambda: [*range(cores)])
+    few = {"strategies": "fsdp2", "links": "unshaped", "cluster": f"{cluster}, ranks_per_node: 1"}
+    shown = stand_in(*options(tmp_path, "--cluster", "emulated", **few)).stdout
+    (record,) = read_records(tmp_path / "run" / "records.jsonl")
+    assert record.cell.cluster.cores == expected
+    assert record.cores_per_node == (1 if expected == "own" else None)
+    assert ("2 nodes × 1 ranks, cores of their own" in shown) == (expected == "own")
 
 
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:

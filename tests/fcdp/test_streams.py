@@ -39,6 +39,7 @@ TRAININGS: dict[str, Settings] = {
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
+    "offloaded": Settings(steps=3, accumulation=2, offload=True),
     "differences": Settings(
         steps=5, gather_codec=fcdp.Delta(), events={2: "eval", 3: "write"}, accumulation=2
     ),

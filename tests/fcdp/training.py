@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +107,8 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
+    #: Whether shards and optimizer are on the host, in memory that is page-locked on CUDA.
+    offload: bool = False
     #: Event before step i: "eval" or "write".
     events: dict[int, str] = field(default_factory=dict)
 
@@ -112,6 +119,10 @@ class Settings:
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        return CPUOffloadPolicy() if self.offload else OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,7 @@ def shard_with_fsdp2(
             block,
             mesh=topology.mesh,
             mp_policy=settings.mp_policy,
+            offload_policy=settings.offload_policy,
             reshard_after_forward=settings.reshard_after_forward,
         )
     return model

@@ -173,6 +173,17 @@ def test_states_take_sixteen_bytes_a_parameter_and_the_optimizer_more_while_it_s
         of_node = point.parameters / HARDWARE.nodes
         assert "optimizer step" not in footprint.device
         assert footprint.host_bytes == pytest.approx(of_all * of_node)
+    whole, beside = (
+        needed(workload(strategy, micro_batch=1), HARDWARE)
+        for strategy in ("fsdp2-hsdp-offload", "fcdp-offload")
+    )
+    assert whole.host_bytes == pytest.approx(20 * HARDWARE.nodes * of_node)
+    # FSDP2 keeps what micro-batches but the last have reduced, in bf16, on the device.
+    summed = needed(workload("fsdp2-hsdp-offload", micro_batch=1, accumulation=2), HARDWARE)
+    partial = 2 * HARDWARE.nodes * of_node / HARDWARE.ranks_per_node
+    assert summed.device["gradient sums"] == pytest.approx(partial)
+    cache = 2 * (HARDWARE.nodes - 1) * of_node
+    assert beside.host_bytes == pytest.approx(20 * of_node + cache, rel=1e-3)
     disk = needed(workload("deepspeed-infinity"), HARDWARE)
     assert set(disk.disk) == {"parameters", "optimizer states"}
 

@@ -32,6 +32,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "inter_efficiency": {"inter_efficiency": 0.4},  # by default that of both links
     "cluster": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
     "groups": {"cluster": IN_GROUPS},
+    "cores": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2, cores="own")},
     "model": {"model": LLAMA},
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
     "tuning": {"tuning": "lora"},
@@ -57,7 +58,7 @@ ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "s
 NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
     "nodes_per_worker": {"worker": "nodes"},
-    "groups": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
+    **{name: {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)} for name in ("groups", "cores")},
     "inter_group_bandwidth_bits_per_s": {"cluster": IN_GROUPS},
 }
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]

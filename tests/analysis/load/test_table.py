@@ -6,10 +6,12 @@ import pandas as pd
 import pytest
 
 from analysis.load import matrices
+from analysis.load.provenance import provenance
 from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
 from experiments.matrix import files
 from experiments.matrix import reader as expanded
-from experiments.records.record import Record
+from experiments.records.cell import ClusterSpec
+from experiments.records.record import Machine, Record
 from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
@@ -47,6 +49,20 @@ def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) ->
     assert list(read.columns) == list(compared.columns)
     assert list(read["cell"]) == list(compared["cell"])
     assert read["speed_up"].equals(compared["speed_up"])
+
+
+def test_cores_of_nodes_are_said_and_older_records_shared_them() -> None:
+    def of(cores: str) -> Record:
+        cluster = ClusterSpec(nodes=2, ranks_per_node=2, cores=cores)
+        machine = Machine(load=0.0, cores=5, steal_share=0.0)
+        return made_up.record(made_up.cell("fcdp", cluster=cluster), machine=machine)
+
+    older = of("shared").model_dump(mode="json")
+    del older["cell"]["cluster"]["cores"]
+    assert Record.model_validate(older) == of("shared")
+    table = frame([of("shared"), of("own")])
+    assert "· 2 nodes × 2 ranks, emulated ·" in provenance(table[:1])
+    assert "· 2 nodes × 2 ranks, 2 cores per node, emulated ·" in provenance(table[1:])
 
 
 def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:

@@ -98,9 +98,16 @@ def describe(directory: str) -> None:
         "pid": os.getpid(),
         "interfaces": sorted(os.listdir("/proc/self/net/dev_snmp6")),
         "threads": torch.get_num_threads(),
+        "cores": _cores_of_threads(),
     }
     Path(directory, f"{rank}.json").write_text(json.dumps(seen))
     _leave_a_thread_inside_of_torch(directory)
+
+
+def _cores_of_threads() -> list[list[int]]:
+    """The cores of this process's threads, each set once."""
+    a_thread = [*Path("/proc/self/task").iterdir()]
+    return [*map(list, {tuple(sorted(os.sched_getaffinity(int(t.name)))) for t in a_thread})]
 
 
 def show_file(path: str) -> None:

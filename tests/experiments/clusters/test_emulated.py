@@ -15,6 +15,7 @@ from pyroute2 import netns
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Launch, Outcome
+from experiments.records import provenance
 from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.on_ranks import ON_RANKS, numbers, pids_below, run
 from tests.experiments.planted import markers, plant
@@ -66,6 +67,7 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         assert environment["MASTER_PORT"] == "29500"
         assert environment["GIVEN"] == "$value"
         assert each["threads"] == 2
+        assert each["cores"] == [provenance.cores()]
         assert each["interfaces"] == sorted(["lo", environment["FCDP_INTERFACE"]])
         for library in ("GLOO", "TP", "NCCL"):
             assert environment[f"{library}_SOCKET_IFNAME"] == environment["FCDP_INTERFACE"]
@@ -73,6 +75,23 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         assert f"out of rank {rank}\n" in log
         assert f"err of rank {rank}\n" in log
     assert len({each["pid"] for each in seen}) == 4
+
+
+def test_nodes_have_cores_of_their_own(
+    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = provenance.cores()
+    if len(cores) < 2:
+        pytest.skip("there is no core per node")
+    spec = ClusterSpec(nodes=2, ranks_per_node=2, cores="own")
+    with EmulatedCluster(spec, preload=PRELOAD) as apart:
+        assert run(apart, tmp_path / "logs", "describe", str(tmp_path)) == Outcome("ok")
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text())["cores"] for rank in range(4)]
+    each = len(cores) // 2
+    assert seen == [[cores[:each]]] * 2 + [[cores[each : 2 * each]]] * 2
+    monkeypatch.setattr(provenance, "cores", lambda: cores[:1])
+    with pytest.raises(ClusterError, match="cores = 'own': 2 nodes need a core each, and"):
+        EmulatedCluster(spec, preload=PRELOAD).__enter__()
 
 
 def test_ranks_import_from_the_pythonpath_they_are_given(

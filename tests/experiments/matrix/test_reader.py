@@ -327,6 +327,8 @@ MISTAKES = [
      "divide the cluster's 4 nodes; allowed are 1, 2, 4"),
     ("nodes: 2", "kind: rented, nodes: 2, groups: 2", 3, "cluster.groups: 2 is not allowed: "
      "allowed is 1 on clusters of kind rented, whose links are as they are"),
+    ("nodes: 2", "kind: rented, cores: own, nodes: 2", 3, "cluster.cores: 'own' is not allowed: "
+     "allowed is shared on clusters of kind rented, whose nodes are apart"),
     ("  tuning: full", "  tuning: full\n  inter_group_bandwidth: 1 Mbit/s", 17, "workload."
      "inter_group_bandwidth: 1000000 is not allowed: needs a cluster of several "
      "groups of nodes (groups)"),

@@ -93,6 +93,8 @@ def test_the_steps_that_both_have_trained_are_compared_with_the_longest_referenc
     [
         ({"strategy": "fcdp"}, False),
         ({"strategy": "fcdp", "policy": "device"}, False),
+        ({"strategy": "fcdp-offload"}, False),
+        ({"strategy": "fsdp2-hsdp-offload"}, True),
         ({"strategy": "offload", "accumulation": 4}, False),
         ({"strategy": "mics", "accumulation": 4}, False),
         ({"strategy": "replicated"}, False),

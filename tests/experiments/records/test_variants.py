@@ -54,6 +54,12 @@ def test_variants_are_ranked_and_those_that_failed_left_out() -> None:
     assert [variant.differs for variant in variants] == [True, False, False, True]
 
 
+def test_variants_of_strategies_that_choose_a_policy_have_names_of_their_own() -> None:
+    cells = [cell(), cell(strategy="fcdp-offload"), cell(strategy="fcdp-offload", policy="disk")]
+    names = [variant.name for variant in ranked([*map(record, cells)])]
+    assert names == ["host", "fcdp-offload", "fcdp-offload disk"]
+
+
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [

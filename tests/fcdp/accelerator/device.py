@@ -476,6 +476,9 @@ def _chunk_cat_of_dtypes(
 
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.
 REPLACED: dict[Any, Callable[..., Any]] = {
+    # All memory of the host is as if page-locked: no copy waits but those that are told to.
+    aten.is_pinned.default: lambda *_: True,
+    aten._pin_memory.default: lambda tensor, *_: tensor,
     torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda,
     torch.ops.fsdp.split_with_sizes_copy.default: _fsdp_collectives.split_with_sizes_copy,
     torch.ops.fsdp.chunk_cat.default: _fsdp_collectives.chunk_cat,

@@ -49,7 +49,7 @@ def simulated(studied: Case) -> float:
     return needed(step, hardware).device_bytes
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "fsdp2-hsdp-offload", "fcdp-offload"])
 @pytest.mark.parametrize("length", [SEQUENCE_LENGTHS[0], SEQUENCE_LENGTHS[-1]])
 def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int) -> None:
     studied = at(strategy, length)

@@ -133,10 +133,28 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
     assert host.busy["cpu"] > 0
     assert host.step_seconds > device.step_seconds
     assert "cpu" not in device.busy
+    within = predicted("fsdp2-hsdp-offload", accumulation=2)
+    assert within.inter_node_bytes == predicted("fsdp2-hsdp", accumulation=2).inter_node_bytes
+    whole = workload("fsdp2").parameters  # of which each node has all
+    assert within.moved_bytes["host_to_device"]["forward"] == pytest.approx(2 * 4 * whole)
+    assert within.moved_bytes["device_to_host"]["reduce"] == pytest.approx(4 * whole)
     disk = predicted("deepspeed-infinity")
     assert disk.moved_bytes["disk"]["optimizer"] == pytest.approx(
         2 * 12 * workload("fsdp2").trained / 2
     )
+
+
+def test_a_cache_beside_offloaded_shards_has_both_copied() -> None:
+    """What a rank holds itself is not in its entry."""
+    plain, beside, anew = (
+        predicted(strategy).moved_bytes["host_to_device"]["backward"]
+        for strategy in ("fcdp", "fcdp-offload", "offload")
+    )
+    assert beside == pytest.approx(plain + anew)
+    on_device = predicted("fcdp-offload", policy="device").moved_bytes["host_to_device"]
+    assert on_device["backward"] == pytest.approx(anew)
+    sent = predicted("fcdp-offload", lora=True).inter_node_bytes
+    assert sent == predicted("fcdp", lora=True).inter_node_bytes
 
 
 def test_what_does_not_fit_says_what_is_missing_and_fp32_on_gpus_is_refused() -> None:
