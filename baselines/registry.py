@@ -159,11 +159,11 @@ STRATEGIES: tuple[Strategy, ...] = (
     # Its gathers run ahead by FSDP2's own hooks.
     _pytorch("fsdp2-hierarchical", "ZeRO-3 by FSDP2 over hierarchical exchanges, which overlap",
              replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
-             Look("#2E4BA0", "X"), settings=FSDP2Settings, built_by="presets.hierarchical",
+             Look("#2E4BA0", "p"), settings=FSDP2Settings, built_by="presets.hierarchical",
              cpu_only=_GLOO),
     # Whose schedule no closed form of shards describes: what it sends grows with the tokens.
     Strategy("pipeline", "pipeline", "a stage per node, sharded inside by FSDP2", None,
-             Look("#1B9CFC", "p"), settings=PipelineSettings, built_by="pipeline.train",
+             Look("#1B9CFC", "h"), settings=PipelineSettings, built_by="pipeline.train",
              title="Pipeline"),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),
              built_by="pytorch.ddp"),

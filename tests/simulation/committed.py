@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from experiments.records.modelled import cluster_of, measured_step
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
 from simulation.emulated import Comparison, MeasuredStep
 from simulation.prediction import predict
@@ -21,7 +21,8 @@ def step_of(record: Record) -> MeasuredStep | None:
 @cache
 def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
     """The cells of a matrix that ran and that are simulated."""
-    pairs = ((record, step_of(record)) for record in records(name))
+    simulated = (record for record in records(name) if not why_not_simulated(record.cell))
+    pairs = ((record, step_of(record)) for record in simulated)
     return tuple(
         (record, Comparison.of(step, predict(step.workload, step.hardware)))
         for record, step in pairs

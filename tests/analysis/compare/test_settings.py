@@ -58,6 +58,7 @@ ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "s
 NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
     "nodes_per_worker": {"worker": "nodes"},
+    "stages_per_node": {"pipeline_schedule": "zb"},
     **{name: {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)} for name in ("groups", "cores")},
     "inter_group_bandwidth_bits_per_s": {"cluster": IN_GROUPS},
 }
