@@ -55,7 +55,14 @@ _CASES = {
         "plan --model gpt-30b --peft lora:8 --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
     ),
 }
-_PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
+_PLANNED = (
+    "fcdp",
+    "fsdp2-hsdp-offload",
+    "deepspeed-hpz-offload",
+    "deepspeed-zero3",
+    "fsdp2",
+    "fsdp2-hsdp",
+)
 #: Commands that the site's front page shows.
 _FRONT = {
     "plan": f"experiments {next(iter(_CASES.values()))} --strategies {','.join(_PLANNED)}",
