@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fcdp import grouping
 from simulation import checks
 from simulation.checks import Checked, Count
 from simulation.files import Name, Strict
@@ -65,12 +66,11 @@ Rows = tuple[int, int]
 def padded_numel(parameters: Iterable[Rows], sharers: int, *, cut_rows: bool = False) -> int:
     """Elements of the parameters where each has its rows filled up to a multiple of the ranks.
 
-    With ``cut_rows`` those of fewer rows than ranks are cut within rows, if that is even: see
-    ``fcdp.partition.placement``.
+    With ``cut_rows`` some are cut within rows, where that is even: see ``fcdp.grouping.cut``.
     """
     return sum(
         rows * row
-        if cut_rows and rows < sharers and row % sharers == 0
+        if cut_rows and grouping.cut((rows, row), sharers) is not None
         else -(-rows // sharers) * sharers * row
         for rows, row in parameters
     )
