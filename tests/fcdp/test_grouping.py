@@ -1,6 +1,6 @@
 """The rules of parameter groups, on sizes and flags alone."""
 
-from itertools import chain
+from itertools import chain, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -49,8 +49,7 @@ def test_a_bucket_has_neighbours_of_one_kind_and_the_next_begins_where_it_is_ful
         assert together == [at for at, part in enumerate(parts) if part[0] == kind]
         sizes = [[parts[at][1] for at in bucket] for bucket in of_kind]
         assert all(sum(each) <= 20 for each in sizes)
-        pairs = zip(sizes, sizes[1:], strict=False)
-        assert all(sum(full) + following[0] > 20 for full, following in pairs)
+        assert all(sum(full) + following[0] > 20 for full, following in pairwise(sizes))
 
 
 def test_an_entry_is_what_the_other_nodes_have_sent() -> None:
@@ -58,5 +57,6 @@ def test_an_entry_is_what_the_other_nodes_have_sent() -> None:
 
 
 def test_a_frozen_unit_is_used_again_by_the_next_step_too() -> None:
-    counts = [grouping.reuses(in_backward=b, frozen=f) for b in (False, True) for f in (False, True)]
+    flags = product((False, True), repeat=2)
+    counts = [grouping.reuses(in_backward=again, frozen=frozen) for again, frozen in flags]
     assert counts == [0, 1, 1, 2]

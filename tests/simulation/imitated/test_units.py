@@ -52,8 +52,10 @@ class Case:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        public = PUBLIC_MODELS.get(self.model)
-        return configuration(self.model) if public is None else public.config
+        if (public := PUBLIC_MODELS.get(self.model)) is not None:
+            return public.config
+        chosen = {"num_experts_per_tok": 2} if self.model == "mixtral" else {}
+        return configuration(self.model) | chosen
 
     @property
     def workload(self) -> Workload:
@@ -132,7 +134,8 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
         fcdp.shard(
             model, topology, units=blocks, policy="none", mp_policy=narrow, detect_writes=False
         )
-        units = engine_of(model).units
+        engine = engine_of(model)
+        units, look_ahead = engine.units, engine.setup.look_ahead
         facts = [
             Facts(sum(p.numel() for p in u.params), u.shard_numel, u.trainable, u.reuses)
             for u in units
@@ -140,7 +143,7 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
         plans = []
         for policy in POLICIES:
             plan = MemoryPlan.of(
-                units, topology, parse(policy), look_ahead=1, partials_place="device"
+                units, topology, parse(policy), look_ahead=look_ahead, partials_place="device"
             )
             tiers = [next(iter(plan.placement.preferences[unit]), None) for unit in units]
             plans.append(Plan([*tiers], plan.parts["cache"], plan.parts["disk buffers"]))
