@@ -71,6 +71,7 @@ _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
     "gemma2": {"norms": 4},
+    "mixtral": {"fused": True},
     "phi3": {"joined": True},
 }
 #: Families all of whose blocks attend to a window, if they say one.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fcdp import grouping
-from simulation.transformer import Rows, padded_numel
+from simulation.transformer import Shape, padded_numel
 from simulation.workload import Workload
 
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
@@ -90,7 +90,7 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     whole = schedule.shards == "rank" and schedule.hierarchical
     sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
 
-    def gathered(rows: Iterable[Rows]) -> int:
+    def gathered(rows: Iterable[Shape]) -> int:
         return 0 if whole else padded_numel(rows, sharers, cut_rows=schedule.cuts_low_rank)
 
     moved = gathered(model.root_rows)
@@ -121,7 +121,7 @@ class _Part:
 
 
 def _by_block(
-    workload: Workload, ranks_per_node: int, gathered: Callable[[Iterable[Rows]], int]
+    workload: Workload, ranks_per_node: int, gathered: Callable[[Iterable[Shape]], int]
 ) -> tuple[Segment, ...]:
     """A unit per block, and units of what must not share one, as ``fcdp.grouping`` has them."""
     kinds = [_parts(part, gathered) for part in workload.parts]  # blocks of a kind are alike
@@ -134,7 +134,7 @@ def _by_block(
     return tuple(segments)
 
 
-def _parts(block: Workload, gathered: Callable[[Iterable[Rows]], int]) -> list[_Part]:
+def _parts(block: Workload, gathered: Callable[[Iterable[Shape]], int]) -> list[_Part]:
     """The parts of a block; the one that keeps the block's own unit comes first."""
     model, lora = block.model, block.lora
     held = block.sharded_bytes if lora is None else block.frozen_sharded_bytes
