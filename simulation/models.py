@@ -184,7 +184,7 @@ def _of_llama_s_kind(
     if kind in _WINDOWS:
         more["window"] = config.get("sliding_window")
     if kind == "qwen3":
-        more["vectors"] = (more["head_width"],) * 2
+        more["vectors"] = ((more["head_width"], 1),) * 2
     return more
 
 

@@ -60,7 +60,7 @@ class Matrix:
         return self.size * self.active
 
 
-#: A parameter's dimensions; the first is what is sharded. A vector's are its elements and 1.
+#: A parameter's dimensions; the first is what is sharded. Those of what is no matrix end with 1.
 Shape = tuple[int, ...]
 
 
@@ -141,9 +141,9 @@ class Transformer(Checked):
     biased: tuple[str, ...] = ()
     #: Whether Q, K and V are one matrix, and gate and up projection another (Phi-3).
     joined: bool = False
-    #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
+    #: Norms of a block, of Llama's kind, and what else of it is no matrix.
     norms: Count = 2
-    vectors: tuple[int, ...] = ()
+    vectors: tuple[Shape, ...] = ()
     #: Experts of an MLP, and those that a token passes.
     experts: Count = 1
     active_experts: Count = 1
@@ -261,8 +261,7 @@ class Transformer(Checked):
             matrices += [(matrix.experts, *one)] if matrix.fused else [one] * matrix.experts
         biases = [(m.outputs, 1) for m in self.matrices if m.bias for _ in range(m.experts)]
         norms = 0 if self.counted_matrices else 4 if gpt2 else self.norms
-        vectors = [(size, 1) for size in self.vectors]
-        return [*matrices, *biases, *[(self.width, 1)] * norms, *vectors]
+        return [*matrices, *biases, *[(self.width, 1)] * norms, *self.vectors]
 
     @property
     def root_rows(self) -> list[Shape]:

@@ -32,6 +32,15 @@ from tests.ranks import Pools
 from tests.simulation.imitated.small import leave_group
 
 LENGTH = 64
+_JAMBA = {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2}
+_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 48}
+#: Small models. Of Jamba's blocks one in four has attention, and so adapters.
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
+    **{name: configuration(name) for name in ("gpt2", "llama")},
+    "mixtral": configuration("mixtral") | {"num_experts_per_tok": 2},
+    "qwen3_moe": configuration("qwen2") | {"model_type": "qwen3_moe"} | _EXPERTS,
+    "jamba": configuration("qwen2") | {"model_type": "jamba", "num_experts": 4} | _JAMBA,
+}
 #: Policies that look at no memory in use, whose tiers are decided before the first step.
 POLICIES = ("none", "device", "host", "disk", "budget(device=4 kB, host=60 kB, disk=200 kB)")
 
@@ -54,8 +63,7 @@ class Case:
     def config(self) -> Mapping[str, Any]:
         if (public := PUBLIC_MODELS.get(self.model)) is not None:
             return public.config
-        chosen = {"num_experts_per_tok": 2} if self.model == "mixtral" else {}
-        return configuration(self.model) | chosen
+        return CONFIGURATIONS[self.model]
 
     @property
     def workload(self) -> Workload:
@@ -171,7 +179,7 @@ def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
     return facts, plans
 
 
-SMALL = ("gpt2", "llama", "mixtral")
+SMALL = tuple(CONFIGURATIONS)
 CASES = [
     *(Case(model, shape=shape) for model in SMALL for shape in ((2, 2), (3, 2))),
     # Adapters that stay gathered; that do not; that outnumber the frozen parameters of their block.
