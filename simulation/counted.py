@@ -168,7 +168,7 @@ def _number(name: str, made: Any, key: str) -> int:
 def _parts(
     block: nn.Module, made: Any, width: int, own: Set[int]
 ) -> tuple[list[Matrix], list[Shape]]:
-    """The matrices of a block, experts' folded into one each, and shapes of its other parameters."""
+    """The matrices of a block, experts' folded into one each, and shapes of what else it has."""
     experts, active = _first(made, _EXPERTS), _first(made, _ACTIVE)
     alone: dict[str, int] = {}
     matrices: dict[str, Matrix] = {}

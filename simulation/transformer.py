@@ -269,7 +269,7 @@ class Transformer(Checked):
         if self.counted_root:
             return list(self.counted_root)
         width, norms = self.width, 2 if self.family == "gpt2" else 1
-        embeddings = [(rows, width) for rows in (self.vocabulary, self.positions) if rows]
+        embeddings: list[Shape] = [(n, width) for n in (self.vocabulary, self.positions) if n]
         return embeddings + [(width, 1)] * norms + [(self.vocabulary, width)] * (not self.tied)
 
     def adapter_rows(self, lora: Lora) -> list[Shape]:
