@@ -24,8 +24,8 @@ from fcdp.engine import engine_of
 from simulation.hardware import cluster
 from simulation.memory import place
 from simulation.models import PUBLIC_MODELS, from_config
-from simulation.transformer import Targets
-from simulation.units import layout, shard_numel
+from simulation.transformer import Targets, padded_numel
+from simulation.units import Unit, _apart, _Part, _unit, layout, shard_numel
 from simulation.workload import FrozenDtype, Workload
 from tests.experiments.families import configuration
 from tests.ranks import Pools
@@ -144,10 +144,6 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
         )
         engine = engine_of(model)
         units, look_ahead = engine.units, engine.setup.look_ahead
-        facts = [
-            Facts(sum(p.numel() for p in u.params), u.shard_numel, u.trainable, u.reuses)
-            for u in units
-        ]
         plans = []
         for policy in POLICIES:
             plan = MemoryPlan.of(
@@ -155,21 +151,20 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
             )
             tiers = [next(iter(plan.placement.preferences[unit]), None) for unit in units]
             plans.append(Plan([*tiers], plan.parts["cache"], plan.parts["disk buffers"]))
-        return facts, plans
+        return facts_of(model), plans
+
+
+def facts_of(model: nn.Module) -> list[Facts]:
+    return [
+        Facts(sum(p.numel() for p in unit.params), unit.shard_numel, unit.trainable, unit.reuses)
+        for unit in engine_of(model).units
+    ]
 
 
 def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
     nodes, ranks = case.shape
     units = layout(case.workload, nodes, ranks)
-    facts = [
-        Facts(
-            unit.parameters,
-            shard_numel(unit.gathered, nodes * ranks),
-            unit.trained > 0,
-            grouping.reuses(in_backward=not unit.stays_gathered, frozen=unit.trained == 0),
-        )
-        for unit in units.units
-    ]
+    facts = [simulated(unit, nodes * ranks) for unit in units.units]
     hardware = cluster("a40", nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=1e9)
     plans = []
     for policy in POLICIES:
@@ -177,6 +172,12 @@ def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
         where: list[str | None] = [tiers.get(unit) for unit in units.units]
         plans.append(Plan(where, taken["host"], taken["buffers"]))
     return facts, plans
+
+
+def simulated(unit: Unit, world_size: int) -> Facts:
+    frozen = unit.trained == 0
+    reuses = grouping.reuses(in_backward=not unit.stays_gathered, frozen=frozen)
+    return Facts(unit.parameters, shard_numel(unit.gathered, world_size), unit.trained > 0, reuses)
 
 
 SMALL = tuple(CONFIGURATIONS)
@@ -204,11 +205,51 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_units_and_memory_are_the_librarys(apart: Pools, case: Case) -> None:
-    (facts, plans), simulated = apart.run(1, by_library, case)[0], by_simulator(case)
-    assert simulated[0] == facts
-    for policy, library, ours in zip(POLICIES, plans, simulated[1], strict=True):
+    facts, plans = apart.run(1, by_library, case)[0]
+    our_facts, our_plans = by_simulator(case)
+    assert our_facts == facts
+    for policy, library, ours in zip(POLICIES, plans, our_plans, strict=True):
         assert ours.tiers == library.tiers, policy
         # An arena gives each entry whole pages, whose size is that of the machine.
         pages = ALIGNMENT * len(facts)
         assert 0 <= library.cache - ours.cache < pages, policy
         assert 0 <= library.disk_buffers - ours.disk_buffers < 3 * ALIGNMENT, policy
+
+
+def parts_of(block: nn.Module, world_size: int) -> list[_Part]:
+    """A block's frozen and trained parameters, those first that keep its unit; all in fp32."""
+    parts = []
+    for trained in (False, True):
+        shapes = [(*p.shape, 1) for p in block.parameters() if p.requires_grad == trained]
+        size, moved = padded_numel(shapes, 1), padded_numel(shapes, world_size, cut_rows=True)
+        parts += [_Part(trained, size, moved, 4 * size)] if shapes else []
+    kept = grouping.kept({part.trained: part.parameters for part in parts})
+    return sorted(parts, key=lambda part: part.trained != kept)
+
+
+def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
+    """Units of a Llama without adapters some of whose parameters are frozen, by both."""
+    with topology_of(2, 2) as topology:
+        model, blocks = built(Case("llama"))
+        for name, param in model.named_parameters():
+            param.requires_grad_(frozen not in name)
+        kinds = [parts_of(block, topology.world_size) for block in blocks]
+        others = _apart(kinds, range(len(blocks)), topology.ranks_per_node)
+        units = [
+            unit
+            for block, parts in enumerate(kinds)
+            for unit in (_unit("", parts[:1]), *others.get(block, ()))
+        ]
+        fcdp.shard(model, topology, units=blocks, policy="none", detect_writes=False)
+        _, *of_blocks = facts_of(model)
+        return of_blocks, [simulated(unit, topology.world_size) for unit in units]
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    # Whole blocks; what a block has less of, much and little; what it has more of.
+    ["layers.0.", "self_attn", "layernorm", "mlp"],
+)
+def test_units_of_what_is_half_frozen_are_the_librarys(apart: Pools, frozen: str) -> None:
+    library, ours = apart.run(1, half_frozen, frozen)[0]
+    assert ours == library
