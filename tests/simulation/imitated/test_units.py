@@ -102,8 +102,7 @@ def topology_of(nodes: int, ranks_per_node: int) -> Iterator[fcdp.Topology]:
     leave_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=nodes * ranks_per_node)
     try:
-        names = {"mesh_dim_names": ("inter", "intra")}
-        grid = init_device_mesh("cpu", (nodes, ranks_per_node), **names)
+        grid = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
         mesh = init_device_mesh("cpu", (nodes * ranks_per_node,))
         groups = [grid.get_group("intra"), grid.get_group("inter")] * 3
         yield fcdp.Topology(nodes, ranks_per_node, 0, mesh, *groups)
@@ -117,7 +116,8 @@ def built(case: Case) -> tuple[nn.Module, list[nn.Module]]:
     import transformers
 
     fields, lora = dict(case.config), case.workload.lora
-    kind, auto = fields.pop("model_type"), transformers.AutoModelForCausalLM
+    kind = fields.pop("model_type")
+    auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(kind, **fields)
         model: Any = auto.from_config(config, dtype=torch.float32)
