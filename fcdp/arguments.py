@@ -20,6 +20,7 @@ from fcdp.cache.policy import Budget, CachePolicy
 from fcdp.codec import Codecs, Delta, Exact
 from fcdp.delta.difference import prepare
 from fcdp.exchange import Exchanges
+from fcdp.grouping import entry_bytes
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import Block, modules_of
 from fcdp.sizes import in_words
@@ -250,7 +251,7 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
     """Rank 0 says that a budget is too small for any unit, as one in GiB by mistake is."""
     if not isinstance(policy, Budget) or topology.nodes == 1 or topology.rank:
         return
-    smallest = (topology.nodes - 1) * min(unit.shard_bytes for unit in units)
+    smallest = entry_bytes(min(unit.shard_bytes for unit in units), topology.nodes)
     for name in ("device", "host", "disk"):
         size = getattr(policy, name)
         if 0 < size < smallest:

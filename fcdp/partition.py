@@ -1,5 +1,6 @@
 """The split of modules into units: blocks one by one, other kinds of parameters apart."""
 
+import functools
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -9,14 +10,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fcdp import grouping
+
 #: Modules of one unit, usually one: as FSDP2's ``fully_shard([a, b])``.
 Block = Sequence[nn.Module]
 #: Kind of parameters that may share a unit: one dtype, and either all frozen or all trainable.
 _Key = tuple[torch.dtype, bool]
-
-#: Adapters that stay gathered share units up to this size, as DDP's gradients share buckets: large
-#: enough that a message's latency does not count, small enough that reductions start in backward.
-_BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,41 +50,33 @@ def split_off(
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
-    """Return the dimension to shard a parameter along; ``None``: by rows, padded, as FSDP2 does.
-
-    A low-rank factor of fewer rows than ranks would be mostly padding. It is sharded along another
-    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
-    """
+    """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``."""
     # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
-    if len(shape) < 2 or shape[0] >= world_size or 0 in shape:
-        return None
-    even = (dim for dim in range(1, len(shape)) if shape[dim] % world_size == 0)
-    return next(map(Shard, even), None)
+    dim = grouping.cut(shape, world_size)
+    return None if dim is None else Shard(dim)
 
 
 def fit_in_a_slice(splits: Sequence[Split], blocks: Sequence[Block], ranks_per_node: int) -> bool:
-    """Whether all that is split off takes no more memory than 1/L of the largest block."""
+    """Whether all that is split off may stay gathered: see ``fcdp.grouping.stay_gathered``."""
     sizes = (sum(_nbytes(module.parameters()) for module in block) for block in blocks)
-    largest = max(sizes, default=0)
-    return sum(split.nbytes for split in splits) <= largest / ranks_per_node
+    return grouping.stay_gathered((split.nbytes for split in splits), sizes, ranks_per_node)
 
 
 def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
-    """Join neighbours of one kind: one gather and one reduction where there would be many."""
-    joined: list[Split] = []
-    latest: dict[_Key, int] = {}
-    for split in splits:
-        index = latest.get(split.key)
-        if index is not None and split.blocks != [[model]]:
-            other = joined[index]
-            if other.nbytes + split.nbytes <= _BUCKET_BYTES:
-                blocks, modules = other.blocks + split.blocks, other.modules + split.modules
-                joined[index] = Split(blocks, modules, other.params | split.params, other.key)
-                continue
-        latest[split.key] = len(joined)
-        joined.append(split)
-    return joined
+    """Join what is split off neighbouring blocks: see ``fcdp.grouping.buckets``.
+
+    What is split off the model itself comes last, and is not joined.
+    """
+    of_blocks = [split for split in splits if split.blocks != [[model]]]
+    together = grouping.buckets([(split.key, split.nbytes) for split in of_blocks])
+    joined = [functools.reduce(_join, map(of_blocks.__getitem__, bucket)) for bucket in together]
+    return joined + [split for split in splits if split.blocks == [[model]]]
+
+
+def _join(one: Split, other: Split) -> Split:
+    blocks, modules = one.blocks + other.blocks, one.modules + other.modules
+    return Split(blocks, modules, one.params | other.params, one.key)
 
 
 def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> Iterator[Split]:
@@ -101,7 +92,7 @@ def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter])
     if len(sizes) < 2:
         return
     own = {key for module in block for key in held[module]}
-    stays = next(iter(own)) if len(own) == 1 else max(sizes, key=lambda key: sizes[key])
+    stays = grouping.kept(sizes, own)
     groups: dict[_Key, list[nn.Module]] = defaultdict(list)
     kept: set[nn.Parameter] = set()
     for module, kinds in held.items():

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fcdp import fsdp2
+from fcdp import fsdp2, grouping
 from fcdp.topology import Topology
 
 
@@ -30,7 +30,7 @@ class Unit:
     shard_numel: int
     #: Dtypes that they are gathered in; usually one.
     gather_dtypes: frozenset[torch.dtype]
-    #: How often a step of one micro-batch gathers it again without it having changed.
+    #: How often a step gathers it again without it having changed: ``fcdp.grouping.reuses``.
     reuses: int = 1
 
     @property
@@ -122,7 +122,7 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, gathere
         shard_bytes=sum(data.numel() * dtype.itemsize for data, dtype in parts),
         shard_numel=sum(data.numel() for data, _ in parts),
         gather_dtypes=frozenset(dtype for _, dtype in parts),
-        reuses=in_backward + frozen,
+        reuses=grouping.reuses(in_backward=in_backward, frozen=frozen),
     )
 
 

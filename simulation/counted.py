@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from simulation.transformer import ROUTER, Matrix, Transformer
+from simulation.transformer import ROUTER, Matrix, Shape, Transformer
 
 #: Keys of the number of experts, and of those that a token passes.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -167,12 +167,12 @@ def _number(name: str, made: Any, key: str) -> int:
 
 def _parts(
     block: nn.Module, made: Any, width: int, own: Set[int]
-) -> tuple[list[Matrix], list[int]]:
-    """The matrices of a block, experts' folded into one each, and sizes of what else is its own."""
+) -> tuple[list[Matrix], list[Shape]]:
+    """The matrices of a block, experts' folded into one each, and shapes of what else it has."""
     experts, active = _first(made, _EXPERTS), _first(made, _ACTIVE)
     alone: dict[str, int] = {}
     matrices: dict[str, Matrix] = {}
-    vectors: list[int] = []
+    vectors: list[Shape] = []
     for path, parameter in block.named_parameters():
         owner = block.get_submodule(path.rpartition(".")[0])
         title = path.removesuffix(".weight")
@@ -195,7 +195,7 @@ def _parts(
                 title = ROUTER
             matrices[title] = Matrix(title, inputs, outputs, False, int(id(parameter) in own))
         elif id(parameter) in own:
-            vectors.append(parameter.numel())
+            vectors.append((*parameter.shape, 1))
     for title, copies in alone.items():
         matrices[title] = replace(matrices[title], experts=copies, active=active or copies)
     return list(matrices.values()), vectors

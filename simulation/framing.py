@@ -75,8 +75,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0
     if schedule.replicates_small:  # vectors and adapters, which DeepSpeed gathers one by one
-        replicated = sum(row == 1 for _, row in workload.model.root_rows)
-        replicated += workload.total(lambda each: sum(row == 1 for _, row in each.model.block_rows))
+        replicated = sum(shape[-1] == 1 for shape in workload.model.root_rows)
+        replicated += workload.total(lambda each: sum(s[-1] == 1 for s in each.model.block_rows))
         replicated += workload.total(lambda each: 2 * len(each.lora.targets) if each.lora else 0)
     return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 

@@ -7,9 +7,10 @@ peaks with those of real steps, in results/memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from baselines.schedule import Place, Schedule
+from fcdp import grouping
 from simulation import cycle
 from simulation.cycle import Held
 from simulation.hardware import Hardware
@@ -29,10 +30,12 @@ _GATHERED_UNITS = 2
 _PREFETCH_DEPTH = 1
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
+_TIERS: Sequence[Place] = get_args(Place)
 #: Policies that put every unit into one tier: what they decide is known without torch.
-_ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in get_args(Place)}
-#: Bytes of the entries of one rank's cache, by tier.
-CacheBytes = Mapping[Place, float]
+_ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in _TIERS}
+#: Bytes of the entries of one rank's cache by tier, and of the host memory that the entries on the
+#: disk pass through.
+CacheBytes = Mapping[Place | Literal["buffers"], float]
 Tiers = Mapping[Unit, Place]
 
 
@@ -115,10 +118,8 @@ def footprint(
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    on_disk = cache.get("disk", 0.0)
-    device["cache"], disk["cache"] = cache.get("device", 0.0), ranks * on_disk
-    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if on_disk else 0.0
-    host["cache"] = ranks * (cache.get("host", 0.0) + buffers)
+    device["cache"], disk["cache"] = cache.get("device", 0.0), ranks * cache.get("disk", 0.0)
+    host["cache"] = ranks * (cache.get("host", 0.0) + cache.get("buffers", 0.0))
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
     moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
@@ -159,11 +160,11 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
     sharers = schedule.sharers(*hardware.shape)
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     fp32 = workload.states == "fp32"
-    stored = FP32 if schedule.shards_fp32 and fp32 else workload.element_bytes
+    stored = workload.sharded_bytes
     master = FP32 if stored < FP32 and fp32 else 0
     moments = _MOMENTS_BYTES[workload.states]
     stepped, whole = workload.trained / sharers, workload.parameters / sharers
-    frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
+    frozen = 0.0 if workload.lora is None else workload.frozen_sharded_bytes
     element = workload.element_bytes
     if not fp32:  # a fused step keeps no square roots; gradients have the parameters' dtype
         gradients, step = stored * stepped, 0.0
@@ -326,7 +327,7 @@ def _by_policy(
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
         frozen = unit.trained == 0
-        reuses = (not unit.stays_gathered) + frozen
+        reuses = grouping.reuses(in_backward=not unit.stays_gathered, frozen=frozen)
         nbytes = workload.element_bytes * numel
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, not frozen, reuses)
     tiers: dict[Unit, Place] = {}
@@ -344,13 +345,14 @@ def _by_policy(
         else:
             preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
             tiers = {unit: order[0] for unit, order in preferred if order}
-    sizes: dict[Place, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
-    for unit, policy_unit in seen.items():
-        size = (hardware.nodes - 1) * policy_unit.shard_bytes
-        if unit in tiers:
-            sizes[tiers[unit]] += size
-        if guarded and tiers.get(unit) == "device":
-            sizes["host"] += size  # the arena has room for every unit
+    entries = {u: grouping.entry_bytes(of.shard_bytes, hardware.nodes) for u, of in seen.items()}
+    sizes: dict[Place | Literal["buffers"], float] = dict.fromkeys(_TIERS, 0.0)
+    for unit, tier in tiers.items():
+        sizes[tier] += entries[unit]
+    if guarded:
+        sizes["host"] += sizes["device"]  # the arena has room for every unit
+    on_disk = (entries[unit] for unit, tier in tiers.items() if tier == "disk")
+    sizes["buffers"] = grouping.disk_buffers(_PREFETCH_DEPTH) * max(on_disk, default=0)
     return tiers, sizes
 
 
@@ -380,7 +382,7 @@ def _by_usage(
             places[unit] = "device" if on_device else "host"
             held.pop(unit, None)
             if on_device:
-                held[unit] = (hardware.nodes - 1) * policy_unit.shard_bytes
+                held[unit] = grouping.entry_bytes(policy_unit.shard_bytes, hardware.nodes)
         if not decided.moves:
             break
     return places

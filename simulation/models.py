@@ -71,6 +71,7 @@ _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
     "gemma2": {"norms": 4},
+    "mixtral": {"fused": True},
     "phi3": {"joined": True},
 }
 #: Families all of whose blocks attend to a window, if they say one.
@@ -183,7 +184,7 @@ def _of_llama_s_kind(
     if kind in _WINDOWS:
         more["window"] = config.get("sliding_window")
     if kind == "qwen3":
-        more["vectors"] = (more["head_width"],) * 2
+        more["vectors"] = ((more["head_width"], 1),) * 2
     return more
 
 

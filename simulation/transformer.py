@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from math import prod
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fcdp import grouping
 from simulation import checks
 from simulation.checks import Checked, Count
 from simulation.files import Name, Strict
@@ -58,21 +60,20 @@ class Matrix:
         return self.size * self.active
 
 
-#: A parameter's first dimension, which is what is sharded, and the elements of a row of it.
-Rows = tuple[int, int]
+#: A parameter's dimensions; the first is what is sharded. Those of what is no matrix end with 1.
+Shape = tuple[int, ...]
 
 
-def padded_numel(parameters: Iterable[Rows], sharers: int, *, cut_rows: bool = False) -> int:
+def padded_numel(parameters: Iterable[Shape], sharers: int, *, cut_rows: bool = False) -> int:
     """Elements of the parameters where each has its rows filled up to a multiple of the ranks.
 
-    With ``cut_rows`` those of fewer rows than ranks are cut within rows, if that is even: see
-    ``fcdp.partition.placement``.
+    With ``cut_rows`` some are cut within rows, where that is even: see ``fcdp.grouping.cut``.
     """
     return sum(
-        rows * row
-        if cut_rows and rows < sharers and row % sharers == 0
-        else -(-rows // sharers) * sharers * row
-        for rows, row in parameters
+        prod(shape)
+        if cut_rows and grouping.cut(shape, sharers) is not None
+        else -(-shape[0] // sharers) * sharers * prod(shape[1:])
+        for shape in parameters
     )
 
 
@@ -140,12 +141,14 @@ class Transformer(Checked):
     biased: tuple[str, ...] = ()
     #: Whether Q, K and V are one matrix, and gate and up projection another (Phi-3).
     joined: bool = False
-    #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
+    #: Norms of a block, of Llama's kind, and what else of it is no matrix.
     norms: Count = 2
-    vectors: tuple[int, ...] = ()
+    vectors: tuple[Shape, ...] = ()
     #: Experts of an MLP, and those that a token passes.
     experts: Count = 1
     active_experts: Count = 1
+    #: Whether each matrix of all experts is one parameter.
+    fused: bool = False
     #: Most tokens that a token attends to; none: all before it.
     window: Count | None = None
     #: Most tokens per sequence; none: as many as there is room for.
@@ -154,7 +157,7 @@ class Transformer(Checked):
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
     counted_attention: tuple[str, ...] = ()
-    counted_root: tuple[Rows, ...] = ()
+    counted_root: tuple[Shape, ...] = ()
     #: Elements of a token inside experts that all tokens pass, and inside recurrent mixers.
     beside: int = 0
     #: Channels of recurrent mixers times the elements of a channel's state.
@@ -237,7 +240,7 @@ class Transformer(Checked):
             gated = [("gate_up_proj", width, 2 * inner)]
         shapes.append(("o_proj", queries, width))
         gated.append(("down_proj", inner, width))
-        several = self.experts, self.active_experts
+        several = self.experts, self.active_experts, self.fused
         return (
             *(Matrix(*one, one[0] in self.biased) for one in shapes),
             *([Matrix(ROUTER, width, self.experts)] if self.experts > 1 else []),
@@ -245,33 +248,31 @@ class Transformer(Checked):
         )
 
     @property
-    def block_rows(self) -> list[Rows]:
+    def block_rows(self) -> list[Shape]:
         """The parameters of one block without adapters: matrices, biases, norms, other vectors.
 
         GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs). Experts' are
-        sharded one by one.
+        sharded one by one, or along the experts where they are one parameter.
         """
         gpt2 = self.family == "gpt2" and not self.counted_matrices
-        matrices = [
-            (m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs)
-            for m in self.matrices
-            for _ in range(m.experts)
-        ]
+        matrices: list[Shape] = []
+        for matrix in self.matrices:
+            one = (matrix.inputs, matrix.outputs) if gpt2 else (matrix.outputs, matrix.inputs)
+            matrices += [(matrix.experts, *one)] if matrix.fused else [one] * matrix.experts
         biases = [(m.outputs, 1) for m in self.matrices if m.bias for _ in range(m.experts)]
         norms = 0 if self.counted_matrices else 4 if gpt2 else self.norms
-        vectors = [(size, 1) for size in self.vectors]
-        return [*matrices, *biases, *[(self.width, 1)] * norms, *vectors]
+        return [*matrices, *biases, *[(self.width, 1)] * norms, *self.vectors]
 
     @property
-    def root_rows(self) -> list[Rows]:
+    def root_rows(self) -> list[Shape]:
         """The parameters outside of the blocks: embeddings, last norm, output layer."""
         if self.counted_root:
             return list(self.counted_root)
         width, norms = self.width, 2 if self.family == "gpt2" else 1
-        embeddings = [(rows, width) for rows in (self.vocabulary, self.positions) if rows]
+        embeddings: list[Shape] = [(n, width) for n in (self.vocabulary, self.positions) if n]
         return embeddings + [(width, 1)] * norms + [(self.vocabulary, width)] * (not self.tied)
 
-    def adapter_rows(self, lora: Lora) -> list[Rows]:
+    def adapter_rows(self, lora: Lora) -> list[Shape]:
         """The adapters of one block. Raises ``ValueError`` for a target that it does not have."""
         names = [matrix.name for matrix in self.matrices]
         for target in lora.targets:

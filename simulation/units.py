@@ -1,14 +1,13 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from simulation.transformer import Rows, padded_numel
-from simulation.workload import FP32, Workload
+from fcdp import grouping
+from simulation.transformer import Shape, padded_numel
+from simulation.workload import Workload
 
-#: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
-_BUCKET_BYTES = 25 * 2**20
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
 #: Layouts in the cache: enough for all strategies on several clusters.
@@ -91,7 +90,7 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     whole = schedule.shards == "rank" and schedule.hierarchical
     sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
 
-    def gathered(rows: Iterable[Rows]) -> int:
+    def gathered(rows: Iterable[Shape]) -> int:
         return 0 if whole else padded_numel(rows, sharers, cut_rows=schedule.cuts_low_rank)
 
     moved = gathered(model.root_rows)
@@ -105,39 +104,72 @@ def _layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
         vectors = model.parameters - model.root_parameters - weights
         trained = vectors if full else adapters
         return Layout(root, _by_matrix(workload), head, vectors + adapters, trained)
-    apart, parts = schedule.apart and not full, workload.parts
-    bases = [gathered(part.model.block_rows) for part in parts]
-    more_of = [gathered(each.model.adapter_rows(each.lora)) if each.lora else 0 for each in parts]
-    units = _adapters(workload, more_of, ranks_per_node) if apart else {}
-    segments = []
-    for block, kind in enumerate(model.order):
-        size, base, more = parts[kind].model.block_parameters, bases[kind], 0
-        if not apart:
-            size, more = size + parts[kind].block_adapters, more_of[kind]
-        unit = Unit(f"block {block}", size, base + more, base + more if full else more)
-        segments.append(Segment(unit.name, kind, (unit, *units.get(block, ())), block=True))
     replicated = (workload.parameters, workload.trained) if whole else (0, 0)
-    return Layout(root, tuple(segments), head, *replicated)
+    return Layout(root, _by_block(workload, ranks_per_node, gathered), head, *replicated)
 
 
-def _adapters(
-    workload: Workload, gathered: Sequence[int], ranks_per_node: int
+@dataclass(frozen=True)
+class _Part:
+    """All parameters of one block that are frozen, or all that are trained."""
+
+    trained: bool
+    parameters: int
+    #: With padding, as of :class:`Unit`.
+    gathered: int
+    #: Bytes of the whole parameters as ranks hold them.
+    nbytes: float
+
+
+def _by_block(
+    workload: Workload, ranks_per_node: int, gathered: Callable[[Iterable[Shape]], int]
+) -> tuple[Segment, ...]:
+    """A unit per block, and units of what must not share one, as ``fcdp.grouping`` has them."""
+    kinds = [_parts(part, gathered) for part in workload.parts]  # blocks of a kind are alike
+    order, apart = workload.model.order, workload.schedule.apart
+    others = _apart(kinds, order, ranks_per_node) if apart else {}
+    segments = []
+    for block, kind in enumerate(order):
+        unit = _unit(f"block {block}", kinds[kind][:1] if apart else kinds[kind])
+        segments.append(Segment(unit.name, kind, (unit, *others.get(block, ())), block=True))
+    return tuple(segments)
+
+
+def _parts(block: Workload, gathered: Callable[[Iterable[Shape]], int]) -> list[_Part]:
+    """The parts of a block; the one that keeps the block's own unit comes first."""
+    model, lora = block.model, block.lora
+    held = block.sharded_bytes if lora is None else block.frozen_sharded_bytes
+    size = model.block_parameters
+    parts = [_Part(lora is None, size, gathered(model.block_rows), held * size)]
+    if lora is not None and (size := block.block_adapters):
+        moved = gathered(model.adapter_rows(lora))
+        parts.append(_Part(True, size, moved, block.sharded_bytes * size))
+    kept = grouping.kept({part.trained: part.parameters for part in parts})
+    return sorted(parts, key=lambda part: part.trained != kept)
+
+
+def _apart(
+    kinds: Sequence[Sequence[_Part]], order: Sequence[int], ranks_per_node: int
 ) -> dict[int, list[Unit]]:
-    """Units of adapters, by the block that uses them first: see ``fcdp.partition``.
-
-    Those of a block of each kind have so many ``gathered`` elements.
-    """
-    order, parts = workload.model.order, workload.parts
-    stay_gathered = workload.adapters <= workload.block_parameters / ranks_per_node
-    most = _BUCKET_BYTES // (FP32 * workload.block_adapters)
-    count = max(1, most) if stay_gathered else 1
+    """Units beside the blocks' own, by the block that uses them first."""
+    parts = [(block, part) for block, kind in enumerate(order) for part in kinds[kind][1:]]
+    sizes = (sum(part.nbytes for part in kind) for kind in kinds)
+    stay = grouping.stay_gathered((part.nbytes for _, part in parts), sizes, ranks_per_node)
+    together = [[at] for at in range(len(parts))]
+    if stay:
+        together = grouping.buckets([(part.trained, part.nbytes) for _, part in parts])
     units: dict[int, list[Unit]] = {}
-    for first in range(0, len(order), count):
-        held = order[first : first + count]
-        size, moved = sum(parts[at].block_adapters for at in held), sum(gathered[at] for at in held)
-        if size:
-            units[first] = [Unit(f"adapters {first}", size, moved, moved, stay_gathered)]
+    for first, *rest in together:
+        block, part = parts[first]
+        name = f"{'adapters' if part.trained else 'frozen'} {block}"
+        unit = _unit(name, [part, *(parts[at][1] for at in rest)], stay)
+        units.setdefault(block, []).append(unit)
     return units
+
+
+def _unit(name: str, parts: Sequence[_Part], stays_gathered: bool = False) -> Unit:
+    parameters, gathered = sum(p.parameters for p in parts), sum(p.gathered for p in parts)
+    trained = sum(part.gathered for part in parts if part.trained)
+    return Unit(name, parameters, gathered, trained, stays_gathered)
 
 
 def _by_matrix(workload: Workload) -> tuple[Segment, ...]:

@@ -172,6 +172,17 @@ class Workload(Checked):
         return share * _NF4_BYTES + (1 - share) * 2.0
 
     @property
+    def sharded_bytes(self) -> int:
+        """Bytes per parameter of what the ranks shard: fp32 ones, or those that are gathered."""
+        wide = self.schedule.shards_fp32 and self.states == "fp32"
+        return FP32 if wide else self.element_bytes
+
+    @property
+    def frozen_sharded_bytes(self) -> float:
+        """Bytes per frozen parameter of what the ranks shard."""
+        return min(float(self.sharded_bytes), self.frozen_bytes)
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a reduction."""
         return self.element_bytes if self.reduce_dtype == "same" else 4

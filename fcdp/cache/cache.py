@@ -15,6 +15,7 @@ from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailab
 from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
 from fcdp.exchange import any_rank
+from fcdp.grouping import entry_bytes
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -321,7 +322,7 @@ class Cache:
             entry.tier = None
 
     def _count(self, unit: Unit, tier: TierName, phase: Phase, *, inward: bool) -> None:
-        count = (self._topology.nodes - 1) * unit.shard_bytes
+        count = entry_bytes(unit.shard_bytes, self._topology.nodes)
         if tier == "disk":
             self._ledger.add("disk", phase, count)
         if tier != "device":

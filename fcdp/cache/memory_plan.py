@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fcdp import grouping
 from fcdp.arena import aligned
 from fcdp.cache import memory, tiers
 from fcdp.cache.entry import TierName
@@ -27,7 +28,7 @@ class MemoryPlan:
     #: Units with memory in the host arena, and units with room in the disk's file.
     on_host: Sequence[Unit]
     on_disk: Sequence[Unit]
-    #: One to load from and one to write from, while others are read ahead.
+    #: Buffers for entries on their way to the disk and back.
     disk_buffers: int
     #: Bytes of each unit's partial gradients that wait on the host.
     partials: Mapping[Unit, int]
@@ -52,7 +53,7 @@ class MemoryPlan:
         on_host = [unit for unit in placed if _planned_tier(placement, unit) == "host"]
         on_disk = [unit for unit in placed if "disk" in placement.preferences[unit]]
         sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
-        buffers = look_ahead + 2
+        buffers = grouping.disk_buffers(look_ahead)
         partials = planned_sizes(partials_place, units, topology)
         parts = {
             "cache": tiers.arena_bytes(on_host, topology),

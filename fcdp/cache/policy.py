@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from fcdp.cache.entry import TierName
 from fcdp.cache.memory import Usage
+from fcdp.grouping import entry_bytes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -261,7 +262,7 @@ class Budget:
         preferences: dict[Unit, Preference] = dict.fromkeys(units, ())
         left: dict[TierName, int] = {"device": self.device, "host": self.host, "disk": self.disk}
         for unit in _best_first(units):
-            size = (topology.nodes - 1) * unit.shard_bytes
+            size = entry_bytes(unit.shard_bytes, topology.nodes)
             for tier in left:
                 if unit.reuses and size <= left[tier]:
                     left[tier] -= size

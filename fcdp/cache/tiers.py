@@ -16,6 +16,7 @@ from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
 from fcdp.cache.entry import Access, Slice
 from fcdp.direct_io import File, read, write
+from fcdp.grouping import entry_bytes
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -36,7 +37,7 @@ class Tier(ABC):
 
     def __init__(self, topology: Topology, streams: Streams) -> None:
         self._node = topology.node
-        self._others = topology.nodes - 1
+        self._nodes = topology.nodes
         self._streams = streams
 
     @abstractmethod
@@ -62,11 +63,11 @@ class Tier(ABC):
         """Forget the entry, if there is one, and what it takes."""
 
     def _size(self, unit: Unit) -> int:
-        return self._others * unit.shard_bytes
+        return entry_bytes(unit.shard_bytes, self._nodes)
 
     def _rows(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
         """An entry's bytes as uint8 (nodes − 1, shard bytes): the other nodes' in node order."""
-        return memory[: self._size(unit)].view(self._others, unit.shard_bytes)
+        return memory[: self._size(unit)].view(self._nodes - 1, unit.shard_bytes)
 
     def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
@@ -205,7 +206,7 @@ class HostTier(_MemoryTier):
 
 def arena_bytes(planned: Sequence[Unit], topology: Topology) -> int:
     """Host memory that the arena of one rank takes."""
-    return sum(aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)
+    return sum(aligned(entry_bytes(unit.shard_bytes, topology.nodes)) for unit in planned)
 
 
 @dataclass(eq=False)
@@ -363,7 +364,7 @@ class DiskTier(Tier):
 
 def buffer_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> int:
     """Host memory that the entries of one rank pass through."""
-    sizes = (aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)
+    sizes = (aligned(entry_bytes(unit.shard_bytes, topology.nodes)) for unit in planned)
     return buffers * max(sizes, default=0)
 
 

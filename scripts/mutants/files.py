@@ -6,7 +6,15 @@ from pathlib import Path
 from scripts.mutants.operators import Mutant, Source, arithmetic, omissions, order
 
 #: Parts in which arithmetic is mutated too, and statements and conditions are left out.
-ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")
+ARITHMETIC = (
+    "grouping",
+    "partition",
+    "exchange",
+    "reduce_scatter",
+    "staleness",
+    "codec",
+    "delta",
+)
 
 #: The tests of a file, or of all in a folder: files and folders of ``tests/fcdp``, in the order in
 #: which they run. Of each list unit tests come first, whatever needs processes after them.
@@ -22,6 +30,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
     "failure": ("failures/test_ranks.py",),
+    "grouping": ("test_grouping.py", "test_partition.py", "test_peft.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
     "partition": ("test_partition.py", "test_peft.py"),

@@ -6,7 +6,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcdp import partition
+from fcdp import grouping
 from fcdp.blocks import find_blocks
 from fcdp.partition import Split, bucket, fit_in_a_slice, placement, split_off
 from tests.fcdp.test_peft import make_model
@@ -44,7 +44,7 @@ def test_buckets_hold_everything_once_in_order_by_kind_and_below_the_limit(
         buckets = [split for split in joined if split.key == key]
         assert [module for split in buckets for module in split.modules] == modules
         for split in buckets:
-            assert len(split.modules) == 1 or split.nbytes <= partition._BUCKET_BYTES
+            assert len(split.modules) == 1 or split.nbytes <= grouping.BUCKET_BYTES
     assert joined[-1].blocks != [[model]] or joined[-1].modules == splits[-1].modules
     assert sum(len(split.blocks) for split in joined) == len(splits)
 
@@ -145,8 +145,8 @@ def test_a_factor_with_few_rows_is_cut_where_it_divides_by_four(
 
 
 def test_a_bucket_is_full_at_its_size_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert partition._BUCKET_BYTES == 25 * 2**20  # as DDP's
-    monkeypatch.setattr(partition, "_BUCKET_BYTES", 8)
+    assert grouping.BUCKET_BYTES == 25 * 2**20  # as DDP's
+    monkeypatch.setattr(grouping, "BUCKET_BYTES", 8)
     model, splits = make_splits([(1, True)] * 4)
     assert [len(split.modules) for split in bucket(splits, model)] == [2, 1, 1]
 

@@ -1,0 +1,255 @@
+"""The simulator's units and memory plan are those that ``fcdp.shard`` makes of the real modules."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fcdp
+from experiments.worker.models import hold_frozen
+from fcdp import grouping
+from fcdp.arena import ALIGNMENT
+from fcdp.blocks import find_blocks
+from fcdp.cache.memory_plan import MemoryPlan
+from fcdp.cache.named import parse
+from fcdp.engine import engine_of
+from simulation.hardware import cluster
+from simulation.memory import place
+from simulation.models import PUBLIC_MODELS, from_config
+from simulation.transformer import Targets, padded_numel
+from simulation.units import Unit, _apart, _Part, _unit, layout, shard_numel
+from simulation.workload import FrozenDtype, Workload
+from tests.experiments.families import configuration
+from tests.ranks import Pools
+from tests.simulation.imitated.small import leave_group
+
+LENGTH = 64
+_JAMBA = {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2}
+_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 48}
+#: Small models. Of Jamba's blocks one in four has attention, and so adapters.
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
+    **{name: configuration(name) for name in ("gpt2", "llama")},
+    "mixtral": configuration("mixtral") | {"num_experts_per_tok": 2},
+    "qwen3_moe": configuration("qwen2") | {"model_type": "qwen3_moe"} | _EXPERTS,
+    "jamba": configuration("qwen2") | {"model_type": "jamba", "num_experts": 4} | _JAMBA,
+}
+#: Policies that look at no memory in use, whose tiers are decided before the first step.
+POLICIES = ("none", "device", "host", "disk", "budget(device=4 kB, host=60 kB, disk=200 kB)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what of it is trained, and the nodes and ranks per node that shard it."""
+
+    model: str
+    rank: int | None = None
+    targets: Targets = "attention"
+    frozen: FrozenDtype = "fp32"
+    shape: tuple[int, int] = (2, 2)
+
+    def __str__(self) -> str:
+        tuning = "full" if self.rank is None else f"r{self.rank}-{self.targets}-{self.frozen}"
+        return "{}-{}-{}x{}".format(self.model, tuning, *self.shape)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        if (public := PUBLIC_MODELS.get(self.model)) is not None:
+            return public.config
+        return CONFIGURATIONS[self.model]
+
+    @property
+    def workload(self) -> Workload:
+        model = from_config(self.config, LENGTH)
+        return Workload(
+            strategy="fcdp",
+            model=model,
+            lora=None if self.rank is None else model.lora(self.rank, self.targets),
+            sequence_length=LENGTH,
+            micro_batch=1,
+            frozen_dtype=self.frozen,
+        )
+
+
+class Facts(NamedTuple):
+    """What the memory plan, the ledger and the schedule depend on, of one unit."""
+
+    parameters: int
+    #: Elements of one rank's shard, with padding.
+    shard: int
+    trained: bool
+    reuses: int
+
+
+class Plan(NamedTuple):
+    """Where a policy puts the units' entries, and the bytes of one rank's host memory."""
+
+    tiers: list[str | None]
+    cache: float
+    disk_buffers: float
+
+
+@contextmanager
+def topology_of(nodes: int, ranks_per_node: int) -> Iterator[fcdp.Topology]:
+    """Rank 0 of a cluster whose groups send nothing."""
+    leave_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=nodes * ranks_per_node)
+    try:
+        grid = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
+        mesh = init_device_mesh("cpu", (nodes * ranks_per_node,))
+        groups = [grid.get_group("intra"), grid.get_group("inter")] * 3
+        yield fcdp.Topology(nodes, ranks_per_node, 0, mesh, *groups)
+    finally:
+        dist.destroy_process_group()
+
+
+def built(case: Case) -> tuple[nn.Module, list[nn.Module]]:
+    """The real modules and their blocks, without weights."""
+    import peft
+    import transformers
+
+    fields, lora = dict(case.config), case.workload.lora
+    kind = fields.pop("model_type")
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        model: Any = auto.from_config(config, dtype=torch.float32)
+        blocks = find_blocks(model)
+        if lora is not None:
+            adapters = peft.LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                target_modules=[*lora.targets],
+                fan_in_fan_out=kind == "gpt2",
+            )
+            model = peft.get_peft_model(model, adapters)
+            if case.frozen == "bf16":
+                hold_frozen(model, torch.bfloat16)
+    return model, blocks
+
+
+def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
+    with topology_of(*case.shape) as topology:
+        model, blocks = built(case)
+        narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fcdp.shard(
+            model, topology, units=blocks, policy="none", mp_policy=narrow, detect_writes=False
+        )
+        engine = engine_of(model)
+        units, look_ahead = engine.units, engine.setup.look_ahead
+        plans = []
+        for policy in POLICIES:
+            plan = MemoryPlan.of(
+                units, topology, parse(policy), look_ahead=look_ahead, partials_place="device"
+            )
+            tiers = [next(iter(plan.placement.preferences[unit]), None) for unit in units]
+            plans.append(Plan([*tiers], plan.parts["cache"], plan.parts["disk buffers"]))
+        return facts_of(model), plans
+
+
+def facts_of(model: nn.Module) -> list[Facts]:
+    return [
+        Facts(sum(p.numel() for p in unit.params), unit.shard_numel, unit.trainable, unit.reuses)
+        for unit in engine_of(model).units
+    ]
+
+
+def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
+    nodes, ranks = case.shape
+    units = layout(case.workload, nodes, ranks)
+    facts = [simulated(unit, nodes * ranks) for unit in units.units]
+    hardware = cluster("a40", nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=1e9)
+    plans = []
+    for policy in POLICIES:
+        tiers, taken = place(replace(case.workload, policy=policy), units, hardware)
+        where: list[str | None] = [tiers.get(unit) for unit in units.units]
+        plans.append(Plan(where, taken["host"], taken["buffers"]))
+    return facts, plans
+
+
+def simulated(unit: Unit, world_size: int) -> Facts:
+    frozen = unit.trained == 0
+    reuses = grouping.reuses(in_backward=not unit.stays_gathered, frozen=frozen)
+    return Facts(unit.parameters, shard_numel(unit.gathered, world_size), unit.trained > 0, reuses)
+
+
+SMALL = tuple(CONFIGURATIONS)
+CASES = [
+    *(Case(model, shape=shape) for model in SMALL for shape in ((2, 2), (3, 2))),
+    # Adapters that stay gathered; that do not; that outnumber the frozen parameters of their block.
+    *(
+        Case(model, rank, "attention", frozen, shape)
+        for model in SMALL
+        for rank in (1, 4, 200)
+        for frozen in ("fp32", "bf16")
+        for shape in ((2, 2), (2, 8))
+    ),
+    *(Case(model, 1, "all", "bf16", (3, 2)) for model in SMALL),
+    # In fp32 all of these adapters stay gathered, in several buckets; in bf16 the base is half as
+    # large, and those of rank 24 and more are gathered again.
+    Case("llama-3-8b", 8, "all", "bf16", (2, 8)),
+    *(
+        Case("llama-3-8b", rank, "attention", frozen, (2, 8))
+        for rank in (16, 24, 32)
+        for frozen in ("fp32", "bf16")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_units_and_memory_are_the_librarys(apart: Pools, case: Case) -> None:
+    facts, plans = apart.run(1, by_library, case)[0]
+    our_facts, our_plans = by_simulator(case)
+    assert our_facts == facts
+    for policy, library, ours in zip(POLICIES, plans, our_plans, strict=True):
+        assert ours.tiers == library.tiers, policy
+        # An arena gives each entry whole pages, whose size is that of the machine.
+        pages = ALIGNMENT * len(facts)
+        assert 0 <= library.cache - ours.cache < pages, policy
+        assert 0 <= library.disk_buffers - ours.disk_buffers < 3 * ALIGNMENT, policy
+
+
+def parts_of(block: nn.Module, world_size: int) -> list[_Part]:
+    """A block's frozen and trained parameters, those first that keep its unit; all in fp32."""
+    parts = []
+    for trained in (False, True):
+        shapes = [(*p.shape, 1) for p in block.parameters() if p.requires_grad == trained]
+        size, moved = padded_numel(shapes, 1), padded_numel(shapes, world_size, cut_rows=True)
+        parts += [_Part(trained, size, moved, 4 * size)] if shapes else []
+    kept = grouping.kept({part.trained: part.parameters for part in parts})
+    return sorted(parts, key=lambda part: part.trained != kept)
+
+
+def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
+    """Units of a Llama without adapters some of whose parameters are frozen, by both."""
+    with topology_of(2, 2) as topology:
+        model, blocks = built(Case("llama"))
+        for name, param in model.named_parameters():
+            param.requires_grad_(frozen not in name)
+        kinds = [parts_of(block, topology.world_size) for block in blocks]
+        others = _apart(kinds, range(len(blocks)), topology.ranks_per_node)
+        units = [
+            unit
+            for block, parts in enumerate(kinds)
+            for unit in (_unit("", parts[:1]), *others.get(block, ()))
+        ]
+        fcdp.shard(model, topology, units=blocks, policy="none", detect_writes=False)
+        _, *of_blocks = facts_of(model)
+        return of_blocks, [simulated(unit, topology.world_size) for unit in units]
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    # Whole blocks; what a block has less of, much and little; what it has more of.
+    ["layers.0.", "self_attn", "layernorm", "mlp"],
+)
+def test_units_of_what_is_half_frozen_are_the_librarys(apart: Pools, frozen: str) -> None:
+    library, ours = apart.run(1, half_frozen, frozen)[0]
+    assert ours == library
