@@ -156,6 +156,24 @@ def when_forward_ends(state: Any, then: Callable[[], None]) -> None:
     state._post_forward = torch.compiler.disable(post_forward)
 
 
+@contextmanager
+def refusing_forwards(module: FSDPModule, refuse: Callable[..., None]) -> Iterator[None]:
+    """Have a function that raises called when the module's forward is, or a registered method.
+
+    Before FSDP2 or anybody else has noted that one begins.
+    """
+    own = state(module)
+    before = vars(own).get("_pre_forward")
+    own._pre_forward = refuse
+    try:
+        with module.register_forward_pre_hook(refuse, prepend=True):  # type: ignore[attr-defined]
+            yield
+    finally:
+        del own._pre_forward
+        if before is not None:
+            own._pre_forward = before
+
+
 #: A group's parameters, in the order of its gather.
 _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
