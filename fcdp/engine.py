@@ -293,11 +293,16 @@ class Engine:
         self._passes.follow(self.units, self._begin_pass, self._end_forward)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
+            module.register_load_state_dict_pre_hook(self._before_load)
             # A partial, as PyTorch sets an attribute on what it is given.
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
-            fsdp2.after_replaced(unit.group, functools.partial(self.staleness.replaced, unit))
+            fsdp2.around_replaced(
+                unit.group,
+                functools.partial(self.staleness.replacing, unit),
+                functools.partial(self.staleness.replaced, unit),
+            )
         follow_optimizers(self)
 
     def _begin_pass(self) -> None:
@@ -326,8 +331,10 @@ class Engine:
                 )
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # FSDP2 looks at each parameter of what was loaded into: its unit is in doubt then.
-        self.staleness.ask()
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        self.staleness.doubt()
+
+        self.staleness.loaded()
         for encoded in self._encoded:
             encoded.forget()
 

@@ -189,7 +189,8 @@ reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
 prefetched = _of(FSDPParamGroup, "_all_gather_result")
 #: The DTensor that the optimizer sees, which a load may replace.
 _sharded = _of(FSDPParam, "sharded_param")
-#: This rank's part of the gather, flat and padded, and the policy with its dtype.
+#: This rank's part of the gather, flat and padded, and the policy with its dtype. FSDP2 keeps the
+#: tensor of the one for as long as the parameter lies there.
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
 # A gradient is reduced from ``.grad`` of the first, which is there once the parameter has been
 # gathered, or from the sum of several that FSDP2 has not reduced.
@@ -231,14 +232,26 @@ def _surround(
     setattr(owner, name, method)
 
 
-def after_replaced(group: Any, then: Callable[[], None]) -> None:
-    """Call a function when a parameter's tensor may be another, or hold what was loaded.
+def around_replaced(group: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
+    """Call functions before parameters' tensors may become others, and after each of them may.
 
-    FSDP2 looks at each parameter after ``Module._apply`` and after a load into its module. Counts
-    of writes begin anew with a new tensor, and may come to the same sum.
+    FSDP2 reshards a module before ``Module._apply``, and looks at each parameter after it and after
+    a load into its module: ``after`` gets whether it lies in other memory now. Counts of writes
+    begin anew with a new tensor, and may come to the same sum.
     """
+
+    def begin() -> None:
+        if by_hand(group):
+            before()
+
+    def look(param: Any, plain: Callable[[], None]) -> None:
+        data, _ = _shard(param)
+        plain()
+        after(_shard(param)[0] is not data and data.numel() > 0)
+
+    _surround(group, "reshard", begin)
     for param in _params(group):
-        _surround(param, "reset_sharded_param", after=then)
+        param.reset_sharded_param = functools.partial(look, param, param.reset_sharded_param)
 
 
 def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -426,5 +439,5 @@ def leave_open(module: FSDPModule) -> None:
 
 
 def by_hand(group: Any) -> bool:
-    """Whether a gather that is asked for now is ``unshard()``'s: no forward's, no backward's."""
+    """Whether what is asked for now is ``unshard()`` or ``reshard()``: no forward, no backward."""
     return bool(group._training_state == TrainingState.IDLE)
