@@ -304,9 +304,8 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     Raises:
         ValueError: For a model that FCDP is not set up on.
         RuntimeError: With ``last=False`` for post-accumulate-gradient or all-reduce hooks, which
-            would get no gradient; where ``.grad`` is read or scaled between micro-batches, or set
-            to ``None`` or zeroed for some parameters of a unit alone; and where a later
-            micro-batch gives gradients to more parameters of a unit.
+            would get no gradient; and where ``.grad`` is read or scaled between micro-batches, or
+            set to ``None`` or zeroed for some parameters of a unit alone.
 
     Example:
         >>> for at in range(2):

@@ -319,6 +319,11 @@ def with_gradients(group: Any) -> set[Any]:
 
 
 def give_zeros(param: Any) -> None:
+def part_sizes(group: Any) -> dict[Any, int]:
+    """Elements of this rank's part of each parameter and of its gradient, padding included."""
+    return {param: _shard(param)[0].numel() for param in _params(group)}
+
+
     """Have FSDP2 reduce zeros for a parameter that has received no gradient."""
     whole = _whole(param)
     assert whole is not None, "a gather precedes each backward"
