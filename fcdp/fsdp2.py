@@ -292,9 +292,20 @@ def is_default(collective: object) -> bool:
     return type(collective) in (DefaultAllGather, DefaultReduceScatter)
 
 
-def before_gathers(group: Any, before: Callable[[], None]) -> None:
-    """Have a function called when a gather is asked for; FSDP2 then turns gradients off."""
-    _surround(group, "unshard", before)
+def around_gathers(
+    group: Any,
+    before: Callable[[], None],
+    asked_for: Callable[[], None],
+    resharded: Callable[[], None],
+) -> None:
+    """Have functions called around a group's gathers, by hand or by its forward or backward.
+
+    ``before`` when one is asked for: FSDP2 then turns gradients off. ``asked_for`` if it began, or
+    had begun. ``resharded`` when the group was to reshard, whether ``reshard_after_forward`` has it
+    stay gathered or not.
+    """
+    _surround(group, "unshard", before, asked_for)
+    _surround(group, "reshard", after=resharded)
 
 
 def forget_gather(group: Any) -> None:
@@ -308,6 +319,11 @@ def _whole(param: Any) -> torch.Tensor | None:
     return whole
 
 
+def part_sizes(group: Any) -> dict[Any, int]:
+    """Elements of this rank's part of each parameter and of its gradient, padding included."""
+    return {param: _shard(param)[0].numel() for param in _params(group)}
+
+
 def with_gradients(group: Any) -> set[Any]:
     """The parameters of which FSDP2 is going to reduce a gradient."""
     return {
@@ -319,11 +335,6 @@ def with_gradients(group: Any) -> set[Any]:
 
 
 def give_zeros(param: Any) -> None:
-def part_sizes(group: Any) -> dict[Any, int]:
-    """Elements of this rank's part of each parameter and of its gradient, padding included."""
-    return {param: _shard(param)[0].numel() for param in _params(group)}
-
-
     """Have FSDP2 reduce zeros for a parameter that has received no gradient."""
     whole = _whole(param)
     assert whole is not None, "a gather precedes each backward"
@@ -379,6 +390,13 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
     others = [each for owner in owners for each in param_groups(owner)]
     for other in others:
         _join(group, other, own._modules_to_run_forward, others)
+    _, complete, _ = _around_passes(group)
+
+    def post_forward(module: Any, args: Any, output: Any) -> Any:
+        # FSDP2 ends a forward that some owners had no part in; it may be read in these still.
+        return output if any(map(_is_gathered, others)) else complete(module, args, output)
+
+    group.post_forward = post_forward
 
 
 def _is_gathered(group: Any) -> bool:
