@@ -213,7 +213,8 @@ def cache_parameters(
             before each without gradients, which then gathers anew (the host waits once);
             everywhere at each hit, without waiting for the device, as a ``RuntimeError`` on all
             ranks at most two passes later. With ``False`` frozen units alone are checksummed, as
-            they cross nodes, for loads to be compared with.
+            they cross nodes, and trained ones before a load or while a ``state_dict`` is alive: for
+            what may have been written then to be compared with.
         verify: Check that every entry is read as it was written and that all ranks count the same
             generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
             costs a pass over each entry and, on an accelerator, the overlap.
@@ -303,9 +304,8 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     Raises:
         ValueError: For a model that FCDP is not set up on.
         RuntimeError: With ``last=False`` for post-accumulate-gradient or all-reduce hooks, which
-            would get no gradient; where ``.grad`` is read or scaled between micro-batches, or set
-            to ``None`` or zeroed for some parameters of a unit alone; and where a later
-            micro-batch gives gradients to more parameters of a unit.
+            would get no gradient; and where ``.grad`` is read or scaled between micro-batches, or
+            set to ``None`` or zeroed for some parameters of a unit alone.
 
     Example:
         >>> for at in range(2):

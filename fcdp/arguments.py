@@ -189,14 +189,15 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
 def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> None:
     """Raise ``ValueError`` for what FSDP2 would refuse once it has sharded parts of the model."""
     names = {module: name or "the model" for name, module in model.named_modules()}
-    holders: dict[nn.Parameter, tuple[int, str, str]] = {}
+    #: Of each parameter its names, and the units that hold it, by the names of their modules.
+    holders: dict[nn.Parameter, tuple[list[str], dict[int, list[str]]]] = {}
     for at, block in enumerate([*blocks, [model]]):
         for module in block:
             listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
             if listed and type(module).forward is nn.Module.forward:
                 raise ValueError(f"units: {names[module]} has no forward; pass its members")
         for module in modules_of(block, blocks):
-            unit = names[module if block[0] is model else block[0]]
+            unit = [names[each] for each in ([module] if block[0] is model else block)]
             for name, param in module.named_parameters(names[module], recurse=False):
                 if param in ignored:
                     continue
@@ -206,12 +207,17 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
                     raise ValueError(
                         f"{name}: its memory is not contiguous; must be, as FSDP2 asks"
                     )
-                its_place, its_name, its_unit = holders.setdefault(param, (at, name, unit))
-                if its_place != at:
-                    raise ValueError(
-                        f"units: {its_name} and {name} are one parameter, in two units; must be in "
-                        f"one: a list of modules, units=[[model.{its_unit}, model.{unit}], ...]"
-                    )
+                called, held = holders.setdefault(param, ([], {}))
+                called.append(name)
+                held.setdefault(at, unit)
+    for called, held in holders.values():
+        if len(held) > 1:
+            together = ", ".join(f"model.{module}" for unit in held.values() for module in unit)
+            raise ValueError(
+                f"units: {', '.join(called[:-1])} and {called[-1]} are one parameter, in "
+                f"{'two' if len(held) == 2 else len(held)} units; must be in one: a list of "
+                f"modules, units=[[{together}], ...]"
+            )
 
 
 def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
@@ -236,7 +237,7 @@ class Engine:
     def _note_crossing(self, unit: Unit) -> None:
         """Say once that a step's gradients cross nodes again, which ``accumulate`` saves."""
         again = self._crossed_in not in (0, self._number)
-        if self._hints and again and any(param.grad is not None for param in unit.params):
+        if self._hints and again and any(map(_has_gradient, unit.params)):
             self._hints = False
             logger.warning(
                 "gradients cross nodes a second time since the last optimizer step; if these are "
@@ -292,12 +293,17 @@ class Engine:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
         self._passes.follow(self.units, self._begin_pass, self._end_forward)
         for module in model.modules():
+            module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
             # A partial, as PyTorch sets an attribute on what it is given.
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
-            fsdp2.after_replaced(unit.group, functools.partial(self.staleness.replaced, unit))
+            fsdp2.around_replaced(
+                unit.group,
+                functools.partial(self.staleness.replacing, unit),
+                functools.partial(self.staleness.replaced, unit),
+            )
         follow_optimizers(self)
 
     def _begin_pass(self) -> None:
@@ -325,9 +331,11 @@ class Engine:
                     "collectives; leave them alone, or do not set FCDP up"
                 )
 
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        self.staleness.doubt()
+
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # FSDP2 looks at each parameter of what was loaded into: its unit is in doubt then.
-        self.staleness.ask()
+        self.staleness.loaded()
         for encoded in self._encoded:
             encoded.forget()
 
@@ -403,6 +411,11 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
             f"model: FCDP is set up on it already, with {before.differences(setup)}; must be equal"
         )
     return True
+
+
+def _has_gradient(param: DTensor) -> bool:
+    """Whether a gradient waits for a step that nobody has zeroed; the host waits to see it."""
+    return param.grad is not None and bool(param.grad._local_tensor.any())  # type: ignore[attr-defined]
 
 
 def _check_collectives(unit: Unit) -> None:

@@ -3,8 +3,8 @@
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import engine_of
@@ -23,6 +25,8 @@ from fcdp.publication.files import library
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
 #: Whole tensors by name, in host memory.
 _Tensors = dict[str, torch.Tensor]
+#: Where PyTorch has its collectives: those of groups, those of DTensors.
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -131,7 +135,7 @@ def _write(
         if isinstance(gathered, Exception):
             raise gathered
         if first:
-            with _put_in_place(Path(directory), instead_of) as folder:
+            with _put_in_place(Path(directory), instead_of) as folder, _alone(model):
                 write(folder, gathered)
 
     on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
@@ -166,7 +170,7 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
 
     It has whole parameters, the classes from before FSDP2 and no hooks, so that nothing in it
     communicates. A parameter that was not gathered has no memory (``meta``). Other attributes are
-    the original's own.
+    the original's own: what they hold of the sharded model is refused (``_alone``).
     """
     wholes = {id(state[name]): whole for name, whole in gathered.items()}
     params: dict[nn.Parameter | None, nn.Parameter] = {}
@@ -193,6 +197,52 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
             {name: copies.get(child) for name, child in each._modules.items()}
         )
     return copies[module]
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Refuse in the body, which rank 0 runs alone, whatever the other ranks would have to join.
+
+    A forward of the sharded model is refused before it begins, so that it leaves nothing behind.
+    """
+
+    def refuse(module: nn.Module, *_: Any) -> None:
+        raise _held(f"has called the sharded model's {type(module).__name__}")
+
+    with ExitStack() as stack:
+        stack.enter_context(engine_of(model).topology.failures.alone())
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                stack.enter_context(fsdp2.refusing_forwards(module, refuse))
+        stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+        yield
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Raises ``RuntimeError`` in place of any collective."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it computes on plain tensors, and its collectives come here
+        if func.namespace in _COLLECTIVES:
+            raise _held(f"has begun an exchange with other ranks ({func})")
+        return func(*args, **kwargs or {})
+
+
+def _held(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the model's writer runs on rank 0 alone, on a whole copy of the model, and {what}; an "
+        "attribute of the copy that is no module (a bound method, a partial, a list of modules, a "
+        "parent) still holds the sharded one: have the writer reach modules from self"
+    )
 
 
 @contextmanager

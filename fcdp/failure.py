@@ -131,6 +131,8 @@ class Failures:
         self._failed = 0
         #: Whether the pass under way has failed here.
         self._failing = False
+        #: Whether this rank runs something that it tells the others of itself.
+        self._alone = False
         self._in_backward = False
         #: How many ``waiting`` and ``completing`` the main thread is in, one in another.
         self._depth = 0
@@ -190,7 +192,7 @@ class Failures:
 
         ``final``: it will not come back, and whoever waits for it waits in vain.
         """
-        if self._board is None:
+        if self._board is None or self._alone:
             return
         self._failing = True
         with contextlib.suppress(Exception):  # the error that is announced is what matters
@@ -201,6 +203,15 @@ class Failures:
                 self._give_up(text)
             else:
                 self._board.put(str(self._failed), Announcement(text, self._exchanges))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Announce no error of the body: no other rank runs it, and they learn of it otherwise."""
+        before, self._alone = self._exchanges, True
+        try:
+            yield
+        finally:
+            self._exchanges, self._alone = before, False
 
     def waiting(self) -> Failures:
         """Wrap what issues exchanges or waits for them: ``with failures.waiting(): ...``.
@@ -313,7 +324,8 @@ class Failures:
     def _explain(self, error: BaseException) -> None:
         """Raise the reason for a transport's error; return if it is none."""
         others = RankFailed | torch.OutOfMemoryError
-        if not isinstance(error, RuntimeError) or isinstance(error, others) or self._ranks == 1:
+        no_other = self._ranks == 1 or self._alone
+        if no_other or not isinstance(error, RuntimeError) or isinstance(error, others):
             return
         reason = self._over
         if reason is None:

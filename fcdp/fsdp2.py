@@ -156,6 +156,24 @@ def when_forward_ends(state: Any, then: Callable[[], None]) -> None:
     state._post_forward = torch.compiler.disable(post_forward)
 
 
+@contextmanager
+def refusing_forwards(module: FSDPModule, refuse: Callable[..., None]) -> Iterator[None]:
+    """Have a function that raises called when the module's forward is, or a registered method.
+
+    Before FSDP2 or anybody else has noted that one begins.
+    """
+    own = state(module)
+    before = vars(own).get("_pre_forward")
+    own._pre_forward = refuse
+    try:
+        with module.register_forward_pre_hook(refuse, prepend=True):  # type: ignore[attr-defined]
+            yield
+    finally:
+        del own._pre_forward
+        if before is not None:
+            own._pre_forward = before
+
+
 #: A group's parameters, in the order of its gather.
 _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
@@ -171,7 +189,8 @@ reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
 prefetched = _of(FSDPParamGroup, "_all_gather_result")
 #: The DTensor that the optimizer sees, which a load may replace.
 _sharded = _of(FSDPParam, "sharded_param")
-#: This rank's part of the gather, flat and padded, and the policy with its dtype.
+#: This rank's part of the gather, flat and padded, and the policy with its dtype. FSDP2 keeps the
+#: tensor of the one for as long as the parameter lies there.
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
 # A gradient is reduced from ``.grad`` of the first, which is there once the parameter has been
 # gathered, or from the sum of several that FSDP2 has not reduced.
@@ -213,14 +232,26 @@ def _surround(
     setattr(owner, name, method)
 
 
-def after_replaced(group: Any, then: Callable[[], None]) -> None:
-    """Call a function when a parameter's tensor may be another, or hold what was loaded.
+def around_replaced(group: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
+    """Call functions before parameters' tensors may become others, and after each of them may.
 
-    FSDP2 looks at each parameter after ``Module._apply`` and after a load into its module. Counts
-    of writes begin anew with a new tensor, and may come to the same sum.
+    FSDP2 reshards a module before ``Module._apply``, and looks at each parameter after it and after
+    a load into its module: ``after`` gets whether it lies in other memory now. Counts of writes
+    begin anew with a new tensor, and may come to the same sum.
     """
+
+    def begin() -> None:
+        if by_hand(group):
+            before()
+
+    def look(param: Any, plain: Callable[[], None]) -> None:
+        data, _ = _shard(param)
+        plain()
+        after(_shard(param)[0] is not data and data.numel() > 0)
+
+    _surround(group, "reshard", begin)
     for param in _params(group):
-        _surround(param, "reset_sharded_param", after=then)
+        param.reset_sharded_param = functools.partial(look, param, param.reset_sharded_param)
 
 
 def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -261,9 +292,20 @@ def is_default(collective: object) -> bool:
     return type(collective) in (DefaultAllGather, DefaultReduceScatter)
 
 
-def before_gathers(group: Any, before: Callable[[], None]) -> None:
-    """Have a function called when a gather is asked for; FSDP2 then turns gradients off."""
-    _surround(group, "unshard", before)
+def around_gathers(
+    group: Any,
+    before: Callable[[], None],
+    asked_for: Callable[[], None],
+    resharded: Callable[[], None],
+) -> None:
+    """Have functions called around a group's gathers, by hand or by its forward or backward.
+
+    ``before`` when one is asked for: FSDP2 then turns gradients off. ``asked_for`` if it began, or
+    had begun. ``resharded`` when the group was to reshard, whether ``reshard_after_forward`` has it
+    stay gathered or not.
+    """
+    _surround(group, "unshard", before, asked_for)
+    _surround(group, "reshard", after=resharded)
 
 
 def forget_gather(group: Any) -> None:
@@ -275,6 +317,11 @@ def _whole(param: Any) -> torch.Tensor | None:
     """The gathered parameter, resharded or not; ``None`` before its first gather."""
     whole: torch.Tensor | None = getattr(param, "_unsharded_param", None)
     return whole
+
+
+def part_sizes(group: Any) -> dict[Any, int]:
+    """Elements of this rank's part of each parameter and of its gradient, padding included."""
+    return {param: _shard(param)[0].numel() for param in _params(group)}
 
 
 def with_gradients(group: Any) -> set[Any]:
@@ -343,6 +390,13 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
     others = [each for owner in owners for each in param_groups(owner)]
     for other in others:
         _join(group, other, own._modules_to_run_forward, others)
+    _, complete, _ = _around_passes(group)
+
+    def post_forward(module: Any, args: Any, output: Any) -> Any:
+        # FSDP2 ends a forward that some owners had no part in; it may be read in these still.
+        return output if any(map(_is_gathered, others)) else complete(module, args, output)
+
+    group.post_forward = post_forward
 
 
 def _is_gathered(group: Any) -> bool:
@@ -408,5 +462,5 @@ def leave_open(module: FSDPModule) -> None:
 
 
 def by_hand(group: Any) -> bool:
-    """Whether a gather that is asked for now is ``unshard()``'s: no forward's, no backward's."""
+    """Whether what is asked for now is ``unshard()`` or ``reshard()``: no forward, no backward."""
     return bool(group._training_state == TrainingState.IDLE)

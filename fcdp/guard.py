@@ -39,14 +39,17 @@ class Guard:
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
     all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
-    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers frozen units, for ``check``:
-    steps write the others, whose sums would cost time and memory in each.
+    (:mod:`fcdp.staleness`). Unless it ``detects``, it only remembers what units held, for
+    ``check``: frozen ones when they cross nodes, trained ones, which cross in each step, when
+    something is about to be in doubt.
     """
 
     def __init__(
         self, units: Sequence[Unit], device: torch.device, streams: Streams, *, detects: bool = True
     ) -> None:
         self.detects = detects
+        #: Whether trained units are remembered when they cross nodes, too.
+        self.remembers_all = detects
         self._streams = streams
         self._sum = checksum if streams.on_host else sum_of_words
         #: Sums of each own shard, as last gathered across nodes and at the hits since.
@@ -72,10 +75,16 @@ class Guard:
         """Checksum the ``shard`` (s) as gathered across nodes, in the current stream's order."""
         row = self._of[unit]
         self._look_at(row)
-        if self.detects or not unit.trainable:
+        if self.remembers_all or not unit.trainable:
             row.sums.copy_(self._sum(shard))
         else:
             row.sums.fill_(_UNKNOWN)
+
+    def note(self, unit: Unit) -> None:
+        """Remember a unit that ``remember`` may not have; it is as gathered across nodes."""
+        if unit.trainable and not self.detects:
+            self._streams.current().wait_stream(self._streams.inter_node)
+            self._of[unit].sums.copy_(checksum(unit.shard(self._sums.device)))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.

@@ -66,6 +66,18 @@ class PartialGradients:
         self.discard()
         return total
 
+    def widen(self, parts: Sequence[tuple[int, bool]], nodes: int, device: torch.device) -> None:
+        """Put zeros where the sum has nothing yet.
+
+        ``parts`` are those of one node: how many elements each has, and whether it is there.
+        """
+        count, before = self.count, self._read(device).view(nodes, -1)
+        there = iter(before.split([size for size, has in parts if has], 1))
+        self.discard()
+        wider = [next(there) if has else before.new_zeros(nodes, size) for size, has in parts]
+        self.add(torch.cat(wider, 1).view(-1), owned=True)
+        self.count = count
+
     def discard(self) -> None:
         if self._sum is not None and self.memory is None:
             self.ledger.hold(-self._sum.nbytes)

@@ -44,7 +44,7 @@ class Passes:
         #: Units that it has gathered so far.
         self._gathered: list[Unit] = []
         self._grad_enabled = True
-        #: Units that the user has gathered by ``unshard()`` for the next forward.
+        #: Units that the user has gathered by ``unshard()``, until he or a forward reshards them.
         self._by_hand: set[Unit] = set()
         for unit in self.not_resharded:
             fsdp2.leave_open(unit.module)
@@ -74,10 +74,17 @@ class Passes:
         self.model.register_forward_pre_hook(before, prepend=True)
         self.model.register_forward_hook(after, always_call=True)
         for unit in units:
-            fsdp2.before_gathers(unit.group, functools.partial(self._asked_for, unit))
+            fsdp2.around_gathers(
+                unit.group,
+                self._before_gather,
+                functools.partial(self._asked_for, unit),
+                functools.partial(self._by_hand.discard, unit),
+            )
+
+    def _before_gather(self) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
 
     def _asked_for(self, unit: Unit) -> None:
-        self._grad_enabled = torch.is_grad_enabled()
         if fsdp2.by_hand(unit.group):
             self._by_hand.add(unit)
 
@@ -110,15 +117,15 @@ class Passes:
 
     def drop_prefetched(self, units: Iterable[Unit]) -> None:
         """Forget what a pass prefetched and then skipped: by the next it may be stale."""
+        asked_for = {*self._by_hand}
         for unit in units:
-            if unit not in self._by_hand and fsdp2.prefetched(unit.group) is not None:
+            if unit not in asked_for and fsdp2.prefetched(unit.group) is not None:
                 unit.module.unshard()
                 unit.module.reshard()
-                self._by_hand.discard(unit)
+        self._by_hand &= asked_for  # not what these have gathered with a unit
 
     def _end(self) -> None:
         """A forward has ended; without gradients no backward will come."""
-        self._by_hand.clear()
         if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
             self.let_go()
 

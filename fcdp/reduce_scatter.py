@@ -69,6 +69,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0
         #: FSDP2's parameters that earlier micro-batches gave gradients to.
         self._with_gradients: set[Any] = set()
+        #: Those of them that the partial gradients have.
+        self._summed: set[Any] = set()
 
     @property
     def pending(self) -> bool:
@@ -80,9 +82,10 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> torch.Tensor:
         """Allocate FSDP2's input buffer, or the output buffer that it asks for next.
 
-        Raises ``RuntimeError`` if some of the unit's gradients were given up, or other parameters
-        received gradients, since the last micro-batch: here, as nothing of FSDP2's is queued on the
-        stream of reductions yet that would write to memory which the exception lets go.
+        Raises ``RuntimeError`` if some of the unit's gradients were given up since the last
+        micro-batch, or other parameters received gradients outside of ``fcdp.accumulate``: here, as
+        nothing of FSDP2's is queued on the stream of reductions yet that would write to memory
+        which the exception lets go.
 
         The sum of several micro-batches may be larger than fp16 can hold where each of them is not
         (FSDP2 adds them up in the parameters' dtype): it is handed over in fp32.
@@ -92,13 +95,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if not is_output:
             self.drop_abandoned()
-            partial_numel = numel // self._topology.ranks_per_node
-            if self.pending and self._partials.numel != partial_numel:
-                raise RuntimeError(
-                    f"{self._unit.name}: other parameters received gradients in this micro-batch "
-                    "than in the ones before it; run such micro-batches without fcdp.accumulate, "
-                    "or call set_reduce_scatter_unused_params(True) on the module (torch 2.13)"
-                )
+            self._lacking(numel // self._topology.ranks_per_node)
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
@@ -138,6 +135,8 @@ class HierarchicalReduceScatter(ReduceScatter):
             if topology.ranks_per_node > 1:
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
+        if wider := self._lacking(partial.numel()):
+            self._partials.widen(wider, topology.nodes, partial.device)
         if not self.requires_sync:
             self._keep(partial)
             self._hide()
@@ -187,7 +186,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
 
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
-        elsewhere in a partial gradient: they count as zeros.
+        elsewhere in a partial gradient: they count as zeros. So do, in the sum, those that receive
+        their first gradients now.
         """
         group, reduced = self._unit.group, False
 
@@ -222,6 +222,31 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _keep(self, partial: torch.Tensor) -> None:
         # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
+        self._summed = {*self._with_gradients}
+
+    def _lacking(self, numel: int) -> list[tuple[int, bool]]:
+        """Elements of each parameter with gradients, and whether the sum has it; [] if it has all.
+
+        A micro-batch, of ``numel`` elements, may give gradients to more parameters than those
+        before it. Raises ``RuntimeError`` if they are not known.
+        """
+        if not self.pending or self._partials.numel == numel:
+            return []
+        sizes = fsdp2.part_sizes(self._unit.group)
+        parts = [
+            (size, param in self._summed)
+            for param, size in sizes.items()
+            if param in self._with_gradients
+        ]
+        nodes = self._topology.nodes
+        before = nodes * sum(size for size, has in parts if has)
+        if (before, nodes * sum(size for size, _ in parts)) != (self._partials.numel, numel):
+            raise RuntimeError(
+                f"{self._unit.name}: other parameters received gradients in this backward than in "
+                "the micro-batches that wait to cross nodes; run it under "
+                "fcdp.accumulate(model, last=True)"
+            )
+        return parts
 
     def _hide(self) -> None:
         """Make gradients in ``.grad`` unreadable while others, which are added to them, wait."""

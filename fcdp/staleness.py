@@ -48,7 +48,8 @@ class Staleness:
     - stamps: in-place writes that autograd counts;
     - doubts: loads, tensors that ``model.to`` and the like replace, and a ``state_dict`` that is
       alive may have written. The units' shards are compared with what was last gathered across
-      nodes, by the guard's checksums, which the host waits for;
+      nodes, by the guard's checksums, which the host waits for. Those of trained units are taken
+      before the doubt if ``detect_writes`` is off;
     - contents: checksums of this rank's shards, on the CPU before each pass. On an accelerator the
       host has to wait for them, and does so before a pass without gradients;
     - the guard: checksums of the own shard at each hit, known too late to be healed.
@@ -118,14 +119,32 @@ class Staleness:
         self.ask()
 
     def doubt(self, *units: Unit) -> None:
-        """Have these units' shards compared, or all units': they may be written on this rank."""
+        """Have these units' shards compared, or all units': from now on something may write."""
         for unit in units or self._watched:
-            self._watched[unit].doubted = True
+            watched = self._watched[unit]
+            if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
+                self._guard.note(unit)
+            watched.doubted = True
 
-    def replaced(self, unit: Unit) -> None:
-        """Doubt a unit whose parameters may be other tensors now, with stamps of their own."""
-        self.doubt(unit)
-        self._watched[unit].stamp = -1
+    def replacing(self, unit: Unit) -> None:
+        """Keep in mind what stamps show now: the unit's parameters may be replaced next."""
+        watched = self._watched[unit]
+        watched.written |= not watched.doubted and unit.stamp() != watched.stamp
+
+    def replaced(self, unit: Unit, moved: bool = True) -> None:
+        """Doubt a unit whose parameters may be other tensors now, with stamps of their own.
+
+        Not if nothing shows it: they have not ``moved`` in memory.
+        """
+        watched = self._watched[unit]
+        if moved or unit.stamp() != watched.stamp:
+            watched.doubted, watched.stamp = True, -1
+
+    def loaded(self) -> None:
+        """Doubt all units: a load may have written, by whatever means. Every rank must call it."""
+        for watched in self._watched.values():
+            watched.doubted = True
+        self.ask()
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Doubt all units: somebody is given their memory and may write to it unseen.
@@ -136,6 +155,7 @@ class Staleness:
         given = [weakref.ref(tensor) for tensor in tensors]
         if given and self._topology.nodes > 1:  # else nothing is kept
             self._handed_out += given
+            self._guard.remembers_all = True
             self.doubt()
 
     def conclude(self) -> None:
@@ -232,6 +252,7 @@ class Staleness:
         for (_, each), lacking in zip(watched, lacks, strict=False):
             each.entry.based = not lacking
         self._handed_out = [ref for ref in self._handed_out if ref() is not None]
+        self._guard.remembers_all = self._guard.detects or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
             each.entry.generation += stale
             each.stamp, each.contents = stamp, now

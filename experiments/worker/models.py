@@ -1,6 +1,5 @@
 """The models of cells: those built in, by ``transformers``' configurations, and users' own."""
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from experiments.worker import convolutional, images
 from fcdp import Topology
 from fcdp.arguments import blocks_of
 from fcdp.blocks import find_blocks
+from fcdp.cache.named import imported
 from fcdp.checksum import checksum
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
@@ -223,16 +223,15 @@ def find_function(name: str, where: str) -> Callable[..., Any]:
 
     Raises ``ValueError`` where there is none.
     """
-    module, _, attribute = name.partition(":")
     try:
-        function: Any = getattr(importlib.import_module(module), attribute, None)
-    except (ImportError, SystemExit) as error:
+        function: Any = imported(name)
+    except ValueError as error:
         raise ValueError(
-            f"{where}: {module} cannot be imported: {error}; each node imports it from the folder "
-            "that ranks start in, this repository's, or from installed packages"
+            f"{where}: {name} {error}; each node imports it from the folder that ranks start in, "
+            "this repository's, or from installed packages"
         ) from error
     if not callable(function):
-        raise ValueError(f"{where}: {module} has no function {attribute!r}")
+        raise ValueError(f"{where}: {name} is no function")
     return cast(Callable[..., Any], function)
 
 

@@ -47,12 +47,17 @@ def parse(text: str) -> CachePolicy:
         raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(FORMS)}") from error
 
 
-def _own(name: str, arguments: dict[str, str]) -> CachePolicy:
-    """A policy that is not this library's. Nothing but a policy's class is called."""
+def imported(name: str) -> Any:
+    """What ``package.module:name`` names. Raises ``ValueError`` where it cannot be imported."""
     try:
-        kind: Any = pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # what a module does while it is imported
         raise ValueError(f"cannot be imported: {error}") from error
+
+
+def _own(name: str, arguments: dict[str, str]) -> CachePolicy:
+    """A policy that is not this library's. Nothing but a policy's class is called."""
+    kind: Any = imported(name)
     if not (isinstance(kind, type) and callable(getattr(kind, "place", None))):
         raise ValueError("is no class with a method place")
     values = {key: _value(text) for key, text in arguments.items()}

@@ -66,13 +66,12 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
     background.agree(
         lambda: check_files(shards, layout.files, part=topology.rank, parts=topology.world_size)
     )
+    engine.staleness.doubt()
     try:
         reader = _Reader(shards, layout.metadata)
         state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
-    finally:
-        engine.staleness.doubt()
     model.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     return commit.extra

@@ -25,7 +25,7 @@ class NoFailures:
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    completing = waiting
+    alone = completing = waiting
 
     def backward_runs(self, *_: Any, **__: Any) -> None: ...
 

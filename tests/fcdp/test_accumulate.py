@@ -98,10 +98,13 @@ def _refuse_reads(params: list[Any]) -> None:
 
 
 #: The layers that each micro-batch of each step uses.
-USED = [[[L, L]], [[BOTH, L]], [[BOTH, L, R, BOTH]], [[BOTH, R], [L, L], [BOTH]]]
+USED = [
+    *([[L, L]], [[BOTH, L]], [[BOTH, L, R, BOTH]], [[BOTH, R], [L, L], [BOTH]]),
+    *([[L, R]], [[R, L, BOTH], [L, BOTH, R], [R]]),
+]
 
 
-@cases(*product(USED, (True, False)), ([[L, R]], True), shapes=[PAIR])
+@cases(*product(USED, (True, False)), shapes=[PAIR])
 def test_what_only_some_micro_batches_use_is_reduced_with_the_last(
     run: Run, steps: list[list[str]], own_units: bool
 ) -> None:

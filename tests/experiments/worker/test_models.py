@@ -147,7 +147,7 @@ def test_configurations_that_cannot_be_trained_name_the_key(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("nonesuch", "tests.experiments.own_model has no function 'nonesuch'"),
+        ("nonesuch", "module 'tests.experiments.own_model' has no attribute 'nonesuch'"),
         ("without_blocks", "at least 1; it returned none"),
         ("with_blocks_of_another", "at least 1; blocks[0]: Sequential is not a submodule of"),
         ("model_alone", "a tuple of the model and its blocks, at least 1; it returned a Model"),
@@ -161,7 +161,7 @@ def test_functions_that_make_no_model_name_the_key(function: str, message: str) 
     assert error.startswith("function: tests.experiments.own_model")
     assert message in error
     assert len(error.splitlines()) == 1
-    with pytest.raises(ValueError, match=r"^mine.yaml:9: workload.loss: nowhere cannot be import"):
+    with pytest.raises(ValueError, match=r"^mine.yaml:9: workload.loss: nowhere:loss cannot be "):
         models.find_function("nowhere:loss", "mine.yaml:9: workload.loss")
 
 

@@ -227,7 +227,7 @@ def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_
     [
         ("one_reward_for_all", r"returned \(1,\) for 8 answers; it must return"),
         ("not_a_number", "a tensor with a finite number for each"),
-        ("nothing", "own_model has no function 'nothing'"),
+        ("nothing", "own_model' has no attribute 'nothing'"),
     ],
 )
 def test_a_users_reward_is_checked(reward: str, problem: str) -> None:

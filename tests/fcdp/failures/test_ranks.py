@@ -343,6 +343,22 @@ def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
 
 
 @on_ranks(2)
+def test_what_one_rank_runs_alone_is_no_failure_of_a_pass() -> None:
+    with polling_often():
+        exchanges = Exchanges("alone")
+        exchanges.begin()
+        if exchanges.rank == 0:
+            with pytest.raises(RuntimeError, match="^refused$"), exchanges.failures.alone():
+                try:
+                    with exchanges.failures.waiting():
+                        raise RuntimeError("refused")
+                finally:
+                    exchanges.failures.forward_ends()
+        exchanges.begin()
+        exchanges.run()
+
+
+@on_ranks(2)
 def test_a_connection_that_breaks_is_announced_to_all() -> None:
     """Rank 0's connection has broken in a wait: all learn of it in their next exchanges."""
     with polling_often():

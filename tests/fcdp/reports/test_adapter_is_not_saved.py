@@ -1,5 +1,6 @@
 """A trained adapter is written whole, whatever peft looks at to write it, and is read again."""
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import peft
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fcdp
@@ -227,3 +228,91 @@ def test_a_writer_of_ones_own_may_use_the_model_as_if_it_were_whole(tmp_path: Pa
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
     if torch.distributed.get_rank() == 0:
         torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
+
+
+class Holding(Curious):
+    """A model whose writer calls an attribute."""
+
+    held: Callable[[Any], object]
+
+    def save_pretrained(self, directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        (Path(directory) / "begun").touch()
+        self.held(self)
+
+
+def by_bound_method(model: Any) -> Callable[[Any], object]:
+    forward = model.forward
+    return lambda plain: forward(INPUT)
+
+
+def by_parent(model: Any) -> Callable[[Any], object]:
+    vars(model.blocks[0])["parent"] = model
+    return lambda plain: plain.blocks[0].parent(INPUT)
+
+
+def by_list(model: Any) -> Callable[[Any], object]:
+    blocks = [*model.blocks]
+    return lambda plain: blocks[1](INPUT)
+
+
+def by_list_of_gathered(model: Any) -> Callable[[Any], object]:
+    blocks = [*model.blocks]
+    return lambda plain: blocks[1].unshard()
+
+
+def by_parameters(model: Any) -> Callable[[Any], object]:
+    params = [*model.parameters()]
+    return lambda plain: [param.full_tensor() for param in params]
+
+
+def by_registered_method(model: Any) -> Callable[[Any], object]:
+    register_fsdp_forward_method(model, "generate")
+    return lambda plain: plain.generate(INPUT)
+
+
+INPUT = torch.ones(1, 8)
+#: How a writer reaches the sharded model, as a function of it.
+REACHES: dict[str, Callable[[Any], Callable[[Any], object]]] = {
+    "bound method": by_bound_method,
+    "partial": lambda model: functools.partial(lambda m, plain: m(INPUT), model),
+    "list": by_list,
+    "list, by hand": by_list_of_gathered,
+    "parent": by_parent,
+    "registered method": by_registered_method,
+    "parameters": by_parameters,
+    "a collective of its own": lambda model: lambda plain: torch.distributed.barrier(),
+}
+
+
+def lossy(wrote: bool, reach: str, directory: Path) -> list[float]:
+    """Losses of a training in which writers fail."""
+    torch.manual_seed(0)
+    plain = Holding()
+    Holding.generate = Curious.forward  # type: ignore[attr-defined]
+    model: Any = fcdp.shard(plain, topology_of(2, 1))
+    held = REACHES[reach](model)
+    optimizer, losses = optimizer_of(model), []
+    for step in range(4):
+        if wrote and step in (1, 2):
+            model.held = held
+            with pytest.raises(RuntimeError, match="runs on rank 0 alone"):
+                fcdp.export(model, directory)
+            assert not [*directory.iterdir()]
+        losses.append(take_step(model(INPUT * step).square().mean(), optimizer))
+        with torch.no_grad():
+            losses.append(float(model(INPUT).sum()))
+    model.held = lambda plain: plain(INPUT)
+    fcdp.export(model, directory)
+    assert [path.name for path in directory.iterdir()] == ["begun"]
+    return losses
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@on_ranks(2)
+def test_a_writer_that_reaches_the_sharded_model_is_an_error_on_all_ranks(
+    reach: str, tmp_path: Path
+) -> None:
+    """At once, and training goes on as if nothing had been written."""
+    losses = [lossy(wrote, reach, tmp_path / str(wrote)) for wrote in (False, True)]
+    assert losses[0] == losses[1]
+    assert len({*losses[0]}) == len(losses[0])

@@ -1,6 +1,10 @@
-"""After `model.to`, or a load of adapters, frozen weights cross nodes again that nobody changed."""
+"""After `model.to`, or a load of adapters, weights cross nodes again that nobody changed.
+
+Frozen ones in the next step, trained ones in the next micro-batch.
+"""
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,23 +242,54 @@ def trained(
     return [*losses, params_of(run.model)], sent
 
 
-def same(settings: Settings, engine: str, event: Event, directory: Path) -> tuple[Any, Any]:
+def in_micro_batches(
+    settings: Settings, engine: str, event: Event | None, directory: Path
+) -> tuple[list[Any], list[int]]:
+    """The same of steps of three micro-batches, and the bytes of those after the event."""
+    run = Trained(settings, engine, directory)
+    losses, sent = [], []
+    for _ in range(STEPS):
+        for micro_batch in range(3):
+            if micro_batch == 1 and event is not None:
+                event(run)
+            if micro_batch == 1 and engine != "fsdp2":
+                fcdp.ledger(run.model).reset()
+            loss = run.loss()
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if engine != "fsdp2":
+            sent.append(fcdp.ledger(run.model).total("inter_node"))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return [*losses, params_of(run.model)], sent
+
+
+Training = Callable[[Settings, str, Event | None, Path], tuple[list[Any], list[int]]]
+
+
+def same(
+    settings: Settings, engine: str, event: Event, directory: Path, train: Training
+) -> tuple[Any, Any]:
     """Compare with FSDP2; return the bytes of each step, and of undisturbed ones."""
-    (*losses, params), _ = trained(settings, "fsdp2", event, directory)
-    (*ours, our_params), sent = trained(settings, engine, event, directory)
+    (*losses, params), _ = train(settings, "fsdp2", event, directory)
+    (*ours, our_params), sent = train(settings, engine, event, directory)
     assert ours == losses, (ours, losses)
     for name, param in params.items():
         assert torch.equal(our_params[name], param), name
-    return sent, trained(settings, engine, None, directory)[1]
+    return sent, train(settings, engine, None, directory)[1]
 
 
-def nothing_crosses(settings: Settings, engine: str, event: Event, directory: Path) -> None:
-    sent, undisturbed = same(settings, engine, event, directory)
+def nothing_crosses(
+    settings: Settings, engine: str, event: Event, directory: Path, train: Training = trained
+) -> None:
+    sent, undisturbed = same(settings, engine, event, directory, train)
     assert sent == undisturbed
 
 
-def one_unit_crosses(settings: Settings, engine: str, event: Event, directory: Path) -> None:
-    sent, undisturbed = same(settings, engine, event, directory)
+def one_unit_crosses(
+    settings: Settings, engine: str, event: Event, directory: Path, train: Training = trained
+) -> None:
+    sent, undisturbed = same(settings, engine, event, directory, train)
     more = {mine - usual for mine, usual in zip(sent, undisturbed, strict=True)}
     assert len(more) == 1
     assert min(more) > 0, "the unit of that element, once"
@@ -292,3 +327,95 @@ def test_one_element_that_one_rank_changes_is_seen_by_all(
 ) -> None:
     settings = replace(LORA, detect_writes=detects)
     on(place, ranks, apart).run(2, one_unit_crosses, settings, engine, event, tmp_path)
+
+
+def state_dict(run: Trained) -> None:
+    assert run.state
+
+
+def load_through_the_modules(run: Trained) -> None:
+    for block in run.model.blocks:
+        block.load_state_dict(copied(block.state_dict()))
+
+
+def trained_weight(run: Trained) -> str:
+    return next(name for name in run.adapters if re.match(r"blocks\.1\..*up\.weight", name))
+
+
+def load_of_another_adapter(run: Trained) -> None:
+    state = copied(run.adapters)
+    element(state[trained_weight(run)]).add_(1)
+    run.model.load_state_dict(state, strict=False)
+
+
+def adapter_in_a_state_dict(run: Trained) -> None:
+    element(run.state[trained_weight(run)].detach()).add_(1)
+
+
+def adapter_and_then_to(run: Trained) -> None:
+    """What counts the write is gone when the ranks agree, and begins anew."""
+    param = run.model.get_parameter(trained_weight(run))
+    with torch.no_grad():
+        element(param).add_(1)
+        param.add_(1)
+    run.model.to(torch.get_default_device())
+
+
+def to_and_then_adapter(run: Trained) -> None:
+    run.model.to(torch.get_default_device())
+    with torch.no_grad():
+        element(run.model.get_parameter(trained_weight(run))).add_(1)
+
+
+BETWEEN: list[tuple[Callable[..., None], Event]] = [
+    *(
+        (nothing_crosses, event)
+        for event in (
+            to_where_it_is,
+            state_dict,
+            load_of_adapters,
+            state_that_is_kept,
+            load_through_the_modules,
+            move_of_a_block,
+            load_of_everything,
+            distributed_load_of_adapters,
+        )
+    ),
+    (one_unit_crosses, load_of_another_adapter),
+    (one_unit_crosses, adapter_in_a_state_dict),
+    (one_unit_crosses, adapter_and_then_to),
+    (one_unit_crosses, to_and_then_adapter),
+]
+OWN_UNITS = replace(LORA, adapter_rank=3, reshard_after_forward=True)
+#: What a quick run has of an event, in turn.
+WAYS_BETWEEN = [
+    (LORA, "fcdp", False, "cpu"),
+    (OWN_UNITS, "fcdp", False, "streams"),
+    (LORA, "cache_parameters", False, "cpu"),
+    (Settings(2, 1), "fcdp", False, "cpu"),
+    (OWN_UNITS, "fcdp", True, "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "event", "settings", "engine", "detects", "place"),
+    [
+        (*case, *way) if number == at % len(WAYS_BETWEEN) else in_ci(*case, *way)
+        for at, case in enumerate(BETWEEN)
+        for number, way in enumerate(WAYS_BETWEEN)
+    ],
+)
+def test_micro_batches_after_an_event_send_what_has_changed(
+    check: Callable[..., None],
+    event: Event,
+    settings: Settings,
+    engine: str,
+    detects: bool,
+    place: str,
+    ranks: Pools,
+    apart: Pools,
+    tmp_path: Path,
+) -> None:
+    settings = replace(settings, detect_writes=detects)
+    pools = on(place, ranks, apart)
+    pools.run(2, check, settings, engine, event, tmp_path, in_micro_batches)

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 import fcdp
 from tests.fcdp.on_streams import OnStreams
-from tests.fcdp.training import Run, Settings, loss_of, params_of
+from tests.fcdp.training import WIDTH, Run, Settings, loss_of, params_of
 from tests.ranks import Pools
 from tests.tiers import in_ci
 
@@ -204,3 +205,42 @@ def test_training_goes_on_after_the_setting_is_taken_back(ranks: Pools) -> None:
     ours, theirs = (ranks.run(4, train_after, engine) for engine in ("fcdp", "fsdp2"))
     for mine, others in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(others, rel=1e-6)
+
+
+def read_by_hand(engine: str, adapter_rank: int) -> list[Any]:
+    """What is read of a block that was gathered by hand, around calls of the other one."""
+    run = Generating(settings_of(adapter_rank, True), engine)
+    seen: list[Any] = [run.step()]
+    first, second = run.whole.blocks
+    x = torch.ones(2, WIDTH)
+
+    def read() -> None:
+        params = [*second.parameters()]
+        assert not any(isinstance(param, DTensor) for param in params), "gathered"
+        seen.extend(param.detach().clone() for param in params)
+
+    for unit in units(run.model):
+        unit.unshard()
+    with torch.no_grad():
+        for _ in range(3):  # the second gathers again what the first has resharded
+            seen.append(first(x))
+            read()
+        seen.append(second(x))
+    seen += [run.step(), run.step()]
+    for unit in (first, second):
+        unit.unshard()
+    read()
+    return [*seen, *run.forwards(1), run.step()]
+
+
+@pytest.mark.parametrize("adapter_rank", [1, in_ci(3)])
+def test_what_is_gathered_by_hand_stays_so_when_others_are_called(
+    ranks: Pools, adapter_rank: int
+) -> None:
+    ours, theirs = (
+        ranks.run(4, read_by_hand, engine, adapter_rank) for engine in ("fcdp", "fsdp2")
+    )
+    for mine, others in zip(ours, theirs, strict=True):
+        assert len(mine) == len(others)
+        for value, other in zip(mine, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)

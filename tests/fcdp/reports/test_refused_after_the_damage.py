@@ -43,6 +43,12 @@ def tied(first: str, second: str) -> Callable[[], Net]:
     return make
 
 
+def tied_thrice() -> Net:
+    model = BLOCKS()
+    model.head.weight = model.layers[0][0].weight  # type: ignore[index]
+    return model
+
+
 def shared() -> Net:
     """A model with one module inside of two blocks."""
     model = Net()
@@ -76,7 +82,15 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
     "two lists": (
         BLOCKS,
         lambda model: [[*model.layers[:2]], [*model.layers[2:]]],
-        "layers.0.0.weight and layers.2.0.weight are one parameter",
+        "layers.0.0.weight and layers.2.0.weight are one parameter, in two units; must be in one: "
+        "a list of modules, units=[[model.layers.0, model.layers.1, model.layers.2, "
+        "model.layers.3], ...]",
+    ),
+    "two blocks and the head": (
+        tied_thrice,
+        lambda model: None,
+        "layers.0.0.weight, layers.2.0.weight and head.weight are one parameter, in 3 units; must "
+        "be in one: a list of modules, units=[[model.layers.0, model.layers.2, model.head], ...]",
     ),
     "a scalar": (scalar, lambda model: None, "temperature: has no dimension to shard"),
     "a container": (

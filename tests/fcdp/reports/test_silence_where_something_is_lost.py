@@ -65,6 +65,9 @@ def test_micro_batches_without_accumulate(ranks_per_node: int) -> None:
         run.loss().backward()
         run.optimizer.zero_grad()  # a step that was skipped
         run.step()
+        run.loss().backward()
+        run.optimizer.zero_grad(set_to_none=False)
+        run.step()
         (run.loss() + run.loss()).backward()  # both cross in one backward
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=False)
