@@ -2,6 +2,7 @@
 
 import pytest
 
+from baselines.encoding import EXPONENTS
 from experiments.records.modelled import framed, why_not_simulated
 from experiments.records.record import Record, read
 from experiments.records.select import FILE
@@ -96,6 +97,9 @@ def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> Non
     for record in records:
         payload = ledger(record)
         if not payload or why_not_simulated(record.cell) is not None:
+            continue
+        # The ledger is the first node's, and what is coded exactly differs from node to node.
+        if getattr(record.cell.settings, "reduce_codec", "none") in EXPONENTS:
             continue
         beside = record.measurement.inter_node_bytes_per_step - payload
         assert 0 < beside < framing_bytes(*framed(record.cell), payload), record.cell_id
