@@ -50,14 +50,17 @@ class Anatomy:
     unused: tuple[nn.Parameter, ...]
     #: Names of trained ones that are among both of the first, such as a tied embedding.
     tied: tuple[str, ...]
-    #: Elements of one token's activations between blocks.
+    tied_bytes: int
+    #: Elements of one token's activations between blocks, and tokens of a sequence of the batch
+    #: that have none: a loss may drop the last, which has nothing to predict.
     width: int
+    dropped: int
 
     def cut(self, blocks: Sequence[nn.Module], stages: int) -> list[range]:
-        """Cut blocks into stages of about equal cost: of their matrices and of the head's.
+        """Cut blocks into stages, each cut nearest an equal share of all matrices, the head's too.
 
-        An embedding costs nothing: it is looked up. Raises ``ValueError`` for more stages than
-        blocks.
+        An embedding costs nothing, as it is looked up; all experts of a block count. Raises
+        ``ValueError`` for more stages than blocks.
         """
         if stages > len(blocks):
             raise ValueError(
@@ -110,6 +113,8 @@ class _Look:
         #: By block: what it took, and what was handed on in the place of what it returned.
         self._took: list[torch.Tensor] = []
         self._handed_on: list[torch.Tensor] = []
+        #: What blocks return beside it.
+        self._beside: list[torch.Tensor] = []
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -137,29 +142,38 @@ class _Look:
 
     def _end(self, index: int, returned: Any) -> Any:
         leaves, structure = tree_flatten(returned)
-        at = _the_one(leaves, f"block {index} returns")
+        # Some return attention's weights too, which models do not use; ``read`` sees to it.
+        shape, places = self._took[-1].shape, _depending(leaves)
+        alike = [at for at in places if leaves[at].shape == shape]
+        if len(alike) != 1:
+            raise _cannot(f"block {index} returns {len(alike)} tensors like the one that it takes")
         plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        self._seams.append(Seam(self._argument, at, plain, structure))
-        self._handed_on.append(leaves[at].detach().requires_grad_())
-        return tree_unflatten(_put(leaves, at, self._handed_on[-1]), structure)
+        self._seams.append(Seam(self._argument, alike[0], plain, structure))
+        for at in places:
+            leaves[at] = leaves[at].detach().requires_grad_()
+            (self._handed_on if at == alike[0] else self._beside).append(leaves[at])
+        return tree_unflatten(leaves, structure)
 
     def read(self, loss: torch.Tensor) -> Anatomy:
         """Read off the graph what depends on what, once the forward has ended."""
         if len(self._handed_on) != len(self._blocks):
             raise _cannot(f"{len(self._handed_on)} of its {len(self._blocks)} blocks are called")
-        *earlier, last = self._handed_on
+        *earlier, last = [*self._beside, *self._handed_on]
         after = _reached(loss, [*earlier, last, *self.outside])
         if not _is_in(last, after) or any(_is_in(each, after) for each in earlier):
             raise _cannot("its loss depends on other blocks than the last one directly")
         before = _reached(self._took[0], self.outside)
         used, both = [*before, *after], [each for each in before if _is_in(each, after)]
+        tied = {name: param for name, param in self._trained.items() if _is_in(param, both)}
         return Anatomy(
             seams=tuple(self._seams),
             before=tuple(p for p in self.outside if _is_in(p, before)),
             after=tuple(p for p in self.outside if _is_in(p, after)),
             unused=tuple(p for p in self.outside if not _is_in(p, used)),
-            tied=tuple(name for name in self._trained if _is_in(self._trained[name], both)),
-            width=self._took[0].numel() // (_TOKENS - 1),
+            tied=tuple(tied),
+            tied_bytes=sum(param.nbytes for param in tied.values()),
+            width=self._took[0].numel() // self._took[0].shape[1],
+            dropped=_TOKENS - self._took[0].shape[1],
         )
 
 
@@ -179,6 +193,8 @@ def _trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
 def _reached(end: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those of ``starts`` that ``end`` depends on."""
     tracked = [each for each in starts if each.requires_grad]
+    if not tracked:
+        return []
     ones = torch.ones_like(end)
     gradients = torch.autograd.grad(end, tracked, ones, retain_graph=True, allow_unused=True)
     return [each for each, grad in zip(tracked, gradients, strict=True) if grad is not None]
@@ -194,6 +210,12 @@ def _the_one(leaves: Sequence[Any], who: str) -> int:
     if len(places) != 1:
         raise _cannot(f"{who} {len(places)} tensors that depend on parameters, not 1")
     return places[0]
+
+
+def _depending(leaves: Sequence[Any]) -> list[int]:
+    """The places of tensors that depend on parameters."""
+    depends = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+    return [at for at, each in enumerate(depends) if each]
 
 
 def _put(leaves: Sequence[Any], at: int, tensor: torch.Tensor) -> list[Any]:

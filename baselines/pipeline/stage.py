@@ -23,8 +23,11 @@ from baselines.strategy import Job, Loss
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Left(Exception):
-    """What the last own block returned: the rest of the forward is another stage's."""
+class _Left(BaseException):
+    """What the last own block returned: the rest of the forward is another stage's.
+
+    No ``Exception``, which a model or a loss may catch.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -60,18 +63,28 @@ class Stage(nn.Module):
         anatomy: Anatomy,
         runs: Sequence[range],
         index: int,
+        *,
+        tracks: bool = False,
     ) -> None:
-        """Cut all but stage ``index`` out of the model. ``runs``: the blocks of each stage."""
+        """Cut all but stage ``index`` out of the model.
+
+        ``runs``: the blocks of each stage. ``tracks``: what is handed on needs a gradient in any
+        case, also where nothing before it is trained.
+        """
         super().__init__()
         self.model = model
         #: What is called with the model and a micro-batch.
         self.function: Loss = job.loss
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(runs) - 1
+        self._tracks = tracks
+        #: Bytes that the last micro-batch has handed on, and that its gradient hands back: none
+        #: where nothing before this stage is trained.
+        self.left_bytes = self.gradient_bytes = 0
         run = runs[index]
         own = [*blocks[run.start : run.stop]]
         self._seams = anatomy.seams[run.start], anatomy.seams[run.stop - 1]
-        self._arrived: torch.Tensor | Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._arrived: torch.Tensor | Callable[[], torch.Tensor] | None = None
         stand_ins = {
             id(block): _Elsewhere(block, seam)
             for block, seam in zip(blocks, anatomy.seams, strict=True)
@@ -101,15 +114,19 @@ class Stage(nn.Module):
             return self.function(self.model, batch)
         except _Left as left:
             # A schedule that detaches outputs in place cannot detach views.
-            tensor = left.tensor
-            return tensor.clone() if tensor._is_view() else tensor
+            tensor = left.tensor.clone() if left.tensor._is_view() else left.tensor
+            self.left_bytes = tensor.nbytes
+            if self._tracks and torch.is_grad_enabled() and not tensor.requires_grad:
+                return tensor.detach().requires_grad_()
+            return tensor
         finally:
             self._arrived = None
 
     def _arrive(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         at, arrived = self._seams[0].argument, self._arrived
-        leaves[at] = arrived(leaves[at]) if callable(arrived) else arrived
+        leaves[at] = tensor = arrived() if callable(arrived) else arrived
+        self.gradient_bytes = tensor.nbytes * tensor.requires_grad
         return tree_unflatten(leaves, structure)
 
     def _leave(self, _: nn.Module, __: Any, returned: Any) -> None:

@@ -11,7 +11,8 @@ come before and after the schedule alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def build(model: nn.Module, job: Job) -> Pipeline:
 
     Raises ``ValueError`` for a model that cannot be cut, or not so often.
     """
-    topology, per_node = job.topology, settings_of(job).stages_per_node
+    topology, per_node = job.topology, _settings_of(job).stages_per_node
     if topology.nodes == 1 and per_node > 1:
         raise ValueError(f"stages_per_node = {per_node}: allowed on one node is 1")
     anatomy = look(model, job)
@@ -43,17 +44,37 @@ def build(model: nn.Module, job: Job) -> Pipeline:
     indices = range(topology.node, len(runs), topology.nodes)
     # The model itself is cut last, since it is whole no longer then.
     copies = [skeleton(model, job.blocks) for _ in indices[1:]]
+    # Zero bubble finds the parameters of a stage from its input on.
+    tracks = _settings_of(job).pipeline_schedule == "zb"
+    messages = _messages(job, anatomy, runs, all_back=tracks)  # while the model is whole
     stages = [
-        Stage(*each, job, anatomy, runs, index)
+        Stage(*each, job, anatomy, runs, index, tracks=tracks)
         for each, index in zip([*copies, (model, job.blocks)], indices, strict=True)
     ]
     mesh = _mesh(job)
     for stage in stages:
         _shard(stage, mesh, job.dtype)
-    return Pipeline(model, job, anatomy, stages)
+    return Pipeline(model, job, anatomy, stages, messages)
 
 
-def settings_of(job: Job) -> PipelineSettings:
+def _messages(job: Job, anatomy: Anatomy, runs: Sequence[range], *, all_back: bool) -> list[int]:
+    """By node, how many tensors a micro-batch has it hand on and back to other nodes.
+
+    A gradient goes back to a stage that is trained, or that comes after one that is; or to all.
+    """
+    nodes = job.topology.nodes
+    if nodes == 1:
+        return [0]
+    counts = [0] * nodes
+    trained = any(param.requires_grad for param in anatomy.before)
+    for index, run in enumerate(runs):
+        counts[index % nodes] += (index > 0 and (trained or all_back)) + (index < len(runs) - 1)
+        blocks = job.blocks[run.start : run.stop]
+        trained |= any(param.requires_grad for block in blocks for param in block.parameters())
+    return counts
+
+
+def _settings_of(job: Job) -> PipelineSettings:
     """The job's settings, as ``baselines.strategy.load`` has checked them."""
     assert isinstance(job.settings, PipelineSettings), f"{job.settings!r}: must be a pipeline's"
     return job.settings
@@ -62,7 +83,7 @@ def settings_of(job: Job) -> PipelineSettings:
 def _mesh(job: Job) -> DeviceMesh:
     """The ranks of this node, which shard a stage or replicate it."""
     topology = job.topology
-    shards = topology.ranks_per_node if settings_of(job).within_stage == "sharded" else 1
+    shards = topology.ranks_per_node if _settings_of(job).within_stage == "sharded" else 1
     sizes = topology.nodes, topology.ranks_per_node // shards, shards
     names = "stage", "replicate", "shard"
     mesh = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
@@ -85,10 +106,16 @@ class Pipeline(Trainable):
     """The stages of one rank, and the schedule by which they compute."""
 
     def __init__(
-        self, model: nn.Module, job: Job, anatomy: Anatomy, stages: Sequence[Stage]
+        self,
+        model: nn.Module,
+        job: Job,
+        anatomy: Anatomy,
+        stages: Sequence[Stage],
+        messages: Sequence[int],
     ) -> None:
+        """``messages``: by node, how many tensors a micro-batch has it hand on and back."""
         super().__init__(model, job, closed_form_bytes=0.0)
-        topology, settings = job.topology, settings_of(job)
+        topology, settings = job.topology, _settings_of(job)
         self.stages = stages
         self._group = topology.inter
         self._micro_batches = topology.nodes * job.accumulation
@@ -102,12 +129,18 @@ class Pipeline(Trainable):
             self._micro_batches,
         )
         self._tied = _Tied(job, anatomy.tied, stages)
-        self._width = anatomy.width
+        self._anatomy, self._messages = anatomy, messages
+        #: The shape of a step's micro-batches, which PyTorch's schedules take for all steps'.
+        self._shape: torch.Size | None = None
         params = [p for each in stages for p in each.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(params, job)
         self._sent: dict[str, float] = {}
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; returns the mean loss of all ranks of this pipeline, a scalar.
+
+        Raises ``ValueError`` for micro-batches of another shape than those of the first step.
+        """
         batches = self._of_all_stages(micro_batches)
         losses: list[torch.Tensor] = []
         with self._timed("pipeline"):
@@ -125,6 +158,12 @@ class Pipeline(Trainable):
     def _of_all_stages(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """The micro-batches of all ranks of this pipeline, one after another, in their order."""
         own = torch.cat([*micro_batches])
+        self._shape = self._shape or own.shape
+        if own.shape != self._shape:
+            raise ValueError(
+                f"micro-batches of a step have shape {tuple(own.shape)} together: a pipeline "
+                f"allows that of its first step alone, {tuple(self._shape)}"
+            )
         # Four bytes hold any token.
         sent = own.int() if own.dtype == torch.int64 else own
         parts = [torch.empty_like(sent) for _ in range(self.job.topology.nodes)]
@@ -142,23 +181,23 @@ class Pipeline(Trainable):
 
     def _count(self, batches: torch.Tensor) -> None:
         """Count what this rank has sent in the step, and what the busiest node must send."""
-        nodes, dtype = self.job.topology.nodes, self.job.dtype
-        # The loss predicts the tokens after the first.
-        positions = len(batches) * (batches.shape[1] - 1)
-        crossing = float(positions * self._width * dtype.itemsize) * (nodes > 1)
+        topology, anatomy, count = self.job.topology, self._anatomy, self._micro_batches
+        nodes, tied = topology.nodes, float(self._tied.nbytes)
         tokens = (nodes - 1) * batches.numel() / nodes * 4
-        tied = float(self._tied.nbytes)
-        forwards = sum(not each.is_last for each in self.stages)
-        backwards = sum(not each.is_first for each in self.stages)
+        across = self.stages if nodes > 1 else ()
         for phase, sent in {
-            "forward": forwards * crossing + tokens,
-            "backward": backwards * crossing,
+            "forward": count * sum(each.left_bytes for each in across) + tokens,
+            "backward": float(count * sum(each.gradient_bytes for each in across)),
             "reduce": tied,
         }.items():
             self._sent[phase] = self._sent.get(phase, 0.0) + sent
-        ends = (2 * settings_of(self.job).stages_per_node - 1) * crossing + tied
-        inner = 2 * settings_of(self.job).stages_per_node * crossing * (nodes > 2)
-        self.closed_form_bytes = self.job.topology.ranks_per_node * (tokens + max(ends, inner))
+        positions = len(batches) * (batches.shape[1] - anatomy.dropped)
+        message = positions * anatomy.width * self.job.dtype.itemsize
+        shards = _settings_of(self.job).within_stage == "sharded"
+        tied_part = anatomy.tied_bytes / (topology.ranks_per_node if shards else 1) * (nodes > 1)
+        ends = max(self._messages[0], self._messages[-1]) * message + tied_part
+        least = tokens + max(ends, max(self._messages) * message)
+        self.closed_form_bytes = topology.ranks_per_node * float(least)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         ranks = self.job.topology.ranks_per_node
@@ -167,26 +206,20 @@ class Pipeline(Trainable):
         return {"inter_node": sent}
 
     def take_metrics(self) -> Mapping[str, Any]:
-        settings, nodes = settings_of(self.job), self.job.topology.nodes
+        settings, nodes = _settings_of(self.job), self.job.topology.nodes
         count = self._micro_batches
         waits = schedules.bubble(settings.pipeline_schedule, nodes, settings.stages_per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Each rank's examples go through the stages in turn."""
+        """Each rank's examples go through the stages in turn, whatever their shapes."""
         batches: list[Any] = [None] * self.job.topology.nodes
         dist.all_gather_object(batches, batch.cpu(), group=self._group)
-        for stage in self.stages:
-            stage.eval()
-            stage.function = self.job.measure or self.job.loss
-        measured = [self._measured(each.to(batch.device)) for each in batches]
-        for stage in self.stages:
-            stage.train()
-            stage.function = self.job.loss
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(_evaluating(stage, self.job))
+            measured = [self._measured(each.to(batch.device)) for each in batches]
         return measured[self.job.topology.node]
 
     def _measured(self, batch: torch.Tensor) -> torch.Tensor:
@@ -194,17 +227,18 @@ class Pipeline(Trainable):
         node, nodes = self.job.topology.node, self.job.topology.nodes
         result: list[Any] = [None]
 
-        def arrive(like: torch.Tensor) -> torch.Tensor:
-            arrived = torch.empty_like(like, dtype=self.job.dtype)
-            dist.recv(arrived, group=self._group, group_src=(node - 1) % nodes)
-            return arrived
+        def arrive() -> torch.Tensor:
+            arrived: list[Any] = [None]
+            dist.recv_object_list(arrived, group=self._group, group_src=(node - 1) % nodes)
+            tensor: torch.Tensor = arrived[0]
+            return tensor.to(batch.device)
 
         for stage in self.stages:
             out = stage(arrive, batch)
             if stage.is_last:
                 result = [out.cpu()]
             else:
-                dist.send(out.contiguous(), group=self._group, group_dst=(node + 1) % nodes)
+                dist.send_object_list([out.cpu()], group=self._group, group_dst=(node + 1) % nodes)
         dist.broadcast_object_list(result, group=self._group, group_src=nodes - 1)
         measured: torch.Tensor = result[0]
         return measured.to(batch.device)
@@ -227,6 +261,21 @@ class Pipeline(Trainable):
         return {name: tensor for node in nodes or () for name, tensor in node.items()}
 
 
+@contextmanager
+def _evaluating(stage: Stage, job: Job) -> Iterator[None]:
+    """Have a stage measure; its parameters are sharded again afterwards."""
+    stage.eval()
+    stage.function = job.measure or job.loss
+    try:
+        yield
+    finally:
+        stage.train()
+        stage.function = job.loss
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 class _Tied:
     """Trained parameters that the first stage and the last one hold: tied embeddings.
 
@@ -237,10 +286,10 @@ class _Tied:
         topology = job.topology
         ends = [stage for stage in stages if stage.is_first != stage.is_last]
         self._params = [stage.model.get_parameter(name) for stage in ends for name in names]
-        #: Bytes that each of the two ranks sends a step.
+        #: Bytes that this rank sends a step: those of its part.
         self.nbytes = sum(_local(param).nbytes for param in self._params)
         self._group: dist.ProcessGroup | None = None
-        for local_rank in range(topology.ranks_per_node if names else 0):
+        for local_rank in range(topology.ranks_per_node if names and topology.nodes > 1 else 0):
             last = (topology.nodes - 1) * topology.ranks_per_node + local_rank
             # All ranks make it, also those that are not in it.
             group = dist.new_group([local_rank, last])

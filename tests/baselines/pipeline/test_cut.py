@@ -1,13 +1,14 @@
 """Where models can be cut, and what is said of those that cannot."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from baselines.pipeline.cut import Anatomy, look
+from baselines.pipeline.cut import look
 from baselines.pipeline.stage import Stage, skeleton
 from baselines.strategy import Job
 from tests.baselines import training
@@ -52,7 +53,7 @@ def test_the_head_counts_as_much_as_its_matrix() -> None:
     anatomy = look(model, job_of(model))
     assert anatomy.cut(model.blocks, 2) == [range(3), range(3, 5)]
     wide = nn.Parameter(torch.zeros(11, 1000))
-    heavy = Anatomy(anatomy.seams, (), (wide,), (), (), 6)
+    heavy = replace(anatomy, after=(wide,))
     assert heavy.cut(model.blocks, 2) == [range(4), range(4, 5)]
     with pytest.raises(ValueError, match="6 stages need as many blocks, and the model has 5"):
         anatomy.cut(model.blocks, 6)
@@ -151,6 +152,43 @@ def test_a_second_input_that_depends_on_parameters_is_refused() -> None:
     for block in model.blocks:
         block.forward = lambda hidden, more: hidden + more  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="block 0 takes 2 tensors that depend on parameters"):
+        look(model, job_of(model))
+
+
+class Weighing(nn.Module):
+    """A block that returns something beside what it hands on, as attention's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.linear(hidden)
+        return out, out.sum(-1)
+
+
+class Weighed(Tied):
+    """A model of such blocks, whose loss may depend on what they return beside."""
+
+    uses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Weighing() for _ in range(4)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, weights = self.embedding(tokens), torch.zeros(())
+        for block in self.blocks:
+            hidden, beside = block(hidden)
+            weights = weights + beside.mean()
+        return self.head(hidden) + weights if self.uses else self.head(hidden)
+
+
+def test_what_blocks_return_beside_may_be_there_and_not_be_used() -> None:
+    model = Weighed()
+    assert {seam.returned for seam in look(model, job_of(model)).seams} == {0}
+    model.uses = True
+    with pytest.raises(ValueError, match="its loss depends on other blocks"):
         look(model, job_of(model))
 
 

@@ -12,12 +12,13 @@ from pydantic import ValidationError
 from baselines.pipeline import schedules
 from baselines.settings import PipelineSettings, Settings
 from tests.baselines.pipeline.training import Result, Run, trained
+from tests.baselines.training import SEQUENCE_LENGTH
 from tests.ranks import Pools
 from tests.tiers import in_ci
 
 TWO = {"stages_per_node": 2}
 GPT2, LLAMA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
-HALF = Run(2, 2, 8, "gpt2", "half")
+HALF, HEAD = Run(2, 2, 8, "gpt2", "half"), Run(2, 1, 2, "llama", "head")
 THREE, LORA = (
     Run(3, 1, 1, "gpt2", "full", layers=6),
     Run(3, 1, 3, "gpt2", "lora", layers=6),
@@ -43,6 +44,10 @@ CASES = [
     in_ci(FOUR, {"pipeline_schedule": "zb", **TWO}),
     in_ci(LAST_HALF, {"pipeline_schedule": "looped", **TWO}),
     in_ci(LAST_HALF, {"pipeline_schedule": "gpipe"}),
+    in_ci(LAST_HALF, {"pipeline_schedule": "zb", **TWO}),
+    in_ci(HEAD, {"pipeline_schedule": "ahead"}),
+    (HEAD, {"pipeline_schedule": "zb"}),
+    in_ci(Run(1, 2, 1, "gpt2", "full"), {}),
 ]
 
 
@@ -65,6 +70,10 @@ def test_twenty_steps_are_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any
         np.testing.assert_allclose(ours[0].params[name], values, rtol=0, atol=1e-9, err_msg=name)
     for result in ours:
         assert result.held_out == pytest.approx(theirs[0].held_out, abs=1e-9)
+    tokens = (run.nodes - 1) * run.accumulation * 2 * (SEQUENCE_LENGTH + 1) * 4
+    for rank in ours:
+        handed = rank.sent["forward"] + rank.sent["backward"]
+        assert handed == run.ranks_per_node * (rank.given + tokens)
     # Each node sends what its ranks send; the closed form is the busiest node's.
     per_node = [
         sum(sum(rank.sent.values()) for rank in ours[start : start + run.ranks_per_node])

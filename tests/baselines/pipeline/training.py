@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.distributed.pipelining
 import torch.nn as nn
 
 from baselines.settings import PipelineSettings, Settings
@@ -14,7 +17,7 @@ from tests.baselines.jobs import job
 from tests.baselines.training import Family
 from tests.fcdp.training import topology_of
 
-Tuning = Literal["full", "lora", "half"]
+Tuning = Literal["full", "lora", "half", "head"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,12 @@ class Run:
 
     def made(self, strategy: str, settings: Settings) -> tuple[Trainable, Iterable[torch.Tensor]]:
         """A training of this rank, and its micro-batches."""
-        tuning = "full" if self.tuning == "half" else self.tuning
+        tuning = "lora" if self.tuning == "lora" else "full"
         model, blocks = training.built(self.family, tuning, layers=self.layers, width=16)
         if self.tuning == "half":  # the embedding and the first half of the blocks
             freeze([model.get_input_embeddings(), *blocks[: self.layers // 2]])
+        if self.tuning == "head":
+            freeze([model.get_input_embeddings(), *blocks])
         model.to(self.params or self.dtype)
         topology = topology_of(self.nodes, self.ranks_per_node)
         own = {"dtype": self.dtype, "accumulation": self.accumulation, "loss": loss}
@@ -69,7 +74,9 @@ class Result:
     losses: list[float]
     params: dict[str, Any]
     held_out: float
+    #: Bytes of the last step, by the ledger, and those that were given to a neighbour to send.
     sent: dict[str, float]
+    given: int
     closed_form: float
 
 
@@ -77,11 +84,20 @@ def trained(run: Run, strategy: str, settings: Settings) -> Result:
     trainable, batches = run.made(strategy, settings)
     losses = [training.step(trainable, iter(batches)) for _ in range(run.steps - 1)]
     trainable.take_ledger()
-    losses.append(training.step(trainable, iter(batches)))
+    given: list[int] = []
+    send = torch.distributed.pipelining.schedules._batch_p2p
+
+    def count(operations: Any, **more: Any) -> Any:
+        given.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return send(operations, **more)
+
+    with mock.patch("torch.distributed.pipelining.schedules._batch_p2p", count):
+        losses.append(training.step(trainable, iter(batches)))
     ledger = trainable.take_ledger() or {"inter_node": {}}
     params = whole(trainable)  # before an evaluation, after which FSDP2 leaves its root gathered
     held_out = trainable.evaluate(next(training.batches_of(7))).item()
-    return Result(losses, params, held_out, ledger["inter_node"], trainable.closed_form_bytes)
+    sent = ledger["inter_node"]
+    return Result(losses, params, held_out, sent, sum(given), trainable.closed_form_bytes)
 
 
 def whole(trainable: Trainable) -> dict[str, Any]:
