@@ -29,14 +29,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=47_270, aim=34_000),
+    "lines of source": Budget(most=47_360, aim=34_000),
     "lines of fcdp": Budget(most=12_560, aim=7_500),
-    "lines of baselines": Budget(most=8_410, aim=6_500),
+    "lines of baselines": Budget(most=8_500, aim=6_500),
     "lines of simulation": Budget(most=8_530, aim=6_500),
     "lines of experiments": Budget(most=11_280, aim=8_500),
     "lines of analysis": Budget(most=6_510, aim=5_000),
     "lines of scripts": Budget(most=3_200, aim=3_000),
-    "lines of tests": Budget(most=47_170, aim=32_000),
+    "lines of tests": Budget(most=47_240, aim=32_000),
     "imports inside of functions": Budget(most=52, aim=60),
     "modules with one importer": Budget(most=39, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

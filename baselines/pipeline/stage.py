@@ -125,7 +125,9 @@ class Stage(nn.Module):
     def _arrive(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         at, arrived = self._seams[0].argument, self._arrived
-        leaves[at] = tensor = arrived() if callable(arrived) else arrived
+        tensor = arrived() if callable(arrived) else arrived
+        assert tensor is not None, "only the first stage is given nothing"
+        leaves[at] = tensor
         self.gradient_bytes = tensor.nbytes * tensor.requires_grad
         return tree_unflatten(leaves, structure)
 
