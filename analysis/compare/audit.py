@@ -36,16 +36,17 @@ _GLOO = Allowance(
     "node's link with 3/4 of a buffer, a hierarchy with 1/2), its reduce-scatters 3 times (each "
     "is an all-reduce over that ring)",
 )
+_RING = Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node")
 _LIVE_PARAMETERS = (
     "DeepSpeed does not gather again in backward what it still holds from the end of forward, more "
     "than a block: of a model of two blocks that is a large share, in its favour"
 )
+#: By engine; all others, and strategies that exchange in pairs, are held to the least.
 _ALLOWANCES = {
     "fsdp2": _GLOO,
     "deepspeed": replace(_GLOO, least=0.9, why_less=_LIVE_PARAMETERS),
-    "ddp": Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node"),
-    "fcdp": _EXACT,
-    "luwu": _EXACT,
+    "ddp": _RING,
+    "co2": _RING,
 }
 _MESSAGES = (
     f"Headers of small messages: up to {MESSAGE_BYTES} bytes for each, which is a large "
@@ -125,8 +126,8 @@ def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tu
     """Problems of the bytes that it sends, and explanations of those beyond the least."""
     sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
     schedule = registry.find(cell.strategy).schedule
-    pairwise = schedule is not None and schedule.pairwise  # whatever the engine, not by gloo's
-    allowance = _EXACT if pairwise else _ALLOWANCES[measured.engine]
+    pairwise = schedule is not None and schedule.pairwise
+    allowance = _EXACT if pairwise else _ALLOWANCES.get(measured.engine, _EXACT)
     if least is None:
         return (), ()
     if sent < allowance.least * least:
