@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from baselines.optimizers import AdamW
@@ -30,6 +31,11 @@ def split(
         [param for param in params if times[id(param)] != 1],
         [param for param in params if times[id(param)] == 1],
     )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or of its gradient; all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

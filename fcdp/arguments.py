@@ -189,7 +189,7 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
 def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> None:
     """Raise ``ValueError`` for what FSDP2 would refuse once it has sharded parts of the model."""
     names = {module: name or "the model" for name, module in model.named_modules()}
-    #: Of each parameter its names, and the units that hold it, by the names of their modules.
+    #: Names of each parameter, and the units that hold it, by the names of their modules.
     holders: dict[nn.Parameter, tuple[list[str], dict[int, list[str]]]] = {}
     for at, block in enumerate([*blocks, [model]]):
         for module in block:

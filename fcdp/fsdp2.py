@@ -462,5 +462,5 @@ def leave_open(module: FSDPModule) -> None:
 
 
 def by_hand(group: Any) -> bool:
-    """Whether what is asked for now is ``unshard()`` or ``reshard()``: no forward, no backward."""
+    """Whether a caller has asked for ``unshard()`` or ``reshard()``, and no forward or backward."""
     return bool(group._training_state == TrainingState.IDLE)

@@ -11,7 +11,7 @@ from typing import TypeVar
 #: enough that a message's latency does not count, small enough that reductions start in backward.
 BUCKET_BYTES = 25 * 2**20
 
-#: What parameters of one unit have in common: their dtype, and whether they are trained.
+#: The kind of parameters that may share a unit: their dtype, and whether they are trained.
 _Key = TypeVar("_Key", bound=Hashable)
 
 

@@ -5,9 +5,9 @@ from statistics import geometric_mean
 
 from analysis import strategies, text
 from analysis.compare import rivals
-from experiments.records.comparison import Comparison, groups
+from experiments.records.comparison import Comparison
 from experiments.records.record import Record
-from scripts.tables import noted, step
+from scripts.tables import by_subject, noted, step
 
 #: A comparison's cells that ran, by what is compared.
 _Group = Mapping[str, Record]
@@ -30,7 +30,7 @@ _PARTS = {
 
 def result(records: Sequence[Record]) -> str:
     """Steps of each subject, the fastest exact one first, then FCDP's speed over its rivals."""
-    compared = _groups(records)
+    compared = by_subject(records)
     present = {name for group in compared for name in group}
     names = sorted(present, key=lambda name: _place(name, compared))
     rows = [(_named(name), *(_step(group, name) for group in compared)) for name in names]
@@ -47,17 +47,12 @@ def result(records: Sequence[Record]) -> str:
 
 def parts(records: Sequence[Record]) -> str:
     """A step with each of FCDP's parts added, and its speed over the step without that part."""
-    compared, rows, pairs = _groups(records), [], list[Comparison]()
+    compared, rows, pairs = by_subject(records), [], list[Comparison]()
     for before, (subject, title) in zip(("", *_PARTS), _PARTS.items(), strict=False):
         beside = [Comparison(group[subject], group.get(before)) for group in compared]
         rows.append((title, *map(_with_speed, beside)))
         pairs += beside
     return text.table(("Part", *map(_column, compared)), rows) + noted(pairs)
-
-
-def _groups(records: Sequence[Record]) -> list[_Group]:
-    ran = [record for record in records if record.measurement]
-    return [{record.cell.subject: record for record in group} for group in groups(ran)]
 
 
 def _column(group: _Group) -> str:

@@ -29,6 +29,12 @@ def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
     return text.table((corner, *columns), lines)
 
 
+def by_subject(records: Sequence[Record]) -> list[dict[str, Record]]:
+    """The records of each comparison that ran, by what is compared."""
+    ran = [record for record in records if record.measurement]
+    return [{record.cell.subject: record for record in group} for group in groups(ran)]
+
+
 def by_phase(records: Sequence[Record]) -> str:
     """A table per objective: what an iteration takes by phase, beside FSDP2's, as Markdown."""
     parts = []
@@ -73,8 +79,7 @@ def by_rollout(records: Sequence[Record]) -> str:
 
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown: steps and bytes of each subject, speed-ups of FCDP's."""
-    compared = groups([record for record in records if record.state != "skipped"])
-    by = [{record.cell.subject: record for record in group} for group in compared]
+    by = by_subject(records)
     names = strategies.ordered(name for group in by for name in group)
     over = names[: names.index("fcdp")]
     speeds = [[Comparison(group["fcdp"], group.get(name)) for name in over] for group in by]

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from baselines.part import restored, views
+from baselines.part import local_part, restored, views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
@@ -197,10 +196,7 @@ class Memory:
     def parts(self) -> list[torch.Tensor]:
         """Each parameter, or shard, in place."""
         # Not cached: FSDP2 replaces the shards when a model is loaded or moved.
-        return [
-            (param.to_local() if isinstance(param, DTensor) else param).detach()
-            for param in self._params
-        ]
+        return [local_part(param).detach() for param in self._params]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ class Seam:
         return tensor
 
     def given(self, tensor: torch.Tensor) -> Any:
-        """What the block would return with this tensor, and no other one."""
+        """Make the block's return value of this tensor, and no other one."""
         return tree_unflatten(_put(self.leaves, self.returned, tensor), self.structure)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a forward of a model does with its blocks, and with the parameters outside of them."""
+    """Roles of a model's blocks, and of the parameters outside of them, in a forward."""
 
     seams: tuple[Seam, ...]
     #: Parameters outside of blocks that the first block's input depends on, ...
@@ -113,25 +114,20 @@ class _Look:
         #: By block: what it took, and what was handed on in the place of what it returned.
         self._took: list[torch.Tensor] = []
         self._handed_on: list[torch.Tensor] = []
-        #: What blocks return beside it.
+        #: Other tensors that blocks return, which nothing may use.
         self._beside: list[torch.Tensor] = []
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         with ExitStack() as stack:
             for index, block in enumerate(self._blocks):
-
-                def begin(_: Any, args: Any, kwargs: Any, index: int = index) -> None:
-                    self._begin(index, tree_flatten((args, kwargs))[0])
-
-                def end(_: Any, __: Any, returned: Any, index: int = index) -> Any:
-                    return self._end(index, returned)
-
-                stack.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                stack.callback(block.register_forward_hook(end).remove)
+                begin, end = partial(self._begin, index), partial(self._end, index)
+                stack.enter_context(block.register_forward_pre_hook(begin, with_kwargs=True))
+                stack.enter_context(block.register_forward_hook(end))
             yield
 
-    def _begin(self, index: int, leaves: Sequence[Any]) -> None:
+    def _begin(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves, _structure = tree_flatten((args, kwargs))
         if index != len(self._handed_on):
             raise _cannot(f"block {index} is called before those in front of it, or again")
         self._argument = _the_one(leaves, f"block {index} takes")
@@ -140,7 +136,7 @@ class _Look:
             raise _cannot(f"block {index} does not take what block {index - 1} returns")
         self._took.append(took)
 
-    def _end(self, index: int, returned: Any) -> Any:
+    def _end(self, index: int, _: nn.Module, __: Any, returned: Any) -> Any:
         leaves, structure = tree_flatten(returned)
         # Some return attention's weights too, which models do not use; ``read`` sees to it.
         shape, places = self._took[-1].shape, _depending(leaves)
@@ -202,11 +198,7 @@ def _reached(end: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[torch.Te
 
 def _the_one(leaves: Sequence[Any], who: str) -> int:
     """The place of the one tensor that depends on parameters."""
-    places = [
-        at
-        for at, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
+    places = _depending(leaves)
     if len(places) != 1:
         raise _cannot(f"{who} {len(places)} tensors that depend on parameters, not 1")
     return places[0]

@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Left(BaseException):
-    """What the last own block returned: the rest of the forward is another stage's.
+    """Ends a forward with what the last own block returned: the rest is another stage's.
 
     No ``Exception``, which a model or a loss may catch.
     """
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.model = model
-        #: What is called with the model and a micro-batch.
+        #: Called with the model and a micro-batch: the loss, or a measure.
         self.function: Loss = job.loss
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(runs) - 1

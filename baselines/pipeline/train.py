@@ -13,22 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from baselines.part import views
+from baselines.part import local_part, views
 from baselines.pipeline import schedules
 from baselines.pipeline.cut import Anatomy, look
 from baselines.pipeline.stage import Stage, skeleton
+from baselines.presets.fcdp import node_bytes
+from baselines.pytorch.fsdp2 import mixed_precision
 from baselines.settings import PipelineSettings
 from baselines.strategy import Job, Trainable, make_optimizer
+from fcdp.counts import Ledger
 
 
 def build(model: nn.Module, job: Job) -> Pipeline:
@@ -80,10 +84,15 @@ def _settings_of(job: Job) -> PipelineSettings:
     return job.settings
 
 
+def _sharers(job: Job) -> int:
+    """Ranks of a node that share one copy of its stages."""
+    sharded = _settings_of(job).within_stage == "sharded"
+    return job.topology.ranks_per_node if sharded else 1
+
+
 def _mesh(job: Job) -> DeviceMesh:
     """The ranks of this node, which shard a stage or replicate it."""
-    topology = job.topology
-    shards = topology.ranks_per_node if _settings_of(job).within_stage == "sharded" else 1
+    topology, shards = job.topology, _sharers(job)
     sizes = topology.nodes, topology.ranks_per_node // shards, shards
     names = "stage", "replicate", "shard"
     mesh = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
@@ -95,8 +104,9 @@ def _shard(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
     Meanwhile the gradients of micro-batches add up on every rank, in float32 or more.
     """
-    narrow = dtype if dtype.itemsize < 4 else None
-    policy = MixedPrecisionPolicy(narrow, reduce_dtype=torch.float32 if narrow else dtype)
+    policy = mixed_precision(dtype)
+    if dtype.itemsize < torch.float32.itemsize:
+        policy = replace(policy, reduce_dtype=torch.float32)
     for module in [*stage.blocks, stage]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     stage.join()
@@ -130,11 +140,12 @@ class Pipeline(Trainable):
         )
         self._tied = _Tied(job, anatomy.tied, stages)
         self._anatomy, self._messages = anatomy, messages
-        #: The shape of a step's micro-batches, which PyTorch's schedules take for all steps'.
+        #: The shape of a step's micro-batches of one rank, the first step's, which PyTorch's
+        #: schedules take for all steps'.
         self._shape: torch.Size | None = None
+        self._ledger = Ledger()
         params = [p for each in stages for p in each.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(params, job)
-        self._sent: dict[str, float] = {}
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; returns the mean loss of all ranks of this pipeline, a scalar.
@@ -152,58 +163,58 @@ class Pipeline(Trainable):
         with self._timed("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self._count(batches)
+        self._count()
         return self._from_last_stage(torch.stack(losses).mean().detach() if losses else None)
 
     def _of_all_stages(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """The micro-batches of all ranks of this pipeline, one after another, in their order."""
         own = torch.cat([*micro_batches])
-        self._shape = self._shape or own.shape
+        if self._shape is None:
+            self._shape = own.shape
+            self.closed_form_bytes = self._least_bytes(*own.shape)
         if own.shape != self._shape:
             raise ValueError(
                 f"micro-batches of a step have shape {tuple(own.shape)} together: a pipeline "
                 f"allows that of its first step alone, {tuple(self._shape)}"
             )
-        # Four bytes hold any token.
-        sent = own.int() if own.dtype == torch.int64 else own
-        parts = [torch.empty_like(sent) for _ in range(self.job.topology.nodes)]
+        nodes = self.job.topology.nodes
+        sent = own.int() if own.dtype == torch.int64 else own  # whose range holds any token
+        parts = [torch.empty_like(sent) for _ in range(nodes)]
         dist.all_gather(parts, sent, group=self._group)
+        self._ledger.add("inter_node", "forward", (nodes - 1) * sent.nbytes)
         return torch.cat(parts).to(own.dtype)
 
     def _from_last_stage(self, loss: torch.Tensor | None) -> torch.Tensor:
         """The pipeline's mean loss, which its last stage alone has."""
         device = self.job.topology.mesh.device_type
-        # Of one type everywhere: the others do not know the loss's.
+        # The other stages do not know the loss's type.
         loss = torch.zeros((), device=device) if loss is None else loss
         loss = loss.double()
         dist.broadcast(loss, group=self._group, group_src=self.job.topology.nodes - 1)
         return loss
 
-    def _count(self, batches: torch.Tensor) -> None:
-        """Count what this rank has sent in the step, and what the busiest node must send."""
-        topology, anatomy, count = self.job.topology, self._anatomy, self._micro_batches
-        nodes, tied = topology.nodes, float(self._tied.nbytes)
-        tokens = (nodes - 1) * batches.numel() / nodes * 4
-        across = self.stages if nodes > 1 else ()
-        for phase, sent in {
-            "forward": count * sum(each.left_bytes for each in across) + tokens,
-            "backward": float(count * sum(each.gradient_bytes for each in across)),
-            "reduce": tied,
-        }.items():
-            self._sent[phase] = self._sent.get(phase, 0.0) + sent
-        positions = len(batches) * (batches.shape[1] - anatomy.dropped)
+    def _count(self) -> None:
+        """Count the messages that this rank has sent in the step, but for the tokens."""
+        across = self.stages if self.job.topology.nodes > 1 else ()
+        forward = self._micro_batches * sum(each.left_bytes for each in across)
+        backward = self._micro_batches * sum(each.gradient_bytes for each in across)
+        self._ledger.add("inter_node", "forward", forward)
+        self._ledger.add("inter_node", "backward", backward)
+        self._ledger.add("inter_node", "reduce", self._tied.nbytes)
+
+    def _least_bytes(self, sequences: int, tokens: int) -> float:
+        """Least bytes per step of the busiest node, for a rank's sequences and their tokens."""
+        topology, anatomy = self.job.topology, self._anatomy
+        positions = topology.nodes * sequences * (tokens - anatomy.dropped)
         message = positions * anatomy.width * self.job.dtype.itemsize
-        shards = _settings_of(self.job).within_stage == "sharded"
-        tied_part = anatomy.tied_bytes / (topology.ranks_per_node if shards else 1) * (nodes > 1)
-        ends = max(self._messages[0], self._messages[-1]) * message + tied_part
-        least = tokens + max(ends, max(self._messages) * message)
-        self.closed_form_bytes = topology.ranks_per_node * float(least)
+        tied = anatomy.tied_bytes / _sharers(self.job) * (topology.nodes > 1)
+        ends = max(self._messages[0], self._messages[-1]) * message + tied
+        all_tokens = (topology.nodes - 1) * sequences * tokens * torch.int32.itemsize
+        least = all_tokens + max(ends, max(self._messages) * message)
+        return topology.ranks_per_node * float(least)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
-        ranks = self.job.topology.ranks_per_node
-        sent = {phase: ranks * count for phase, count in self._sent.items()}
-        self._sent.clear()
-        return {"inter_node": sent}
+        return node_bytes(self._ledger, self.job.topology)
 
     def take_metrics(self) -> Mapping[str, Any]:
         settings, nodes = _settings_of(self.job), self.job.topology.nodes
@@ -223,7 +234,7 @@ class Pipeline(Trainable):
         return measured[self.job.topology.node]
 
     def _measured(self, batch: torch.Tensor) -> torch.Tensor:
-        """What the last stage measures on a batch that all ranks of the pipeline have."""
+        """Measure a batch that all ranks of the pipeline have; the last stage does."""
         node, nodes = self.job.topology.node, self.job.topology.nodes
         result: list[Any] = [None]
 
@@ -287,7 +298,7 @@ class _Tied:
         ends = [stage for stage in stages if stage.is_first != stage.is_last]
         self._params = [stage.model.get_parameter(name) for stage in ends for name in names]
         #: Bytes that this rank sends a step: those of its part.
-        self.nbytes = sum(_local(param).nbytes for param in self._params)
+        self.nbytes = sum(local_part(param).nbytes for param in self._params)
         self._group: dist.ProcessGroup | None = None
         for local_rank in range(topology.ranks_per_node if names and topology.nodes > 1 else 0):
             last = (topology.nodes - 1) * topology.ranks_per_node + local_rank
@@ -304,12 +315,7 @@ class _Tied:
         for param in self._params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        parts = [_local(param.grad) for param in self._params if param.grad is not None]
+        parts = [local_part(param.grad) for param in self._params if param.grad is not None]
         flat = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(flat, group=self._group)
         torch._foreach_copy_(parts, views(flat, parts))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or of its gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

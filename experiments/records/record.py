@@ -109,7 +109,7 @@ class Measurement(Strict):
     staleness_gap: Annotated[float | None, Metric("staleness gap Λ")] = None
     worker_drift: Annotated[float | None, Metric("drift of workers", 100, ".3g", " %")] = None
     clipped_fraction: Annotated[float | None, Metric("clipped", 100, ".3g", " %")] = None
-    #: Of a pipeline: micro-batches of a step that go through it, and the share of a step that a
+    #: Micro-batches of a step that go through a pipeline, and the share of a step that a
     #: node would wait were messages free and all stages of one cost.
     pipeline_micro_batches: Annotated[int | None, Metric("micro-batches in the pipeline")] = None
     pipeline_bubble: Annotated[float | None, Metric("bubble", 100, ".3g", " %")] = None

@@ -48,7 +48,7 @@ def parse(text: str) -> CachePolicy:
 
 
 def imported(name: str) -> Any:
-    """What ``package.module:name`` names. Raises ``ValueError`` where it cannot be imported."""
+    """Import ``package.module:name``. Raises ``ValueError`` where that fails."""
     try:
         return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # what a module does while it is imported

@@ -1,4 +1,4 @@
-"""What leaves a block's unit, and which of it stays gathered, by bytes."""
+"""Parameters that leave a block's unit, and which of them stay gathered, by bytes."""
 
 from dataclasses import replace
 

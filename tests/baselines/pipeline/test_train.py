@@ -19,14 +19,10 @@ from tests.tiers import in_ci
 TWO = {"stages_per_node": 2}
 GPT2, LLAMA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
 HALF, HEAD = Run(2, 2, 8, "gpt2", "half"), Run(2, 1, 2, "llama", "head")
-THREE, LORA = (
-    Run(3, 1, 1, "gpt2", "full", layers=6),
-    Run(3, 1, 3, "gpt2", "lora", layers=6),
-)
-FOUR, LAST_HALF = (
-    Run(4, 1, 2, "llama", "full", layers=8),
-    Run(4, 1, 2, "gpt2", "half", layers=8),
-)
+THREE = Run(3, 1, 1, "gpt2", "full", layers=6)
+LORA = Run(3, 1, 3, "gpt2", "lora", layers=6)
+FOUR = Run(4, 1, 2, "llama", "full", layers=8)
+LAST_HALF = Run(4, 1, 2, "gpt2", "half", layers=8)
 CASES = [
     (GPT2, {"pipeline_schedule": "ahead"}),
     in_ci(GPT2, {"pipeline_schedule": "interleaved", **TWO}),

@@ -106,7 +106,7 @@ def called(owner: type, name: str, note: Callable[[Any], None]) -> Any:
 
 
 def order() -> list[str]:
-    """What a step of two micro-batches does, one after another."""
+    """Operations of a step of two micro-batches, one after another."""
     trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2, accumulation=2))
     step(trainable, batches)
     log: list[str] = []
@@ -156,7 +156,7 @@ def own_ranks() -> Iterator[RankPool]:
 
 
 def fails() -> tuple[str, float]:
-    """What a step raises on this rank when another one's process ends, and after how long."""
+    """The error of a step on this rank when another one's process ends, and its seconds."""
     trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2))
     topology = trainable.job.topology
     step(trainable, batches)

@@ -353,7 +353,7 @@ def adapter_in_a_state_dict(run: Trained) -> None:
 
 
 def adapter_and_then_to(run: Trained) -> None:
-    """What counts the write is gone when the ranks agree, and begins anew."""
+    """The count of writes is gone when the ranks agree, and begins anew."""
     param = run.model.get_parameter(trained_weight(run))
     with torch.no_grad():
         element(param).add_(1)
@@ -387,7 +387,7 @@ BETWEEN: list[tuple[Callable[..., None], Event]] = [
     (one_unit_crosses, to_and_then_adapter),
 ]
 OWN_UNITS = replace(LORA, adapter_rank=3, reshard_after_forward=True)
-#: What a quick run has of an event, in turn.
+#: The part of an event's product that a quick run has, in turn.
 WAYS_BETWEEN = [
     (LORA, "fcdp", False, "cpu"),
     (OWN_UNITS, "fcdp", False, "streams"),

@@ -208,7 +208,7 @@ def test_training_goes_on_after_the_setting_is_taken_back(ranks: Pools) -> None:
 
 
 def read_by_hand(engine: str, adapter_rank: int) -> list[Any]:
-    """What is read of a block that was gathered by hand, around calls of the other one."""
+    """Values of a block that was gathered by hand, around calls of the other one."""
     run = Generating(settings_of(adapter_rank, True), engine)
     seen: list[Any] = [run.step()]
     first, second = run.whole.blocks

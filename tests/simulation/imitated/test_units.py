@@ -79,7 +79,7 @@ class Case:
 
 
 class Facts(NamedTuple):
-    """What the memory plan, the ledger and the schedule depend on, of one unit."""
+    """Facts of one unit that the memory plan, the ledger and the schedule depend on."""
 
     parameters: int
     #: Elements of one rank's shard, with padding.

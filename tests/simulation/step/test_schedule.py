@@ -145,7 +145,7 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
 
 
 def test_a_cache_beside_offloaded_shards_has_both_copied() -> None:
-    """What a rank holds itself is not in its entry."""
+    """An entry does not have the rank's own shard."""
     plain, beside, anew = (
         predicted(strategy).moved_bytes["host_to_device"]["backward"]
         for strategy in ("fcdp", "fcdp-offload", "offload")
